@@ -1,0 +1,838 @@
+"""Any source -> one parquet file, and back again: the only file that knows the on-disk format.
+
+    python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
+    python prepare_data.py jsonl --input qa.jsonl --data-source vqa --add-image-marks --out qa.parquet --inspect
+    python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
+
+Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
+reward_model struct<style, ground_truth>, extra_info struct<split, index, uid, ...>. Each literal <image> in a
+prompt stands for one image, in order. Image files are stored byte for byte as they were found.
+"""
+
+import argparse
+import base64
+import csv
+import glob
+import http.client
+import io
+import itertools
+import json
+import os
+import re
+import struct
+import sys
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+MARK = "<image>"
+ROLES = ("system", "user", "assistant", "tool")
+CHUNK = 64  # rows checked together; also the read batch, so memory holds a few dozen images beyond the result
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 128, 32 << 20
+WORKERS = 8
+SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
+
+# Only formats whose decoders are plain libraries: Pillow would hand EPS to an external program.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+# What Pillow raises on damaged files (UnidentifiedImageError is an OSError; TypeError, KeyError: bad TIFF tags).
+IMAGE_ERRORS = (
+    OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError, struct.error, zlib.error,
+    Image.DecompressionBombError,
+)  # fmt: skip
+
+GEO3K_INSTRUCTION = (
+    "Before answering, reason through the problem step by step inside <think> </think> tags. "
+    "Only after that, state the final answer inside \\boxed{}."
+)
+
+
+class BadRow(ValueError):
+    """One row cannot be used; the text is the reason, without file and row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One checked row. `images` are encoded files that are known to decode, one per <image> mark in order."""
+
+    uid: str
+    data_source: str
+    messages: list[dict]
+    images: list[bytes]
+    ground_truth: str
+    extra: dict
+
+
+@dataclass(slots=True)
+class Raw:
+    """One row as found, before any check. `problem` is set when the source could not even read it."""
+
+    where: str
+    number: int
+    root: Path = Path()
+    data_source: str = ""
+    prompt: object = None
+    images: object = None
+    truth: object = None
+    extra: object = field(default_factory=dict)
+    problem: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Encoded image file -> RGB image: EXIF orientation applied, alpha on white, 16-bit grey cut to its high byte.
+
+    Raises one of IMAGE_ERRORS when the file is damaged, truncated, too large or of a format not in FORMATS.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        opened.load()
+        image = ImageOps.exif_transpose(opened)
+    if image.mode == "F":
+        raise ValueError("float pixels have no agreed range; convert the file to 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # convert("RGB") would clip every value above 255 to white
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError(f"grey values {values.min()}..{values.max()} exceed 16 bits; convert the file")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def fetch_url(url: str, timeout: float = 20.0, max_bytes: int = 32 << 20, tries: int = 3) -> bytes:
+    """Body of an http(s) URL; `timeout` seconds bound each try as a whole. Raises BadRow naming the flag to change."""
+    for attempt in range(1, tries + 1):
+        deadline = time.monotonic() + timeout
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "prepare_data"})
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                parts, size = [], 0
+                while part := response.read1(1 << 16):
+                    parts.append(part)
+                    size += len(part)
+                    if size > max_bytes:
+                        raise BadRow(f"{url} is larger than {max_bytes / 2**20:g} MiB; raise --url-max-mb")
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("timed out")
+            return b"".join(parts)
+        except urllib.error.HTTPError as e:
+            problem = f"HTTP {e.code} {e.reason}"
+            if e.code < 500 and e.code not in (408, 429):
+                raise BadRow(f"{url} could not be fetched: {problem}; correct or remove the URL") from e
+        except (OSError, http.client.HTTPException) as e:  # URLError and timeouts are OSErrors
+            problem = f"{e} (--url-timeout {timeout:g})"
+        if attempt < tries:
+            time.sleep(0.5 * attempt)
+    raise BadRow(f"{url} could not be fetched in {tries} tries: {problem}; try again or raise --url-tries")
+
+
+def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None = None) -> bytes:
+    """One image cell (bytes, {bytes, path}, path, base64, data URI, URL) -> the encoded file. Raises BadRow."""
+    if isinstance(cell, dict):
+        inner = next((cell[k] for k in ("bytes", "path") if cell.get(k)), None)
+        if inner is None:
+            raise BadRow("has neither bytes nor path")
+        return image_bytes(inner, root, fetch)
+    if isinstance(cell, bytes):
+        return cell
+    if not isinstance(cell, str) or not cell.strip():
+        raise BadRow("is empty" if cell is None or isinstance(cell, str) else f"is a {type(cell).__name__}")
+    cell = cell.strip()
+    if cell.startswith(("http://", "https://")):
+        if fetch is None:
+            raise BadRow(f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
+        return fetch(cell)
+    if cell.startswith("data:"):
+        head, comma, cell = cell.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise BadRow(f"data URI {head[:40]!r} is not base64")
+    elif len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
+        path = root / cell.removeprefix("file://")
+        try:
+            return path.read_bytes()
+        except (OSError, ValueError) as e:  # ValueError: null byte in the name
+            if "." in cell or len(cell) < 40:  # no dot in base64, no image file in 30 bytes
+                reason = getattr(e, "strerror", None) or e
+                raise BadRow(f"{path}: {reason}; relative paths start at the file's folder or --image-root") from e
+    try:
+        return base64.b64decode("".join(cell.split()), validate=True)
+    except ValueError as e:
+        raise BadRow(f"{cell[:40]!r} is neither an existing file nor valid base64 ({e})") from e
+
+
+# ---------------------------------------------------------------------------------------------------- checking a row
+
+
+def count_marks(messages: list[dict]) -> int:
+    """Number of literal <image> marks in all contents."""
+    return sum(m["content"].count(MARK) for m in messages)
+
+
+def to_messages(prompt: object, system: str = "") -> list[dict]:
+    """A string or a list of {role, content} -> messages, `system` put in front. Raises BadRow."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not prompt:
+        raise BadRow("empty prompt")
+    if not isinstance(prompt, list):
+        raise BadRow(f"prompt is a {type(prompt).__name__}, expected a string or a list of messages")
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, m in enumerate(prompt):
+        if not isinstance(m, dict) or not isinstance(m.get("content"), str):
+            raise BadRow(f"message {i} has no content string; write images as {MARK} marks inside the text")
+        if m.get("role") not in ROLES:
+            raise BadRow(f"message {i} has role {m.get('role')!r}, expected one of {', '.join(ROLES)}")
+        if system and m["role"] == "system":
+            raise BadRow("the prompt already has a system message and --system gives another; drop one")
+        if more := [k for k, v in m.items() if k not in ("role", "content") and v is not None]:
+            raise BadRow(f"message {i} has fields the format cannot hold: {', '.join(more)}")
+        messages.append({"role": m["role"], "content": m["content"]})
+    if not any(m["content"].strip() for m in messages if m["role"] == "user"):
+        raise BadRow("empty prompt: no user message has any text")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow("the last message is the assistant's (an answer left in the prompt?); it must be the user's")
+    return messages
+
+
+def to_truth(value: object) -> str:
+    """Ground truth as a string: strings stay, everything else becomes JSON. Raises BadRow when there is none."""
+    if value is None or isinstance(value, str):
+        if not (value or "").strip():
+            raise BadRow("no ground truth: the answer is missing or empty; --answer-key names its column")
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise BadRow(f"ground truth {value!r} is neither a string nor JSON: {e}") from e
+
+
+def drop_none(value: object) -> object:
+    """Without the None fields that a struct column gives to rows that lack a field."""
+    if isinstance(value, list):
+        return [drop_none(v) for v in value]
+    return {k: drop_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def build_example(
+    raw: Raw, *, fetch: Callable[[str], bytes] | None = None, system: str = "", add_marks: bool = False,
+    data_source: str | None = None, split: str | None = None,
+) -> Example:  # fmt: skip
+    """Check one row completely, decoding each image once. Raises BadRow with the reason.
+
+    With `split` (writing) a row must have a data_source, and rows without split or index get them.
+    """
+    if raw.problem:
+        raise BadRow(raw.problem)
+    messages = to_messages(raw.prompt, system)
+    cells = raw.images if isinstance(raw.images, list) else [raw.images] if raw.images not in (None, "") else []
+    images = []
+    for i, cell in enumerate(cells):
+        try:
+            data = image_bytes(cell, raw.root, fetch)
+        except BadRow as e:
+            raise BadRow(f"image {i} {e}") from e
+        try:
+            decode_image(data)
+        except IMAGE_ERRORS as e:
+            # Pillow's own text would only show the address of a BytesIO
+            reason = f"not one of {', '.join(FORMATS)}" if isinstance(e, Image.UnidentifiedImageError) else e
+            raise BadRow(f"image {i} ({len(data)} bytes) cannot be decoded: {reason}") from e
+        images.append(data)
+    marks = count_marks(messages)
+    if add_marks and images and not marks:
+        first = next(m for m in messages if m["role"] == "user")
+        first["content"], marks = MARK * len(images) + first["content"], len(images)
+    if marks != len(images):
+        remedy = f"the prompt needs one {MARK} per image"
+        if not marks:
+            remedy = "prepare_data.py --add-image-marks puts the marks in front of the prompt"
+        elif not images:
+            remedy = "--image-key names the column of the images"
+        raise BadRow(f"{marks} {MARK} marks in the prompt but {len(images)} images; {remedy}")
+    truth = to_truth(raw.truth)
+    if not isinstance(raw.extra, dict | None):
+        raise BadRow(f"extra_info is a {type(raw.extra).__name__}, expected a struct")
+    extra = drop_none(raw.extra or {})
+    source = data_source or raw.data_source
+    if split:
+        if not source:
+            raise BadRow("no data_source; --data-source NAME gives one to every row")
+        extra = {"split": split, "index": raw.number} | extra
+    # rows without an index are told apart by their number; "row" keeps those apart from real indices
+    index = extra.get("index", f"row{raw.number}")
+    uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{index}"))
+    try:
+        json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as e:
+        raise BadRow(f"text cannot be stored as UTF-8: {e}") from e
+    return Example(uid, source, messages, images, truth, extra)
+
+
+def checked(raws: Iterable[Raw], build: Callable[[Raw], Example], bad: list[str]) -> Iterator[Example]:
+    """Yield the good rows in order; append one line per bad row (file, row, reason) to `bad`."""
+
+    def attempt(raw: Raw) -> Example | BadRow:
+        try:
+            return build(raw)
+        except BadRow as e:
+            return e
+
+    raws, seen = iter(raws), {}
+    with ThreadPoolExecutor(WORKERS) as pool:  # decoding and fetching release the GIL
+        while chunk := list(itertools.islice(raws, CHUNK)):
+            for raw, result in zip(chunk, pool.map(attempt, chunk), strict=True):
+                if isinstance(result, Example) and result.uid in seen:
+                    other = seen[result.uid]
+                    result = BadRow(f"uid {result.uid!r} is already taken by {other}; make extra_info.uid unique")
+                if isinstance(result, BadRow):
+                    bad.append(f"{raw.where}: {result}")
+                else:
+                    seen[result.uid] = raw.where
+                    yield result
+
+
+def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
+    """Raise ValueError with the first few bad rows and the count, unless `bad_rows` is "skip"."""
+    if bad_rows not in ("error", "skip"):
+        raise ValueError(f"--bad-rows is {bad_rows!r}, expected error or skip")
+    if bad and bad_rows == "error":
+        lines = "\n  ".join(bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else []))
+        raise ValueError(
+            f"{len(bad)} of {len(bad) + good} rows are bad (parquet rows count from 0):\n  {lines}\n"
+            "Mend them, or pass --bad-rows skip to leave them out."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def parquet_files(path: str | Path | list, split: str | None = None) -> list[Path]:
+    """A file, a folder of shards, a glob, a comma list or a list of those -> files in order. Raises ValueError.
+
+    Of a folder with shards of several splits only those of `split` are taken.
+    """
+    if isinstance(path, list | tuple):
+        return [f for p in path for f in parquet_files(p, split)]
+    name, path = str(path), Path(path)
+    if not path.exists() and "," in name:
+        return parquet_files([p.strip() for p in name.split(",") if p.strip()], split)
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+        splits = {s: [f for f in files if f.name.startswith(hub)] for s, hub in SPLITS.items()}
+        there = [s for s in SPLITS if splits[s]]
+        if split and there:
+            files = splits[split]
+        elif len(there) > 1:
+            raise ValueError(f"{path} holds shards of {', '.join(there)}; pass those of one, e.g. '{path}/train*'")
+    elif not path.exists() and any(c in name for c in "*?["):
+        files = [Path(p) for p in sorted(glob.glob(name))]
+    if not files:
+        raise ValueError(f"{path}: no parquet file{f' of --split {split}' if split else ''} found there")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; check the path given to --data or --input")
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty (0 bytes); write it again with prepare_data.py")
+    return files
+
+
+def need_columns(found: list[str], keys: tuple, file: Path) -> None:
+    """Raise ValueError unless the columns `keys` = (prompt, image, answer) are there."""
+    flags = ("--prompt-key", "--image-key", "--answer-key")
+    for column, flag in zip((keys[0], keys[1], keys[2] or "reward_model"), flags, strict=True):
+        if column and column not in found:
+            hint = " ('' if there are no images)" if flag == "--image-key" else ""
+            has = ", ".join(map(str, found))
+            raise ValueError(f"{file}: no column {column!r}; it has {has}. Name the right one with {flag}{hint}")
+
+
+def table_row(row: dict, keys: tuple, where: str, number: int, root: Path, rest: bool = False) -> Raw:
+    """Pick the columns `keys` = (prompt, image, answer) out of a row; `rest` puts the others into extra."""
+    prompt_key, image_key, answer_key = keys
+    reward_model = row.get("reward_model") if isinstance(row.get("reward_model"), dict) else {}
+    truth = row.get(answer_key) if answer_key else reward_model.get("ground_truth")
+    extra = row.get("extra_info")
+    if rest and isinstance(extra, dict | None):
+        known = {prompt_key, image_key, answer_key, "data_source", "reward_model", "extra_info"}
+        extra = {k: v for k, v in row.items() if k not in known} | (extra or {})
+        extra = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")} | extra
+    images = row.get(image_key) if image_key else None
+    return Raw(where, number, root, row.get("data_source") or "", row.get(prompt_key), images, truth, extra)
+
+
+def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False) -> Iterator[Raw]:
+    """Rows of any parquet file(s), read in batches; `number` runs on over the files. Raises ValueError."""
+    number = 0
+    for file in parquet_files(path):
+        try:
+            parquet = pq.ParquetFile(file)
+        except (pa.ArrowException, OSError) as e:
+            raise ValueError(f"{file} is not a readable parquet file: {e}") from e
+        schema = parquet.schema_arrow
+        need_columns(schema.names, keys, file)
+        wanted = {keys[0], keys[1], keys[2] or "reward_model", "data_source", "extra_info"}
+        columns = [c for c in schema.names if c in wanted]
+        if rest:
+            # binary columns other than the images would not survive as extra_info
+            out = [f.name for f in schema if f.name not in columns and "binary" in str(f.type)]
+            columns = [c for c in schema.names if c not in out]
+            if out:
+                print(f"{file}: left out the binary columns {', '.join(out)}")
+        if parquet.metadata.num_rows == 0:
+            raise ValueError(f"{file} has no rows")
+        with parquet:
+            batches, row = parquet.iter_batches(CHUNK, columns=columns), 0
+            while True:
+                try:
+                    rows = next(batches).to_pylist()
+                except StopIteration:
+                    break
+                except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+                    raise ValueError(f"{file} is damaged near row {row}: {e}") from e
+                for record in rows:
+                    yield table_row(record, keys, f"{file} row {row}", number, root or file.parent, rest)
+                    row, number = row + 1, number + 1
+
+
+def read_examples(
+    path: str | Path | list, *, prompt_key: str = "prompt", image_key: str = "images",
+    answer_key: str | None = None, bad_rows: str = "error", limit: int | None = None,
+) -> tuple[list[Example], list[str]]:  # fmt: skip
+    """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
+
+    `answer_key=None` means reward_model.ground_truth, `image_key=""` a file without images, `limit` the first so
+    many good rows. A file without a data_source column gives data_source "". Returns the examples and one line per
+    row left out (only with bad_rows="skip"). Raises ValueError naming file, row, reason and remedy.
+    """
+    bad: list[str] = []
+    rows = checked(parquet_rows(path, (prompt_key, image_key, answer_key)), build_example, bad)
+    examples = list(itertools.islice(rows, limit))
+    refuse_bad(bad, len(examples), bad_rows)
+    if not examples:
+        raise ValueError(f"{path}: none of the {len(bad)} rows is usable; the first: {bad[:1]}")
+    return examples, bad
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def arrow_schema(extra: pa.DataType) -> pa.Schema:
+    """Our columns, in order, with `extra` as the type of extra_info."""
+    columns = {
+        "data_source": pa.string(),
+        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}.items())),
+        "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}.items())),
+        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}.items()),
+        "extra_info": extra,
+    }
+    return pa.schema(columns.items())
+
+
+def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Groups small enough that a reader never holds much more than ROW_GROUP_BYTES of images."""
+    group, size = [], 0
+    for example in examples:
+        group.append(example)
+        size += sum(map(len, example.images))
+        if len(group) == ROW_GROUP_ROWS or size >= ROW_GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def common_type(types: Iterable[pa.DataType | None]) -> pa.DataType | None:
+    """The one type that holds all values of an extra_info field; None if there is none (stored as JSON text)."""
+    types = list(types)
+    if None in types or any("struct<>" in str(t) for t in types):  # parquet has no struct without fields
+        return None
+    try:
+        return pa.unify_schemas([pa.schema([("x", t)]) for t in types], promote_options="permissive").field("x").type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
+
+
+def write_examples(examples: Iterable[Example], path: str | Path) -> int:
+    """Stream examples into one parquet file, complete or not at all; returns the number of rows.
+
+    The type of extra_info is known only after the last row, so it is first written as JSON text, then laid out.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft, final = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("draft", "tmp"))
+    types: dict[str, set] = {}
+    count = 0
+    try:
+        with pq.ParquetWriter(draft, arrow_schema(pa.string())) as writer:
+            for group in row_groups(examples):
+                rows = []
+                for e in group:
+                    extra = drop_none(json.loads(json.dumps(e.extra | {"uid": e.uid}, default=str)))
+                    for key, value in extra.items():
+                        try:
+                            kind = pa.array([value]).type
+                        except (pa.ArrowTypeError, pa.ArrowInvalid, OverflowError):
+                            kind = None
+                        types.setdefault(key, set()).add(kind)
+                    images = [{"bytes": data, "path": None} for data in e.images]
+                    reward_model = {"style": "rule", "ground_truth": e.ground_truth}
+                    rows.append((e.data_source, e.messages, images, reward_model, json.dumps(extra)))
+                columns = [dict(zip(writer.schema.names, row, strict=True)) for row in rows]
+                writer.write_batch(pa.RecordBatch.from_pylist(columns, schema=writer.schema))
+                count += len(group)
+        if count == 0:
+            raise ValueError(f"nothing to write to {path}: the source gave no usable row")
+        first = [k for k in ("split", "index", "uid", "answer_type") if k in types]
+        fields = {k: common_type(types[k]) for k in first + [k for k in types if k not in first]}
+        if mixed := [k for k, t in fields.items() if t is None]:
+            print(f"extra_info fields of mixed types, stored as JSON text: {', '.join(mixed)}")
+        schema = arrow_schema(pa.struct([(k, t or pa.string()) for k, t in fields.items()]))
+        with pq.ParquetFile(draft) as source, pq.ParquetWriter(final, schema) as writer:
+            for i in range(source.num_row_groups):
+                table = source.read_row_group(i)
+                extras = [json.loads(text) for text in table["extra_info"].to_pylist()]
+                for extra, k in itertools.product(extras, mixed):
+                    if k in extra and not isinstance(extra[k], str):
+                        extra[k] = json.dumps(extra[k])
+                try:
+                    extras = pa.array(extras, schema.field("extra_info").type)
+                except pa.ArrowInvalid as e:  # integers above 2**53 in a field that also holds floats
+                    raise ValueError(f"{path}: extra_info does not fit one type, store that field as text: {e}") from e
+                writer.write_table(table.set_column(4, schema.field("extra_info"), extras))
+        os.replace(final, path)
+    finally:
+        draft.unlink(missing_ok=True)
+        final.unlink(missing_ok=True)
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------- sources
+
+
+def keys_of(args: argparse.Namespace, prompt: str, answer: str | None) -> tuple:
+    """(prompt, image, answer) columns: the flags, or this source's own names."""
+    image = "images" if args.image_key is None else args.image_key
+    return args.prompt_key or prompt, image, args.answer_key or answer
+
+
+def answer_type(answer: str) -> str:
+    """Form of a short maths answer: integer, decimal, surd, fraction, pi or other."""
+    text = re.sub(r"\s|\$|\^\\circ|\^\{\\circ\}|\\degree|°", "", answer)
+    if "\\pi" in text or "π" in text:
+        return "pi"
+    if "\\sqrt" in text or "√" in text:
+        return "surd"
+    if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)", text):
+        return "integer"
+    if re.fullmatch(r"[+-]?\d*\.\d+", text):
+        return "decimal"
+    if re.fullmatch(r"[+-]?\d*(\\[dt]?frac(\{[+-]?\d+\}|\d){2}|\d+/\d+)", text):
+        return "fraction"
+    return "other"
+
+
+def geo3k_folders(folder: Path, args: argparse.Namespace) -> Iterator[Raw]:
+    """Original InterGPS problems (id/data.json, id/img_diagram.png) in numeric order."""
+    for problem in sorted((d for d in folder.iterdir() if d.name.isdigit()), key=lambda d: int(d.name)):
+        raw = Raw(str(problem), int(problem.name), problem, "geo3k", images="img_diagram.png")
+        try:
+            data = json.loads((problem / "data.json").read_text(encoding="utf-8"))
+            raw.truth = dict(zip("ABCDEFGH", data["choices"], strict=False))[data["answer"]]
+            raw.prompt = f"{MARK}{data['annotat_text']} {args.instruction}".rstrip()
+            extra = {"index": raw.number, "answer_type": answer_type(raw.truth), "letter": data["answer"]}
+            raw.extra = extra | {k: data[k] for k in ("problem_type_goal", "problem_type_graph", "choices")}
+        except OSError as e:
+            raw.problem = f"data.json: {e.strerror}"
+        except KeyError as e:
+            raw.problem = f"data.json has no {e}, or its answer {e} names no choice"
+        except (ValueError, TypeError) as e:
+            raw.problem = f"data.json is damaged: {e}"
+        else:
+            split = data.get("data_type", args.split)
+            if split != args.split:  # never let test problems pass for training ones
+                raw.problem = f"data_type is {split!r} but --split is {args.split!r}; pass --split {split}"
+        yield raw
+
+
+def geo3k_parquet(files: list[Path], args: argparse.Namespace) -> Iterator[Raw]:
+    """Rows of the hub's geometry3k shards: images, problem, answer, id, choices, ground_truth (a letter)."""
+    for raw in parquet_rows(files, keys_of(args, "problem", "answer"), args.image_root, rest=True):
+        raw.data_source = "geo3k"
+        if isinstance(raw.prompt, str) and raw.prompt.strip():
+            raw.prompt = f"{raw.prompt} {args.instruction}".rstrip()
+        if isinstance(raw.extra, dict):
+            names = {"id": "index", "ground_truth": "letter"}
+            raw.extra = {names.get(k, k): v for k, v in raw.extra.items()}
+            raw.extra["answer_type"] = answer_type(str(raw.truth))
+        yield raw
+
+
+def geo3k_rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """Geometry3K from InterGPS folders, from local shards, or from the hub."""
+    inputs = args.input or ["hiyouga/geometry3k"]
+    folder = Path(inputs[0])
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
+        folder = download(inputs[0], SPLITS[args.split])
+        inputs = [folder]
+    if folder.is_dir() and len(inputs) == 1:
+        folder = folder / args.split if (folder / args.split).is_dir() else folder
+        if any(d.name.isdigit() for d in folder.iterdir()):
+            return geo3k_folders(folder, args)
+    return geo3k_parquet(parquet_files(inputs, args.split), args)
+
+
+def download(hub_id: str, split: str) -> Path:
+    """Fetch the parquet shards of one split of a Hugging Face dataset; returns the folder. Raises ValueError."""
+    remedy = (
+        f"On a machine with network run `hf download {hub_id} --repo-type dataset --local-dir FOLDER`, "
+        "then pass --input FOLDER"
+    )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise ValueError(f"--input {hub_id}: pip install huggingface_hub to download it. {remedy}") from e
+    try:
+        patterns = [f"{split}*.parquet", f"*/{split}*.parquet"]
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
+    except (OSError, ValueError) as e:  # the hub's errors are OSErrors, a malformed id is a ValueError
+        reason = str(e).splitlines()[0]
+        raise ValueError(
+            f"--input {hub_id}: no such local path, and the download from the Hugging Face hub failed ({reason}). "
+            f"{remedy}"
+        ) from e
+
+
+def shapes_rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """Toy pictures made by demo.py."""
+    import demo
+
+    keys = ("prompt", "images", None)
+    for i, row in enumerate(demo.shapes_rows(n=args.n, split=args.split, seed=args.seed)):
+        yield table_row(row, keys, f"shapes row {i}", i, Path())
+
+
+def text_lines(file: Path) -> Iterator[str]:
+    """Lines of a UTF-8 text file (newlines kept). Raises ValueError naming the file."""
+    if not file.is_file():
+        raise ValueError(f"--input {file}: no such file")
+    with open(file, encoding="utf-8-sig", newline="") as f:
+        try:
+            yield from f
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{file} is not UTF-8 text: {e}; save it as UTF-8") from e
+
+
+def text_rows(file: Path, records: Iterable, columns: list[str], args: argparse.Namespace) -> Iterator[Raw]:
+    """Raws of (line number, record or problem text) pairs, once the columns are known to be there."""
+    keys = keys_of(args, "prompt", None if "reward_model" in columns else "answer")
+    need_columns(columns, keys, file)
+    for number, (line, record) in enumerate(records):
+        where = f"{file} line {line}"
+        if isinstance(record, str):
+            yield Raw(where, number, problem=record)
+        else:
+            yield table_row(record, keys, where, number, args.image_root or file.parent, rest=True)
+
+
+def jsonl_rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """One JSON object per line; other keys than the named ones go to extra_info."""
+    file = Path(args.input[0])
+
+    def records() -> Iterator[tuple[int, dict | str]]:
+        for line, text in enumerate(text_lines(file), 1):
+            if text.strip():
+                try:
+                    row = json.loads(text)
+                except (ValueError, RecursionError) as e:
+                    yield line, f"not valid JSON: {e}"
+                    continue
+                yield line, row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
+
+    # rows may leave keys out, so a column is missing only if no row has it: one cheap pass ahead of the real one
+    columns = list(dict.fromkeys(k for _, row in records() if isinstance(row, dict) for k in row))
+    if not columns:
+        raise ValueError(f"{file}: no line holds a JSON object")
+    return text_rows(file, records(), columns, args)
+
+
+def csv_rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """A CSV file with a header line; an image cell is one value or a JSON list of values."""
+    file = Path(args.input[0])
+    csv.field_size_limit(2**31 - 1)  # base64 cells
+    reader = csv.reader(text_lines(file))
+    columns = next(reader, None)
+    if not columns:
+        raise ValueError(f"{file} is empty: the first line must name the columns")
+
+    def records() -> Iterator[tuple[int, dict | str]]:
+        while True:
+            try:
+                cells = next(reader, None)
+            except csv.Error as e:
+                raise ValueError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
+            if cells is None:
+                return
+            row: dict | str = dict(zip(columns, cells, strict=False))
+            if len(cells) != len(columns):
+                row = f"{len(cells)} cells but the header names {len(columns)} columns"
+            elif (cell := row.get(args.image_key or "images", "").strip()).startswith("["):
+                try:
+                    row[args.image_key or "images"] = json.loads(cell)
+                except ValueError as e:
+                    row = f"image cell {cell[:60]!r} starts like a JSON list but is none: {e}"
+            if cells:  # a blank line is no row
+                yield reader.line_num, row
+
+    return text_rows(file, records(), columns, args)
+
+
+def any_parquet_rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """Rows of any parquet file(s); other columns than the named ones go to extra_info."""
+    return parquet_rows(args.input, keys_of(args, "prompt", None), args.image_root, rest=True)
+
+
+SOURCES = {
+    "geo3k": geo3k_rows, "shapes": shapes_rows, "jsonl": jsonl_rows, "csv": csv_rows, "parquet": any_parquet_rows,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- inspecting
+
+
+def spread(values: list[int]) -> str:
+    """min, median, p90 and max of a non-empty list, as text."""
+    low, mid, p90, high = np.percentile(values, [0, 50, 90, 100], method="nearest")
+    return f"min {low}, median {mid}, p90 {p90}, max {high}"
+
+
+def inspect_file(path: str, args: argparse.Namespace) -> None:
+    """Print some rows, the counts and the statistics of parquet file(s)."""
+    # a file just written has our keys, whatever its source had
+    prompt_key, image_key, answer_key = keys_of(args, "prompt", None) if args.file else ("prompt", "images", None)
+    keys = {"prompt_key": prompt_key, "image_key": image_key, "answer_key": answer_key}
+    examples, bad = read_examples(path, **keys, bad_rows=args.bad_rows, limit=args.limit)
+    sizes = [[decode_image(data).size for data in e.images] for e in examples]
+    for e, sizes_of_e in zip(examples[: args.rows], sizes, strict=False):
+        print(f"--- {e.uid}  [{e.data_source}]  answer: {e.ground_truth}")
+        for m in e.messages:
+            print(f"{m['role']}: {m['content']}")
+        for data, (w, h) in zip(e.images, sizes_of_e, strict=True):
+            with Image.open(io.BytesIO(data)) as image:
+                print(f"image: {w}x{h} {image.format} {image.mode}, {len(data)} bytes")
+        print(f"extra: {json.dumps(e.extra, ensure_ascii=False, default=str)}")
+    print(f"=== {path}: {len(examples)} rows, {len(bad)} left out")
+    print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
+    for key in ("split", "answer_type"):
+        print(f"{key}:", dict(Counter(str(e.extra.get(key)) for e in examples).most_common()))
+    print("images per row:", dict(sorted(Counter(len(e.images) for e in examples).items())))
+    if flat := [size for row in sizes for size in row]:
+        print("image width:", spread([w for w, _ in flat]))
+        print("image height:", spread([h for _, h in flat]))
+        print("image bytes:", spread([len(data) for e in examples for data in e.images]))
+    for line in bad[:5]:
+        print("left out:", line)
+    if args.model:
+        from model import load_processor
+
+        processor = load_processor(args.model, min_pixels=args.min_pixels, max_pixels=args.max_pixels)
+        counts = [processor.count_tokens(e.messages, s) for e, s in zip(examples, sizes, strict=True)]
+        print("prompt tokens, image tokens included:", spread(counts))
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("source", choices=[*SOURCES, "inspect"], help="where the rows come from, or inspect FILE")
+    p.add_argument("file", nargs="?", help="inspect: parquet file, folder of shards or comma list")
+    p.add_argument("--out", type=Path, help="parquet file to write")
+    p.add_argument("--input", nargs="+", help="file(s); geo3k: a folder, shards or a hub id")
+    p.add_argument("--split", choices=list(SPLITS), default="train", help="which split; stored in extra_info.split")
+    p.add_argument("--n", type=int, default=1000, help="shapes: how many rows")
+    p.add_argument("--seed", type=int, default=0, help="shapes: seed")
+    p.add_argument("--instruction", default=GEO3K_INSTRUCTION, help="geo3k: text put behind each problem")
+    p.add_argument("--prompt-key", help="column of the prompt (default prompt; geo3k: problem)")
+    p.add_argument("--image-key", help="column of the images (default images; '' for no images)")
+    p.add_argument("--answer-key", help="column of the answer (default reward_model.ground_truth; text, geo3k: answer)")
+    p.add_argument("--data-source", help="task name stored with every row; the default reward goes by it")
+    p.add_argument("--system", default="", help="system message put in front of each prompt")
+    p.add_argument("--image-root", type=Path, help="folder of relative image paths (default: the input's own)")
+    p.add_argument("--add-image-marks", action="store_true", help="put <image> marks in front of prompts without any")
+    p.add_argument("--bad-rows", choices=["error", "skip"], default="error", help="stop at bad rows, or leave them out")
+    p.add_argument("--limit", type=int, help="keep only the first so many good rows")
+    p.add_argument("--url-timeout", type=float, default=20.0, help="seconds for one try at an image URL")
+    p.add_argument("--url-max-mb", type=float, default=32.0, help="largest image fetched from a URL, MiB")
+    p.add_argument("--url-tries", type=int, default=3, help="tries per image URL")
+    p.add_argument("--inspect", action="store_true", help="print rows and statistics of the file written")
+    p.add_argument("--rows", type=int, default=3, help="inspect: how many rows to print in full")
+    p.add_argument("--model", help="inspect: model or processor whose prompt tokens to count")
+    p.add_argument("--min-pixels", type=int, help="inspect: as in training, for the token count")
+    p.add_argument("--max-pixels", type=int, help="inspect: as in training, for the token count")
+    return p.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    for flag, value in {"--n": args.n, "--limit": args.limit, "--url-tries": args.url_tries}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}, expected at least 1")
+    if args.source == "inspect":
+        if not args.file:
+            raise ValueError("inspect needs a file: prepare_data.py inspect FILE.parquet")
+        return inspect_file(args.file, args)
+    if args.file:
+        raise ValueError(f"unexpected argument {args.file!r}; pass it as --input {args.file}")
+    if args.out is None or args.out.is_dir():
+        raise ValueError(f"--out is {args.out}, expected the parquet file to write, e.g. --out {args.source}.parquet")
+    if args.source in ("jsonl", "csv", "parquet") and not args.input:
+        raise ValueError(f"{args.source} needs --input FILE")
+    if args.source in ("jsonl", "csv") and len(args.input) > 1:
+        raise ValueError(f"{args.source} takes one --input file, got {len(args.input)}: {' '.join(args.input)}")
+    if args.input and args.out.resolve() in [Path(i).resolve() for i in args.input]:
+        raise ValueError(f"--out {args.out} is also the --input; write to another file")
+    max_bytes = int(args.url_max_mb * 2**20)
+    fetch = partial(fetch_url, timeout=args.url_timeout, max_bytes=max_bytes, tries=args.url_tries)
+    build = partial(
+        build_example, fetch=fetch, system=args.system, add_marks=args.add_image_marks,
+        data_source=args.data_source, split=args.split,
+    )  # fmt: skip
+    bad: list[str] = []
+    raws = tqdm(SOURCES[args.source](args), desc=args.source, unit=" rows", disable=None)
+
+    def good() -> Iterator[Example]:
+        count = 0
+        for example in itertools.islice(checked(raws, build, bad), args.limit):
+            count += 1
+            yield example
+        refuse_bad(bad, count, args.bad_rows)  # before write_examples puts the file in place
+
+    count = write_examples(good(), args.out)
+    print(f"wrote {count} rows ({args.out.stat().st_size / 2**20:.1f} MiB) to {args.out}; left out {len(bad)}")
+    for line in bad[:5]:
+        print("left out:", line)
+    if args.inspect:
+        inspect_file(str(args.out), args)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except ValueError as e:
+        sys.exit(f"error: {e}")

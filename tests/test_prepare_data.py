@@ -1,0 +1,746 @@
+import base64
+import csv
+import io
+import json
+import sys
+import threading
+import time
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import prepare_data as pd
+from prepare_data import Example, count_marks, decode_image, main, parse_args, read_examples, write_examples
+
+GEO = Path(__file__).parent / "data" / "geometry3k"
+
+
+def encode(image: Image.Image, fmt: str = "PNG", **kw) -> bytes:
+    out = io.BytesIO()
+    image.save(out, fmt, **kw)
+    return out.getvalue()
+
+
+def picture(color="red", size=(8, 6)) -> bytes:
+    return encode(Image.new("RGB", size, color))
+
+
+RED, BLUE = picture("red"), picture("blue")
+
+
+def run(*argv) -> None:
+    main(parse_args([str(a) for a in argv]))
+
+
+def verl_row(i=0, **change) -> dict:
+    """A row as verl's geo3k preprocessing lays it out."""
+    row = {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": f"<image>Find x. {i}"}],
+        "images": [{"bytes": RED, "path": "images/0.png"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"split": "train", "index": i, "answer": str(i), "question": "<image>Find x."},
+    }
+    return row | change
+
+
+def save(path: Path, rows: list[dict], **kw) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **kw)
+    return path
+
+
+def message_of(path, **kw) -> str:
+    with pytest.raises(ValueError) as e:
+        read_examples(path, **kw)
+    return str(e.value)
+
+
+# ---------------------------------------------------------------------------------------------------- geo3k
+
+
+def test_geo3k_folders(tmp_path, capsys):
+    out = tmp_path / "sub" / "geo.parquet"
+    run("geo3k", "--input", GEO, "--out", out)
+    assert "wrote 10 rows" in capsys.readouterr().out
+    examples, left_out = read_examples(out)
+    assert left_out == []
+    assert [e.extra["index"] for e in examples] == list(range(11, 21))
+    assert [e.ground_truth for e in examples] == [
+        "80", "13", "9", "48", "5 \\sqrt { 3 }", "10", "120", "22", "\\frac { 2 \\sqrt { 2 } } { 5 }", "16",
+    ]  # fmt: skip
+    e = examples[4]
+    assert e.uid == "geo3k/train/15" and e.data_source == "geo3k"
+    assert e.messages == [{"role": "user", "content": f"<image>Find y. {pd.GEO3K_INSTRUCTION}"}]
+    assert e.images == [(GEO / "train/15/img_diagram.png").read_bytes()], "stored byte for byte"
+    assert e.extra["answer_type"] == "surd" and e.extra["letter"] == "C" and e.extra["split"] == "train"
+    assert e.extra["problem_type_graph"] == ["Triangle"] and e.extra["choices"][3] == "10"
+    assert [p.name for p in out.parent.iterdir()] == ["geo.parquet"], "no temporary file stays"
+
+
+def test_output_is_deterministic_and_verl_shaped(tmp_path):
+    a, b = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    run("geo3k", "--input", GEO, "--out", a)
+    run("geo3k", "--input", GEO / "train", "--out", b)  # the numbered folders directly
+    assert a.read_bytes() == b.read_bytes()
+    schema = pq.read_schema(a)
+    assert schema.names == ["data_source", "prompt", "images", "reward_model", "extra_info"]
+    assert str(schema.field("prompt").type) == "list<element: struct<role: string, content: string>>"
+    assert str(schema.field("images").type) == "list<element: struct<bytes: binary, path: string>>"
+    row = pq.read_table(a).to_pylist()[0]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "80"}
+    assert row["images"][0]["path"] is None
+    assert list(row["extra_info"])[:4] == ["split", "index", "uid", "answer_type"]
+
+
+def test_geo3k_wrong_split_and_damaged_problem(tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"10 of 10 rows.*train/11: data_type is 'train' but --split is 'test'"):
+        try:
+            run("geo3k", "--input", GEO / "train", "--split", "test", "--out", tmp_path / "x.parquet")
+        except ValueError as e:
+            raise ValueError(str(e).replace("\n", " ")) from e
+    for name in ("1", "2", "3", "10"):
+        (tmp_path / "g" / name).mkdir(parents=True)
+        data = json.loads((GEO / "train/11/data.json").read_text())
+        (tmp_path / "g" / name / "data.json").write_text(json.dumps(data | {"answer": "E" if name == "3" else "A"}))
+        if name != "1":
+            (tmp_path / "g" / name / "img_diagram.png").write_bytes(RED)
+    run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "x.parquet", "--bad-rows", "skip")
+    said = capsys.readouterr().out
+    assert "wrote 2 rows" in said and "left out 2" in said
+    assert "g/1: image 0" in said and "img_diagram.png: No such file" in said
+    assert "g/3: data.json has no 'E', or its answer 'E' names no choice" in said
+    assert [e.extra["index"] for e in read_examples(tmp_path / "x.parquet")[0]] == [2, 10], "numeric order"
+
+
+def hub_rows(n: int) -> list[dict]:
+    return [
+        {"images": [{"bytes": RED, "path": None}], "problem": f"<image>Find {i}.", "answer": "\\frac { 1 } { 2 }",
+         "id": 100 + i, "choices": ["1", "2"], "ground_truth": "B"}
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def test_geo3k_hub_shards(tmp_path):
+    clone, out = tmp_path / "clone", tmp_path / "out.parquet"
+    (clone / "data").mkdir(parents=True)
+    save(clone / "data/train-00000-of-00001.parquet", hub_rows(3))
+    save(clone / "data/validation-00000-of-00001.parquet", hub_rows(1))
+    run("geo3k", "--input", clone, "--out", out)
+    e = read_examples(out)[0][2]
+    assert (e.uid, e.ground_truth, e.data_source) == ("geo3k/train/102", "\\frac { 1 } { 2 }", "geo3k")
+    assert e.messages[0]["content"] == f"<image>Find 2. {pd.GEO3K_INSTRUCTION}"
+    assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
+    run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
+    assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
+    with pytest.raises(ValueError, match="no parquet file of --split test"):
+        run("geo3k", "--input", clone, "--split", "test", "--out", out)
+
+
+def test_geo3k_hub_id(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError) as e:
+        run("geo3k", "--input", "nobody/nothing", "--out", tmp_path / "x.parquet")
+    for part in ("--input nobody/nothing", "no such local path", "--repo-type dataset", "pass --input FOLDER"):
+        assert part in str(e.value)
+
+    def snapshot(hub_id, repo_type, allow_patterns):
+        assert (hub_id, repo_type) == ("hiyouga/geometry3k", "dataset") and "*/train*.parquet" in allow_patterns
+        (tmp_path / "snap/data").mkdir(parents=True)
+        save(tmp_path / "snap/data/train-0.parquet", hub_rows(2))
+        return str(tmp_path / "snap")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    run("geo3k", "--out", tmp_path / "x.parquet")
+    assert len(read_examples(tmp_path / "x.parquet")[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [("12", "integer"), ("-3", "integer"), ("1,000", "integer"), ("48^\\circ", "integer"), ("18.8", "decimal"),
+     (".5", "decimal"), ("5 \\sqrt { 3 }", "surd"), ("\\frac { 2 \\sqrt { 2 } } { 5 }", "surd"),
+     ("\\frac { 1 } { 2 }", "fraction"), ("4 \\frac { 4 } { 11 }", "fraction"), ("3/4", "fraction"),
+     ("16 \\pi", "pi"), ("2:3", "other"), ("x < 60", "other"), ("\\frac{x}{2}", "other")],
+)  # fmt: skip
+def test_answer_type(answer, kind):
+    assert pd.answer_type(answer) == kind
+
+
+def test_shapes_comes_from_demo(tmp_path, monkeypatch):
+    calls = []
+
+    def shapes_rows(n, split, seed):
+        calls.append((n, split, seed))
+        extra = {"split": split, "index": 0, "answer_type": "integer"}
+        for i in range(n):
+            yield verl_row(i, data_source="shapes", extra_info=extra | {"index": i})
+
+    monkeypatch.setitem(sys.modules, "demo", types.SimpleNamespace(shapes_rows=shapes_rows))
+    run("shapes", "--n", 5, "--split", "test", "--seed", 7, "--out", tmp_path / "s.parquet")
+    assert calls == [(5, "test", 7)]
+    examples, _ = read_examples(tmp_path / "s.parquet")
+    assert [e.uid for e in examples] == [f"shapes/test/{i}" for i in range(5)]
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def test_reads_verl_unchanged(tmp_path):
+    path = save(tmp_path / "verl.parquet", [verl_row(i) for i in range(3)])
+    examples, _ = read_examples(path)
+    assert examples[1] == Example(
+        uid="hiyouga/geometry3k/train/1", data_source="hiyouga/geometry3k",
+        messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
+        extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
+    )  # fmt: skip
+
+
+def test_reads_easyr1_unchanged(tmp_path):
+    path = save(tmp_path / "easy.parquet", hub_rows(2))
+    examples, _ = read_examples(path, prompt_key="problem", answer_key="answer")
+    assert examples[1].messages == [{"role": "user", "content": "<image>Find 1."}]
+    assert examples[1].ground_truth == "\\frac { 1 } { 2 }" and examples[1].data_source == ""
+    assert examples[0].uid != examples[1].uid
+
+
+def test_relayout_of_parquet(tmp_path, capsys):
+    rows = [r | {"thumb": b"x", "level": i} for i, r in enumerate(hub_rows(2))]
+    source, out = save(tmp_path / "easy.parquet", rows), tmp_path / "ours.parquet"
+    keys = ("--prompt-key", "problem", "--answer-key", "answer")
+    run("parquet", "--input", source, *keys, "--data-source", "geo3k", "--split", "val", "--out", out)
+    assert "left out the binary columns thumb" in capsys.readouterr().out
+    e = read_examples(out)[0][1]
+    assert (e.uid, e.images, e.extra["level"], e.extra["choices"]) == ("geo3k/val/1", [RED], 1, ["1", "2"])
+    # verl keeps its own split, index and the rest
+    run("parquet", "--input", save(tmp_path / "v.parquet", [verl_row(4)]), "--split", "test", "--out", out)
+    e = read_examples(out)[0][0]
+    assert (e.uid, e.extra["question"]) == ("hiyouga/geometry3k/train/4", "<image>Find x.")
+    assert e.extra["ability"] == "math"
+
+
+def test_directories_lists_globs_and_limit(tmp_path):
+    for i in range(3):
+        save(tmp_path / f"part-{i}.parquet", [verl_row(10 * i + j) for j in range(4)])
+
+    def order(path, **kw):
+        return [e.extra["index"] for e in read_examples(path, **kw)[0]]
+
+    everything = [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
+    assert order(tmp_path) == everything
+    assert order(f"{tmp_path}/part-*.parquet") == everything
+    assert order(f"{tmp_path}/part-2.parquet,{tmp_path}/part-0.parquet") == [20, 21, 22, 23, 0, 1, 2, 3]
+    assert order([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
+    assert "part-0.parquet row 0" in message_of([tmp_path / "part-0.parquet"] * 2), "a shard given twice"
+
+
+def test_directory_of_mixed_splits_is_refused(tmp_path):
+    save(tmp_path / "train-0.parquet", [verl_row(0)])
+    save(tmp_path / "test-0.parquet", [verl_row(1)])
+    assert "shards of train, test" in message_of(tmp_path)
+    assert len(read_examples(f"{tmp_path}/train*")[0]) == 1
+
+
+def test_many_row_groups_and_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(pd, "ROW_GROUP_ROWS", 50)
+    examples = [Example(f"u{i}", "t", [{"role": "user", "content": "q"}], [], str(i), {}) for i in range(180)]
+    assert write_examples(iter(examples), tmp_path / "x.parquet") == 180
+    assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups == 4
+    assert [e.ground_truth for e in read_examples(tmp_path / "x.parquet")[0]] == [str(i) for i in range(180)]
+    monkeypatch.setattr(pd, "ROW_GROUP_BYTES", len(RED))
+    pictures = [Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [RED], "1", {}) for i in range(3)]
+    write_examples(pictures, tmp_path / "x.parquet")
+    assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"images": []}, "1 <image> marks in the prompt but 0 images; --image-key names the column"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; the prompt need"),
+        ({"prompt": [{"role": "user", "content": "no mark"}]}, "0 <image> marks in the prompt but 1 images; prepare_d"),
+        ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
+        ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
+        ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
+        ({"images": [{"bytes": b"garbage", "path": None}]}, "image 0 (7 bytes) cannot be decoded: not one of PNG, JPE"),
+        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training touches no network: run prepare_data.py"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
+        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "missing or empty; --answer-key names its column"),
+        ({"prompt": []}, "empty prompt"),
+        ({"prompt": None}, "empty prompt"),
+        ({"prompt": [{"role": "user", "content": " \n"}]}, "empty prompt: no user message has any text"),
+        ({"prompt": [{"role": "bot", "content": "<image>x"}]}, "message 0 has role 'bot', expected one of system, use"),
+        ({"prompt": [{"role": "user", "content": None}]}, "message 0 has no content string"),
+        ({"prompt": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "4"}]}, "last message i"),
+        ({"extra_info": {"split": "train", "index": 0}}, "uid 'hiyouga/geometry3k/train/0' is already taken by"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
+    path = save(tmp_path / "f.parquet", [verl_row(0), verl_row(1, **change), verl_row(2)])
+    message = message_of(path)
+    assert f"{path} row 1: " in message and reason in message
+    assert "1 of 3 rows are bad" in message and "--bad-rows skip" in message
+    examples, left_out = read_examples(path, bad_rows="skip")
+    assert [e.extra["index"] for e in examples] == [0, 2]
+    assert len(left_out) == 1 and left_out[0].startswith(f"{path} row 1: ") and reason in left_out[0]
+
+
+def test_many_bad_rows_are_counted_and_none_left_is_an_error(tmp_path):
+    path = save(tmp_path / "f.parquet", [verl_row(i, images=[]) for i in range(9)])
+    assert "9 of 9 rows are bad" in message_of(path) and "... and 4 more" in message_of(path)
+    assert "none of the 9 rows is usable" in message_of(path, bad_rows="skip")
+    assert "--bad-rows is 'ignore'" in message_of(path, bad_rows="ignore")
+
+
+def test_file_errors(tmp_path):
+    path = save(tmp_path / "f.parquet", hub_rows(1))
+    message = message_of(path)
+    for part in (str(path), "no column 'prompt'", "images, problem, answer", "--prompt-key"):
+        assert part in message
+    assert "'reward_model'" in message_of(path, prompt_key="problem")
+    assert "--answer-key" in message_of(path, prompt_key="problem")
+    message = message_of(path, prompt_key="problem", answer_key="answer", image_key="image")
+    assert "no column 'image'" in message and "--image-key" in message
+    assert "no such file" in message_of(tmp_path / "gone.parquet")
+    (tmp_path / "zero.parquet").write_bytes(b"")
+    assert "zero.parquet is empty (0 bytes)" in message_of(tmp_path / "zero.parquet")
+    (tmp_path / "text.parquet").write_text("hello" * 20)
+    assert "text.parquet is not a readable parquet file" in message_of(tmp_path / "text.parquet")
+    pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
+    assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
+    (tmp_path / "empty").mkdir()
+    assert "no parquet file" in message_of(tmp_path / "empty")
+
+
+def test_damaged_pages_name_the_file(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    row = verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])
+    path = save(tmp_path / "f.parquet", [row], write_page_checksum=True, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    assert f"{path} is damaged near row 0" in message_of(path)
+
+
+def test_text_only_file(tmp_path):
+    row = {"q": "2+2?", "a": 4}
+    path = save(tmp_path / "t.parquet", [row])
+    examples, _ = read_examples(path, prompt_key="q", image_key="", answer_key="a")
+    assert examples[0].images == [] and examples[0].ground_truth == "4"
+
+
+def test_structured_ground_truth_becomes_json(tmp_path):
+    path = save(tmp_path / "t.parquet", [{"q": "where?", "a": {"lat": 1.5, "name": "Köln"}}])
+    truth = read_examples(path, prompt_key="q", image_key="", answer_key="a")[0][0].ground_truth
+    assert truth == '{"lat": 1.5, "name": "Köln"}'
+    path = save(tmp_path / "t.parquet", [{"q": "where?", "a": float("nan")}])
+    assert "neither a string nor JSON" in message_of(path, prompt_key="q", image_key="", answer_key="a")
+
+
+def test_none_fields_of_extra_are_dropped(tmp_path):
+    rows = [verl_row(0, extra_info={"index": 0, "a": None}), verl_row(1, extra_info={"index": 1, "a": "x"})]
+    examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
+    assert [e.extra for e in examples] == [{"index": 0}, {"index": 1, "a": "x"}]
+    rows = [verl_row(0, extra_info={"index": 0, "boxes": [{"x": 1}, {"y": {"z": 2}}]})]
+    examples, _ = read_examples(save(tmp_path / "g.parquet", rows))
+    assert examples[0].extra["boxes"] == [{"x": 1}, {"y": {"z": 2}}]
+
+
+# ---------------------------------------------------------------------------------------------------- image cells
+
+
+def test_image_cells_of_every_form(tmp_path):
+    (tmp_path / "pics").mkdir()
+    (tmp_path / "pics/red.png").write_bytes(RED)
+    (tmp_path / "iVBORw0KGgo").write_bytes(BLUE)
+    text = base64.b64encode(RED).decode()
+    for cell in (RED, {"bytes": RED, "path": "x"}, {"bytes": None, "path": "pics/red.png"}, "pics/red.png", text,
+                 f"data:image/png;base64,{text}", str(tmp_path / "pics/red.png"), f"file://{tmp_path}/pics/red.png",
+                 {"bytes": text}, text[:40] + "\n" + text[40:]):  # fmt: skip
+        assert pd.image_bytes(cell, tmp_path) == RED
+    assert pd.image_bytes("iVBORw0KGgo", tmp_path) == BLUE, "an existing file wins over base64"
+    for cell, reason in ((None, "is empty"), (" ", "is empty"), (5, "is a int"), ("data:image/png,abc", "not base64"),
+                         ("a/b", "a/b: No such file"), ("a\0.png", "null byte"),
+                         ("no such thing " * 5, "neither an existing file nor valid base64")):  # fmt: skip
+        with pytest.raises(pd.BadRow, match=reason):
+            pd.image_bytes(cell, tmp_path)
+
+
+def test_image_columns_of_other_types(tmp_path):
+    (tmp_path / "r.png").write_bytes(RED)
+    text = base64.b64encode(RED).decode()
+    uri = f"data:image/png;base64,{text}"
+    for images in (RED, {"bytes": RED, "path": None}, "r.png", text, [text], ["r.png"], uri):
+        path = save(tmp_path / "f.parquet", [verl_row(0, images=images)])
+        assert read_examples(path)[0][0].images == [RED]
+
+
+def test_two_images_keep_their_order(tmp_path):
+    row = verl_row(0, prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "<image> or <image>?"}])
+    path = save(tmp_path / "f.parquet", [row | {"images": [{"bytes": b, "path": None} for b in (BLUE, RED)]}])
+    e = read_examples(path)[0][0]
+    assert e.images == [BLUE, RED] and count_marks(e.messages) == 2
+
+
+def test_decode_composites_alpha_on_white():
+    pixels = np.zeros((3, 256, 4), np.uint8)
+    pixels[..., 3] = np.arange(256)
+    pixels[1, :, :3], pixels[2, :, 0] = 255, 200
+    image = decode_image(encode(Image.fromarray(pixels, "RGBA")))
+    alpha = pixels[..., 3:] / 255
+    wanted = pixels[..., :3] * alpha + 255 * (1 - alpha)
+    got = np.asarray(image).astype(float)
+    assert image.mode == "RGB" and np.abs(got - wanted).max() <= 1
+    assert (got[:, 0] == 255).all() and (got[:, 255] == pixels[:, 255, :3]).all()
+
+
+def test_real_diagram_is_black_on_white():
+    data = (GEO / "train/15/img_diagram.png").read_bytes()
+    rgba = np.asarray(Image.open(io.BytesIO(data)))
+    clear = rgba[..., 3] == 0
+    assert (np.asarray(decode_image(data))[clear] == 255).all()
+
+
+def colours(data: bytes) -> list[tuple]:
+    return [tuple(p) for p in np.asarray(decode_image(data)).reshape(-1, 3).tolist()]
+
+
+def test_decode_other_modes():
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putdata([0, 1])
+    assert colours(encode(palette, transparency=0)) == [(255, 255, 255), (40, 50, 60)]
+    grey = Image.new("LA", (2, 1))
+    grey.putdata([(0, 0), (80, 255)])
+    assert colours(encode(grey)) == [(255,) * 3, (80,) * 3]
+    deep = Image.fromarray(np.array([[0, 255, 256, 32768, 65535]], np.uint16))
+    assert [r for r, _, _ in colours(encode(deep))] == [0, 0, 1, 128, 255]
+    assert [r for r, _, _ in colours(encode(deep, "TIFF"))] == [0, 0, 1, 128, 255]
+    colour = decode_image(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")).getpixel((4, 4))
+    assert colour[0] > 240 and max(colour[1:]) < 15, "cyan-free ink is red"
+    keyed = encode(Image.new("RGB", (2, 2), (1, 2, 3)), transparency=(1, 2, 3))
+    assert decode_image(keyed).getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(ValueError, match="float pixels"):
+        decode_image(encode(Image.new("F", (2, 2)), "TIFF"))
+
+
+def test_decode_applies_exif_orientation():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise
+    image = Image.new("RGB", (32, 16), "white")
+    image.paste("red", (0, 0, 16, 16))
+    turned = decode_image(encode(image, "JPEG", exif=exif, quality=95))
+    assert turned.size == (16, 32)
+    assert turned.getpixel((8, 4))[1] < 60 and turned.getpixel((8, 28))[1] > 200
+
+
+def test_damaged_images_raise_only_the_named_errors(monkeypatch):
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 255, (24, 24, 3), dtype=np.uint8))
+    refused = 0
+    for data in (encode(noise), encode(noise, "JPEG"), encode(noise, "WEBP"), encode(noise.convert("P"), "GIF")):
+        for cut in range(1, len(data), max(1, len(data) // 40)):
+            try:
+                decode_image(data[:cut])
+            except pd.IMAGE_ERRORS:
+                refused += 1
+    assert refused > 100
+    with pytest.raises(Image.UnidentifiedImageError):
+        decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(Image.DecompressionBombError):
+        decode_image(encode(noise))
+
+
+# ---------------------------------------------------------------------------------------------------- jsonl, csv
+
+
+def write_jsonl(path: Path, rows: list) -> Path:
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def test_jsonl(tmp_path):
+    (tmp_path / "a.png").write_bytes(RED)
+    chat = [{"role": "user", "content": "which?<image>"}]
+    rows = [
+        {"prompt": "<image>colour?", "images": "a.png", "answer": "red", "level": 1},
+        {"prompt": chat, "images": [base64.b64encode(BLUE).decode()], "answer": ["blue", 2], "level": 2.5},
+        "\n",
+        {"prompt": "no picture?", "answer": 7, "uid": "mine", "tags": {"k": [1]}, "split": "test"},
+    ]
+    out = tmp_path / "o.parquet"
+    source = write_jsonl(tmp_path / "q.jsonl", rows)
+    run("jsonl", "--input", source, "--data-source", "vqa", "--system", "Be brief.", "--out", out)
+    a, b, c = read_examples(out)[0]
+    assert a.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>colour?"}]
+    assert (a.uid, a.ground_truth, a.images, a.extra["level"]) == ("vqa/train/0", "red", [RED], 1)
+    assert b.messages[1:] == chat and b.ground_truth == '["blue", 2]' and b.images == [BLUE]
+    assert (c.uid, c.ground_truth, c.images, c.extra["split"]) == ("mine", "7", [], "test")
+    assert c.extra["tags"] == {"k": [1]}
+
+
+def test_jsonl_own_keys_root_and_marks(tmp_path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p/a.png").write_bytes(RED)
+    source = write_jsonl(tmp_path / "q.jsonl", [{"q": "same?", "pic": ["a.png", "a.png"], "gold": "yes"}])
+    keys = ("--prompt-key", "q", "--image-key", "pic", "--answer-key", "gold", "--data-source", "vqa")
+    command = ("jsonl", "--input", source, *keys, "--image-root", tmp_path / "p", "--out", tmp_path / "o.parquet")
+    with pytest.raises(ValueError, match="q.jsonl line 1: 0 <image> marks in the prompt but 2 images; .*--add-image-m"):
+        run(*command)
+    assert not (tmp_path / "o.parquet").exists() and not list(tmp_path.glob(".o*"))
+    run(*command, "--add-image-marks")
+    assert read_examples(tmp_path / "o.parquet")[0][0].messages[0]["content"] == "<image><image>same?"
+
+
+def test_jsonl_bad_lines(tmp_path, capsys):
+    good = {"prompt": "a?", "images": [], "answer": "1"}
+    lines = [
+        good, "{broken\n", "[1]\n", good | {"answer": ""}, good | {"images": "none.png"}, good | {"extra_info": 3},
+        '"text"\n', good | {"prompt": "bad \ud800"}, good | {"prompt": [{"role": "system", "content": "s"}]},
+    ]  # fmt: skip
+    source = write_jsonl(tmp_path / "q.jsonl", lines)
+    command = ("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet")
+    with pytest.raises(ValueError, match=r"8 of 9 rows are bad") as e:
+        run(*command)
+    for text in ("line 2: not valid JSON", "line 3: JSON list, expected an object", "line 4: no ground truth"):
+        assert text in str(e.value)
+    run(*command, "--bad-rows", "skip")
+    said = capsys.readouterr().out
+    assert "wrote 1 rows" in said and "left out 8" in said
+    assert [e.extra["index"] for e in read_examples(tmp_path / "o.parquet")[0]] == [0]
+    write_jsonl(source, [good])
+    with pytest.raises(ValueError, match="no data_source; --data-source NAME"):
+        run("jsonl", "--input", source, "--out", tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match="no column 'question'; it has prompt, images, answer.*--prompt-key"):
+        run(*command, "--prompt-key", "question")
+    source.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match="q.jsonl is not UTF-8"):
+        run(*command)
+    source.write_bytes(b"")
+    with pytest.raises(ValueError, match="q.jsonl: no line holds a JSON object"):
+        run(*command)
+
+
+def test_mixed_extra_types_are_said_and_kept_as_text(tmp_path, capsys):
+    rows = [{"prompt": "a?", "answer": "1", "id": i, "none": {}} for i in (1, "two")]
+    source = write_jsonl(tmp_path / "q.jsonl", rows)
+    run("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / "o.parquet")
+    assert "mixed types, stored as JSON text: id, none" in capsys.readouterr().out
+    assert [e.extra["id"] for e in read_examples(tmp_path / "o.parquet")[0]] == ["1", "two"]
+
+
+def test_csv(tmp_path):
+    (tmp_path / "a.png").write_bytes(RED)
+    (tmp_path / "b.png").write_bytes(BLUE)
+    source = tmp_path / "q.csv"
+    big = base64.b64encode(encode(Image.fromarray(np.random.default_rng(0).integers(0, 255, (250, 250, 3), np.uint8))))
+    assert len(big) > 131072, "longer than csv's own limit"
+    with open(source, "w", newline="", encoding="utf-8-sig") as f:
+        writer = csv.writer(f)
+        writer.writerows([
+            ["prompt", "images", "answer", "note"], ["<image>two\nlines", "a.png", "1", "n"],
+            ["<image><image>", '["a.png", "b.png"]', "2", ""], ["text", "", "3", ""],
+            ["<image>", big.decode(), "4", ""],
+        ])  # fmt: skip
+    out = tmp_path / "o.parquet"
+    run("csv", "--input", source, "--data-source", "t", "--out", out)
+    examples, _ = read_examples(out)
+    assert [len(e.images) for e in examples] == [1, 2, 0, 1] and examples[1].images == [RED, BLUE]
+    assert examples[0].messages[0]["content"] == "<image>two\nlines" and examples[0].extra["note"] == "n"
+    source.write_text('prompt,images,answer\na,b\n<image>,"[oops",1\n')
+    with pytest.raises(ValueError) as e:
+        run("csv", "--input", source, "--data-source", "t", "--out", out)
+    assert "q.csv line 2: 2 cells but the header names 3 columns" in str(e.value)
+    assert "q.csv line 3: image cell '[oops' starts like a JSON list" in str(e.value)
+    assert len(read_examples(out)[0]) == 4, "a failed run leaves the old file alone"
+
+
+# ---------------------------------------------------------------------------------------------------- URLs
+
+
+@pytest.fixture(scope="module")
+def server():
+    hits = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            hits.append(self.path)
+            if self.path == "/flaky.png" and hits.count("/flaky.png") == 1:
+                return self.send_error(503)
+            if self.path == "/gone.png":
+                return self.send_error(404)
+            if self.path == "/slow.png":
+                time.sleep(1.0)
+            self.send_response(200)
+            self.end_headers()
+            try:
+                self.wfile.write(bytes(3 << 20) if self.path == "/huge.png" else RED)
+                if self.path == "/drip.png":
+                    for _ in range(20):
+                        time.sleep(0.1)
+                        self.wfile.write(b"x")
+                        self.wfile.flush()
+            except ConnectionError:
+                pass
+
+        def log_message(self, *args):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}", hits
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_urls_are_fetched_and_stored(tmp_path, server):
+    url, hits = server
+    rows = [{"prompt": "<image>", "images": f"{url}/{name}.png", "answer": "1"} for name in ("ok", "flaky")]
+    source, out = write_jsonl(tmp_path / "q.jsonl", rows), tmp_path / "o.parquet"
+    run("jsonl", "--input", source, "--data-source", "t", "--out", out)
+    assert [e.images for e in read_examples(out)[0]] == [[RED], [RED]]
+    assert hits.count("/flaky.png") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "reason", "tries"),
+    [
+        ("gone", (), "gone.png could not be fetched: HTTP 404 Not Found; correct or remove", 1),
+        ("slow", ("--url-timeout", 0.2, "--url-tries", 2), "fetched in 2 tries: .*timed out.*--url-timeout 0.2", 2),
+        ("drip", ("--url-timeout", 0.3, "--url-tries", 1), "fetched in 1 tries: timed out", 1),
+        ("huge", ("--url-max-mb", 1), "huge.png is larger than 1 MiB; raise --url-max-mb", 1),
+    ],
+)
+def test_url_failures(tmp_path, server, name, flags, reason, tries):
+    url, hits = server
+    source = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "<image>", "images": f"{url}/{name}.png", "answer": "1"}])
+    with pytest.raises(ValueError, match=f"q.jsonl line 1: image 0 .*{reason}"):
+        run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", *flags)
+    assert hits.count(f"/{name}.png") == tries
+
+
+# ---------------------------------------------------------------------------------------------------- round trip
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20).filter(lambda s: "<image>" not in s)
+numbers = st.integers(-9, 9) | st.integers(2**64, 2**70) | st.floats(allow_nan=False)
+values = st.none() | st.booleans() | numbers | words | st.lists(st.integers(-9, 9) | words, max_size=3)
+values |= st.dictionaries(st.sampled_from("xy"), st.integers(-9, 9), max_size=2)
+
+
+@st.composite
+def example_lists(draw) -> list[Example]:
+    examples = []
+    for i in range(draw(st.integers(1, 6))):
+        images = draw(st.lists(st.sampled_from([RED, BLUE]), max_size=3))
+        content = draw(words) + "x" + "".join("<image>" + draw(words) for _ in images)
+        messages = draw(st.sampled_from([[], [{"role": "system", "content": "s"}]])) + [
+            {"role": "user", "content": content}
+        ]
+        truth = draw(words.filter(str.strip))
+        extra = {"split": "train", "index": i, "uid": f"u{i}", "a": draw(st.floats(allow_nan=False)), "b": draw(words)}
+        examples.append(Example(f"u{i}", draw(words), messages, images, truth, extra))
+    return examples
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(examples=example_lists())
+def test_round_trip(tmp_path, examples):
+    write_examples(examples, tmp_path / "r.parquet")
+    assert read_examples(tmp_path / "r.parquet") == (examples, [])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(extras=st.lists(st.dictionaries(st.sampled_from("abc"), values), min_size=1, max_size=5))
+def test_any_extra_can_be_stored(tmp_path, extras):
+    user = [{"role": "user", "content": "q"}]
+    write_examples([Example(f"u{i}", "t", user, [], "1", e) for i, e in enumerate(extras)], tmp_path / "r.parquet")
+    for example, extra in zip(read_examples(tmp_path / "r.parquet")[0], extras, strict=True):
+        wanted = {k: v for k, v in extra.items() if v is not None}
+        kept = {k: v for k, v in example.extra.items() if k != "uid"}
+        assert kept == wanted or kept == {
+            k: v if isinstance(v, str) or not isinstance(kept.get(k), str) else json.dumps(v)
+            for k, v in wanted.items()
+        }
+
+
+def test_extra_that_would_lose_digits_is_refused(tmp_path):
+    user = [{"role": "user", "content": "q"}]
+    examples = [Example(f"u{i}", "t", user, [], "1", {"a": v}) for i, v in enumerate((2**60 + 1, 0.5))]
+    with pytest.raises(ValueError, match="r.parquet: extra_info does not fit one type.*1152921504606846977"):
+        write_examples(examples, tmp_path / "r.parquet")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------- inspect, flags
+
+
+def test_inspect_with_model(tmp_path, capsys, monkeypatch):
+    out, asked = tmp_path / "geo.parquet", []
+    load = types.SimpleNamespace(count_tokens=lambda messages, sizes: asked.append(sizes) or 100 + len(asked))
+
+    def load_processor(path, *, min_pixels=None, max_pixels=None):
+        assert (path, min_pixels, max_pixels) == ("some/model", 3136, 50000)
+        return load
+
+    monkeypatch.setitem(sys.modules, "model", types.SimpleNamespace(load_processor=load_processor))
+    run("geo3k", "--input", GEO, "--out", out, "--inspect", "--rows", 1)
+    said = capsys.readouterr().out
+    assert "geo3k/train/11" in said and "--- geo3k/train/12" not in said
+    assert "image: 250x251 PNG RGBA, 15160 bytes" in said and "answer: 80" in said
+    assert "answer_type: {'integer': 8, 'surd': 2}" in said and "image width: min 214" in said
+    pixels = ("--min-pixels", 3136, "--max-pixels", 50000)
+    run("inspect", out, "--rows", 0, "--model", "some/model", *pixels)
+    said = capsys.readouterr().out
+    assert asked[0] == [(250, 251)] and len(asked) == 10
+    assert "prompt tokens, image tokens included: min 101, median 105, p90 109, max 110" in said
+
+
+def test_inspect_other_layout(tmp_path, capsys):
+    path = save(tmp_path / "easy.parquet", hub_rows(2))
+    run("inspect", path, "--prompt-key", "problem", "--answer-key", "answer")
+    assert "2 rows, 0 left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (("geo3k",), "--out is None"),
+        (("geo3k", "--out", "."), "--out is ."),
+        (("jsonl", "--out", "x.parquet"), "jsonl needs --input"),
+        (("csv", "--input", "a", "b", "--out", "x.parquet"), "takes one --input file, got 2: a b"),
+        (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
+        (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "--input gone.jsonl: no such file"),
+        (("parquet", "--input", "gone.parquet", "--out", "x.parquet"), "gone.parquet: no such file"),
+        (("shapes", "--n", "0", "--out", "x.parquet"), "--n is 0, expected at least 1"),
+        (("geo3k", "somewhere", "--out", "x.parquet"), "pass it as --input somewhere"),
+        (("inspect",), "inspect needs a file"),
+    ],
+)
+def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as e:
+        run(*argv)
+    assert reason in str(e.value)
+
+
+def test_abbreviated_flags_are_refused():
+    with pytest.raises(SystemExit):
+        parse_args(["geo3k", "--inp", "x", "--out", "y"])
+
+
+def test_limit_counts_good_rows(tmp_path):
+    run("geo3k", "--input", GEO, "--limit", 4, "--out", tmp_path / "x.parquet")
+    assert len(read_examples(tmp_path / "x.parquet")[0]) == 4

@@ -1,0 +1,568 @@
+"""Tests of reward.py: 92 golden cases, sympy as the independent judge of values, `re` as that of the format."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import reward  # noqa: E402
+
+ROWS = [json.loads(line) for line in (ROOT / "tests/data/reward_cases.jsonl").read_text().splitlines()]
+ANSWERS = [row for row in ROWS if row["kind"] == "answer"]
+RESPONSES = [row for row in ROWS if row["kind"] == "response"]
+
+
+def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
+    return SimpleNamespace(data_source=data_source, ground_truth=truth, extra=extra, uid="row-7")
+
+
+@pytest.fixture
+def quick_cas(monkeypatch):
+    """A one-second math-verify that starts fresh and forgets earlier answers."""
+    monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 1.0)
+    reward._cas_same.cache_clear()
+    reward.grader_stats.clear()
+    yield
+    reward._cas_same.cache_clear()
+    reward.close()
+
+
+# --- golden cases -------------------------------------------------------------------------------------------------
+
+
+def test_golden_file_is_whole():
+    assert len(ANSWERS) == 76 and len(RESPONSES) == 16
+    assert sum(not row["ambiguous"] for row in ANSWERS) == 71
+    shared = ROOT.parent / "shared/reference/reward_cases.jsonl"
+    if shared.exists():
+        assert [json.loads(line) for line in shared.read_text().splitlines()] == ROWS
+
+
+@pytest.mark.parametrize("row", [row for row in ANSWERS if not row["ambiguous"]], ids=lambda row: row["prediction"])
+def test_golden_answer(row):
+    start = time.perf_counter()
+    assert reward.grade_geometry(row["response"], row["ground_truth"]) == bool(row["human_should_accept"])
+    assert time.perf_counter() - start < 1.0
+
+
+def test_verdicts_on_ambiguous_rows():
+    """Either verdict is defensible; these are ours: exact value decides, a list is no number, names are unknown."""
+    verdicts = {row["prediction"]: reward.grade_geometry(row["response"], row["ground_truth"]) for row in ANSWERS}
+    ours = {"z=48": True, "48, 48": False, "\\frac{2}{4}": True, "8.660254037844386": False, "0.48": True}
+    assert {row["prediction"] for row in ANSWERS if row["ambiguous"]} == set(ours)
+    assert {key: verdicts[key] for key in ours} == ours
+
+
+DIFFERS_FROM_VERL = {
+    "<think>a</think> \\boxed {48}": 0.9,  # verl does not find a box with a space; its format regex still rejects it
+    "<think>a</think> \\fbox{48}": 0.9,  # likewise
+}
+
+
+@pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["note"])
+def test_response_scores_as_in_verl(row):
+    expected = DIFFERS_FROM_VERL.get(row["response"], row["verl_geo3k_score"])
+    assert reward.score(row["response"], example(row["ground_truth"]))["reward"] == pytest.approx(expected, abs=1e-12)
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+RIGHT = """
+5√3 | 5 \\sqrt { 3 }
+16π | 16 \\pi
+48° | 48
+m\\angle ABC = 48^{\\circ} | 48
+m∠1 = 48 | 48
+\\angle 1 = 48 | 48
+AB = CD = 48 | 48
+AB = 2 \\cdot 24 = 48 | 48
+\\text{Area} = 48\\text{ cm}^2 | 48
+48 \\text{ square units} | 48
+48 sq. units | 48
+48 cm² | 48 cm^2
+48 in. | 48
+48 feet | 48 ft
+4\\frac{4}{11} | \\frac{48}{11}
+4 4/11 | \\frac { 48 } { 11 }
+-1\\frac12 | -1.5
+13 1/2 | 13.5
+3^2 \\frac{1}{4} | 2.25
+\\sqrt41 | \\sqrt { 41 }
+\\sqrt 41 | \\sqrt { 41 }
+∛8 | 2
+\\sqrt[3]{-27} | -3
+12,345.6 | 12345.6
+1\\,000 | 1000
+5\\sqrt{3} \\approx 8.66 | 5\\sqrt{3}
+AB = 5\\sqrt{3} \\approx 8.66 | 8.66
+x \\lt 60 | x < 60
+60 > x | x < 60
+0<x<60 | 60>x>0
+4:6 | 2:3
+2/3 | 2:3
+2:4:6 | 1:2:3
+(2, 3) | (2,3.0)
+-3, 3 | 3, -3
+(x+1)(x-1) | x^2-1
+2\\pi r | r \\cdot 2\\pi
+y=2x+3 | 3+2x
+Option B | B
+(b) | B
+ISOSCELES | isosceles
+48\\% | 48%
+0.48 | 48%
+\\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}} | 0
+\\left(\\frac{1}{2}\\right) | .5
+"""
+WRONG = """
+3 \\text{ or } 4 | 3
+3 \\text{ or } 4 | 4
+3; 4 | 3
+3, 4 | 4
+\\pm 3 | 3
+x = 47 = 48 | 48
+47 \\approx 48.3 | 48.3
+5\\sqrt{3} \\approx 9.2 | 5\\sqrt{3}
+8.66 | 5\\sqrt{3}
+8.6602540378443864676 | 5\\sqrt{3}
+16\\pi | 50.265
+4 8 | 48
+3 4 | 12
+48? | 48
+48 cm | 48 m
+48 cm | 48 cm^2
+0.48% | 48%
+y=48 | x=48
+x \\le 60 | x < 60
+x > 60 | x < 60
+y < 60 | x < 60
+3:2 | 2:3
+(3,2) | (2,3)
+[2,3) | (2,3)
+1, 2, 3 | 1, 2
+2\\frac{3}{2} | 3.5
+C. 60 | B
+B or C | B
+B. 60, C. 40 | B
+selescosi | isosceles
+1/0 | 1
+\\sqrt{-1} | 1
+-3 | 3
+x^2+1 | x^2-1
+48 \\quad 47 | 48
+48 \\\\ 47 | 48
+(x=48) | 48
+48 \\cup 47 | 48
+5! | 120
+ | 48
+. | 48
+"""
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    return [tuple(part.strip() for part in line.rsplit("|", 1)) for line in table.strip("\n").splitlines()]
+
+
+@pytest.mark.parametrize("prediction, truth", pairs(RIGHT))
+def test_right(prediction, truth):
+    assert reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
+
+
+@pytest.mark.parametrize("prediction, truth", pairs(WRONG))
+def test_wrong(prediction, truth):
+    assert not reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
+
+
+@pytest.mark.parametrize("truth", ["None", "none", "", " ", "NaN"])
+@pytest.mark.parametrize("response", ["", "None", "I do not know", "\\boxed{None}", "\\boxed{}", "<think>a</think>"])
+def test_hole_in_the_data_is_never_right(response, truth):
+    assert not reward.grade_geometry(response, truth)
+
+
+def test_boxes():
+    assert reward.extract_boxed("\\boxed{1} \\boxed{\\frac{2}{3}} x") == "\\frac{2}{3}"
+    assert reward.extract_boxed("\\fbox {4}") == "4"
+    assert reward.extract_boxed("\\boxed{47} then \\boxed{48") is None  # cut off: the earlier box does not count
+    assert reward.extract_boxed("48 \\boxed48") is None
+    for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
+        assert not reward.grade_geometry(response, "48")
+    assert reward.grade_geometry("48", "48") and not reward.grade_geometry("47", "48")  # bare, for calls by hand
+    assert reward.score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
+
+
+# --- values, judged by sympy --------------------------------------------------------------------------------------
+
+
+@st.composite
+def values(draw):
+    """(LaTeX, the same value as a sympy expression), built side by side."""
+    import sympy
+
+    a, c, d = draw(st.integers(1, 12)), draw(st.integers(1, 9)), draw(st.integers(2, 9))
+    b, sign = draw(st.sampled_from([2, 3, 4, 8, 12, 18, 27, 50, 75])), draw(st.sampled_from([1, -1]))
+    minus = "-" if sign < 0 else ""
+    kind = draw(st.sampled_from(["int", "decimal", "frac", "mixed", "surd", "surd_frac", "over_surd", "pi", "sum"]))
+    rational, root = sympy.Rational, sympy.sqrt(b)
+    latex, value = {
+        "int": (f"{minus}{a}", rational(a)),
+        "decimal": (f"{minus}{a}.{c}0", a + rational(c, 10)),
+        "frac": (f"{minus}\\frac{{{a}}}{{{d}}}", rational(a, d)),
+        "mixed": (f"{minus}{a} \\frac {{ 1 }} {{ {d} }}", a + rational(1, d)),
+        "surd": (f"{minus}{a}\\sqrt{{{b}}}", a * root),
+        "surd_frac": (f"{minus}\\frac{{{a}\\sqrt{{{b}}}}}{{{d}}}", a * root / d),
+        "over_surd": (f"{minus}\\dfrac{{{a}}}{{{d}\\sqrt{{{b}}}}}", a / (d * root)),
+        "pi": (f"{minus}\\frac{{{a}\\pi}}{{{d}}}", a * sympy.pi / d),
+        "sum": (f"{minus}({a} + {c}\\sqrt{{{b}}})", a + c * root),
+    }[kind]
+    return latex, sign * value
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(values(), values())
+def test_equal_exactly_when_sympy_says_so(left, right):
+    import sympy
+
+    assert reward.same_answer(left[0], right[0]) == (sympy.simplify(left[1] - right[1]) == 0)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(values())
+def test_sympys_own_latex_of_the_value(pair):
+    """Another spelling of the same value, simplified, is accepted; the value plus 1/1000 and its float are not."""
+    import sympy
+
+    latex, value = pair
+    assert reward.same_answer(sympy.latex(sympy.radsimp(value)), latex)
+    assert not reward.same_answer(sympy.latex(value + sympy.Rational(1, 1000)), latex)
+    assert reward.same_answer(repr(float(value)), latex) == (Fraction(repr(float(value))) == value)
+
+
+DRESSES = ["{ %s }", "$%s$", "\\(%s\\)", "%s^\\circ", "x = %s", "%s \\text{ cm}", "\\mathbf{%s}", "%s."]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(values(), st.sampled_from(DRESSES))
+def test_dress_does_not_matter(pair, dress):
+    latex = pair[0]
+    assert reward.same_answer(dress % latex, latex)
+    assert reward.same_answer(latex.replace("{", " { ").replace("}", " } "), latex)
+    assert not reward.same_answer(f"{dress % latex} or {latex}", latex)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(alphabet="0123456789+-*/^(){}[]\\ .,:=<>≈%°√πabxm_|!?&", max_size=60), st.sampled_from(["48", "2x+3"]))
+def test_no_text_raises_or_takes_long(text, truth):
+    start = time.perf_counter()
+    assert reward.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
+    assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 5
+
+
+# --- hostile answers ----------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "tower": "9**9**9**9",
+    "tower latex": "10^{10^{10}}",
+    "tower fraction": "7**7**7**7/7",
+    "long tower": "2^" * 490 + "2",
+    "letter tower": "x^{999999999}",
+    "factorial": "9999999!",
+    "deep fractions": "\\frac{1}{" * 1000 + "x" + "}" * 1000,
+    "deep roots": "\\sqrt{" * 160 + "2" + "}" * 160,
+    "deep parentheses": "(" * 450 + "1" + ")" * 450,
+    "wide parentheses": "（" * 450 + "1" + "）" * 450,  # become ASCII only after the first length check
+    "bare roots": "√" * 900 + "2",
+    "minus signs": "-" * 900 + "1",
+    "sum": "1" + "+1" * 490,
+    "equations": "=".join(["1"] * 490),
+    "list": ",".join(["1"] * 490),
+    "ratio": ":".join(["1"] * 490),
+    "approximations": "≈" * 900,
+    "relations": "<" * 900,
+    "100 kB of digits": "9" * 100_000,
+    "100 kB of spaces": " " * 100_000,
+    "100 kB of open braces": "{" * 100_000,
+    "100 kB of boxes": "\\boxed " * 15_000,
+    "100 kB of tags": "<think>" * 15_000,
+    "tag and spaces": "<" + " " * 100_000,
+    "1000 spaces": "4" + " " * 990 + "8",
+    "commands": "\\text{" * 150 + "a" + "}" * 150,
+    "emoji": "😀" * 900,
+    "other digits": "٣" * 900,
+    "ligatures": "ﷺ" * 900,  # 18 characters each once normalised
+    "control": "\u202e48\x00",
+    "index zero": "\\sqrt[0]{2}",
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_answer_needs_no_worker_and_no_time(answer):
+    before = reward.grader_stats["cas"]
+    for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
+        for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
+            for grade in (reward.grade_geometry, lambda r, t: reward.score(r, example(t))["accuracy"]):
+                start = time.perf_counter()
+                assert not grade(response, truth)
+                assert time.perf_counter() - start < 1.0
+    start = time.perf_counter()
+    reward.score(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
+    assert time.perf_counter() - start < 1.0
+    assert reward.grader_stats["cas"] == before
+
+
+# --- math-verify at arm's length ----------------------------------------------------------------------------------
+
+HANG = "\\log_{2}{9^{9^{9^9}}}"
+
+
+def test_cas_decides_what_the_parser_cannot(quick_cas):
+    assert reward.same_answer("\\log_2 8", "3") and not reward.same_answer("\\log_2 8", "4")
+    assert reward.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not reward.same_answer("\\{3,-3\\}", "3")
+    first = reward._cas.process.pid
+    assert reward.same_answer("|-3|", "3") and reward._cas.process.pid == first  # kept
+    assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
+
+
+def test_cas_is_killed_when_late_and_comes_back(quick_cas):
+    assert reward.same_answer("\\log_2 8", "3")
+    process = reward._cas.process
+    start = time.perf_counter()
+    assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")
+    assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 2
+    assert process.returncode == -signal.SIGKILL and reward.grader_stats["cas_timeout"] == 1
+    start = time.perf_counter()
+    assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
+    assert time.perf_counter() - start < 0.1
+    assert reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas"] == 3
+
+
+def test_cas_crash_is_counted_and_survived(quick_cas):
+    assert reward.same_answer("\\log_2 8", "3")
+    os.kill(reward._cas.process.pid, signal.SIGKILL)
+    assert not reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
+    assert reward.same_answer("\\log_2 32", "5")
+
+
+def test_cas_from_threads(quick_cas):
+    verdicts = {}
+
+    def ask(n: int) -> None:
+        verdicts[n] = reward.same_answer(f"\\log_2 {2**n}", str(n if n % 2 else n + 1))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == {n: bool(n % 2) for n in range(1, 9)}
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
+def test_no_worker_outlives_its_process(ending):
+    code = "import os, sys, signal, threading, time, reward; reward.CAS_TIMEOUT_S = 1.0\n"
+    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(reward._cas.process.pid, flush=True)\n"
+    if ending != "exit":
+        code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        code += f"reward.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == (0 if ending == "exit" else -signal.SIGKILL), done.stderr
+    deadline = time.monotonic() + 8
+    while alive(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(int(done.stdout))
+
+
+def test_forked_copy_gets_its_own_worker():
+    code = """
+import os, reward
+assert reward.same_answer("\\\\log_2 8", "3")
+worker = reward._cas.process.pid
+if (pid := os.fork()) == 0:
+    good = reward.same_answer("\\\\log_2 16", "4") and reward._cas.process.pid != worker
+    reward.close()
+    os._exit(0 if good else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert reward.same_answer("\\\\log_2 32", "5") and reward._cas.process.pid == worker
+assert reward.grader_stats["cas_crash"] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_light():
+    code = "import sys, reward; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
+    code += "; print(reward._cas.process)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["[]", "None"]
+
+
+# --- format -------------------------------------------------------------------------------------------------------
+
+PIECES = ["<think>", "</think>", "\\boxed{", "}", "x", "\n", "\\boxed", "{"]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=9))
+def test_format_is_verls_regex(pieces):
+    response = "<think>" * (len(pieces) % 2) + "".join(pieces)
+    expected = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
+    assert reward.format_reward(response) == float(expected)
+
+
+def test_format_is_linear():
+    start = time.perf_counter()
+    assert reward.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
+    assert time.perf_counter() - start < 0.5
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "response, truth, accuracy, form",
+    [
+        ("\\boxed{red}", "red", 1, 1),
+        (" <think>I see</think>\n\\boxed{ Red. }\n", "red", 1, 1),
+        ("\\boxed{45^\\circ}", "45", 1, 1),
+        ("\\boxed{45°}", "45", 1, 1),
+        ("\\boxed{45 degrees}", "45", 1, 1),
+        ("\\boxed{\\text{light blue}}", "light  blue", 1, 1),
+        ("\\boxed{blue}", "red", 0, 1),
+        ("\\boxed{red or blue}", "red", 0, 1),
+        ("It is \\boxed{red}", "red", 1, 0),
+        ("\\boxed{red} indeed", "red", 1, 0),
+        ("\\boxed{blue}\\boxed{red}", "red", 1, 0),
+        ("<think>\\boxed{red}</think>\\boxed{red}", "red", 1, 0),
+        ("<think>\\boxed{red}</think>", "red", 1, 0),
+        ("<think>I see \\boxed{red}", "red", 1, 0),
+        ("red", "red", 0, 0),
+        ("\\boxed{red", "red", 0, 0),
+    ],
+)
+def test_shapes(response, truth, accuracy, form):
+    parts = reward.score(response, example(truth, "shapes", answer_type="colour"))
+    assert parts == {"accuracy": accuracy, "format": form, "reward": pytest.approx(0.9 * accuracy + 0.1 * form)}
+
+
+def test_shapes_needs_a_known_answer_type():
+    for extra in ({}, {"answer_type": "size"}):
+        with pytest.raises(ValueError, match="row-7.*answer_type.*count, colour, shape, exists, angle"):
+            reward.score("\\boxed{red}", example("red", "shapes", **extra))
+
+
+# --- tasks and custom rewards -------------------------------------------------------------------------------------
+
+
+def test_task_names():
+    for name in ("hiyouga/geometry3k", "Geometry3K", "geo3k", " someone/GEO3K "):
+        assert reward.task_name(name) == "geo3k"
+    assert reward.task_name("owner/Shapes") == "shapes"
+
+
+def test_unknown_task_names_row_tasks_and_remedy():
+    with pytest.raises(ValueError, match=r"row-7.*'me/chess'.*geo3k, shapes.*--reward FILE.py:FUNCTION"):
+        reward.score("x", example("e4", "me/chess"))
+
+
+def test_register_refuses_a_taken_name(monkeypatch):
+    monkeypatch.setattr(reward, "REWARDS", dict(reward.REWARDS))
+    reward.register("chess")(lambda response, example, finish_reason: {"reward": float(finish_reason == "length")})
+    assert reward.score("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
+    with pytest.raises(ValueError, match="'geo3k'"):
+        reward.register("geo3k")(lambda response, example, finish_reason: {})
+
+
+def test_check_tasks(monkeypatch):
+    reward.grader_stats.clear()
+    rows = [example("48"), example("48", "hiyouga/geometry3k"), example("red", "shapes", answer_type="colour")]
+    assert reward.check_tasks(rows) == {"geo3k": 2, "shapes": 1}
+    assert not +reward.grader_stats
+    with pytest.raises(ValueError, match="chess"):
+        reward.check_tasks([*rows, example("e4", "chess")])
+    with pytest.raises(ValueError, match="answer_type"):
+        reward.check_tasks([*rows, example("red", "shapes")])
+    with pytest.raises(ValueError, match="ground_truth is 48 .int"):
+        reward.check_tasks([*rows, example(48)])
+    assert reward.check_tasks([example("e4", "chess")], lambda response, example: 1.0) == {"chess": 1}
+    monkeypatch.setattr(reward.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="math-verify"):
+        reward.check_tasks(rows)
+
+
+CUSTOM = """
+def number(response, example): return len(response)
+def parts(response, example): return {"short": 1, "reward": 0.5}
+def no_total(response, example): return {"short": 1}
+def nan(response, example): return {"short": float("nan"), "reward": 1.0}
+def text(response, example): return "1.0"
+def three(response, example, other): return 1.0
+value = 3
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+    return path
+
+
+def test_custom_reward(custom):
+    assert reward.load_reward(None) is reward.score
+    assert reward.load_reward(f"{custom}:number")("abc", example("x", "chess")) == {"reward": 3.0}
+    parts = reward.load_reward(f"{custom}:parts")
+    assert parts("abc", example("x"), finish_reason="length") == {"short": 1.0, "reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("mine.py", "FILE.py:FUNCTION"),
+        ("mine:number", "FILE.py:FUNCTION"),
+        ("{dir}/other.py:number", "there is no file.*other.py"),
+        ("{dir}/mine.py:nothing", "nothing does not exist.*number, parts"),
+        ("{dir}/mine.py:value", "value is not a function"),
+        ("{dir}/mine.py:three", "three must take .response, example."),
+    ],
+)
+def test_custom_reward_is_checked_early(custom, spec, message):
+    with pytest.raises(ValueError, match=message):
+        reward.load_reward(spec.format(dir=custom.parent))
+
+
+@pytest.mark.parametrize(
+    "name, message", [("no_total", "row-7.*'reward'"), ("nan", "row-7.*'short' is nan"), ("text", "row-7.*'1.0' .str")]
+)
+def test_custom_reward_result_is_checked(custom, name, message):
+    with pytest.raises(ValueError, match=message):
+        reward.load_reward(f"{custom}:{name}")("abc", example("x"))
+
+
+def test_score_batch_keeps_order():
+    responses = [f"<think>a</think>\\boxed{{{i}}}" for i in range(6)]
+    parts = reward.score_batch(responses, [example(str(i if i != 3 else 9)) for i in range(6)])
+    assert [part["accuracy"] for part in parts] == [1, 1, 1, 0, 1, 1]
+    assert parts[0] == {"accuracy": 1.0, "format": 1.0, "reward": 1.0} and parts[3]["reward"] == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="6 responses, 5 examples"):
+        reward.score_batch(responses, [example("1")] * 5)
