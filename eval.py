@@ -1,0 +1,224 @@
+"""Evaluate a model folder, a hub id, a run or a checkpoint: greedy accuracy per answer type, and a page to look at.
+
+    python eval.py runs/geo3k --data geo3k_test.parquet --out runs/geo3k/eval
+    python eval.py MODEL --data F --out DIR --baseline BASE     # the same prompts through both, compared pairwise
+    python eval.py MODEL --data F --out DIR --samples 8         # avg@8 and pass@8 at --temperature
+    python eval.py MODEL --data F --out DIR --blank-images      # what is right without looking?
+
+Writes eval.json and report.html to --out.
+"""
+
+import argparse
+import base64
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from model import Processor, load_trained
+from prepare_data import Example, read_examples
+from reward import check_tasks, load_reward, score_batch
+from rollout import HFEngine, Sampling, drop_long_prompts, make_prompts
+from utils import Context, dist_setup, gather0, print0, run_script, write_text
+
+
+def evaluate(
+    engine, examples: Sequence[Example], processor: Processor, reward_fn: Callable, ctx: Context, sampling: Sampling,
+    samples: int = 1, blank: bool = False, chunk: int = 64,
+) -> list[dict]:
+    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples."""
+    mine = range(ctx.rank, len(examples), ctx.world)
+    records = []
+    for start in range(0, len(mine), chunk):
+        part = mine[start : start + chunk]
+        prompts = make_prompts([examples[i] for i in part], processor, blank)
+        rollouts = engine.generate(prompts, samples, sampling)
+        for j, i in enumerate(part):
+            group = rollouts[j * samples : (j + 1) * samples]
+            rewards = score_batch([r.text for r in group], [examples[i]] * samples, reward_fn, [r.finish_reason for r in group])
+            records.append({
+                "index": i,
+                "uid": examples[i].uid,
+                "answer_type": examples[i].extra.get("answer_type") or "all",
+                "ground_truth": examples[i].ground_truth,
+                "samples": [
+                    {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": parts}
+                    for r, parts in zip(group, rewards, strict=True)
+                ],
+            })
+    return sorted(gather0(records), key=lambda record: record["index"])
+
+
+def correctness(record: dict) -> list[float]:
+    """1 or 0 of each sample; the total reward where a task has no accuracy part."""
+    return [s["rewards"].get("accuracy", s["rewards"]["reward"]) for s in record["samples"]]
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95% confidence interval of a proportion.   Wilson 1927"""
+    z, p = 1.959964, successes / n
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+
+
+def summarise(records: Sequence[dict]) -> dict:
+    """Accuracy (mean over samples, then over examples), its interval, pass@k, and the same per answer type."""
+    samples = [s for record in records for s in record["samples"]]
+    scores = [correctness(record) for record in records]
+    accuracy = sum(sum(s) / len(s) for s in scores) / len(scores)
+    summary = {
+        "n": len(records),
+        "samples": len(scores[0]),
+        "accuracy": accuracy,
+        # per example, so it holds for several samples too: those of one example are not independent
+        "accuracy_ci95": wilson(accuracy * len(records), len(records)),
+        f"pass@{len(scores[0])}": sum(max(s) == 1 for s in scores) / len(scores),
+        "reward": sum(s["rewards"]["reward"] for s in samples) / len(samples),
+        "truncated": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
+        "response_tokens": sum(s["tokens"] for s in samples) / len(samples),
+        "by_answer_type": {},
+    }
+    if "format" in samples[0]["rewards"]:
+        summary["format"] = sum(s["rewards"].get("format", 0.0) for s in samples) / len(samples)
+    for kind in sorted({record["answer_type"] for record in records}):
+        of_kind = [sum(s) / len(s) for record, s in zip(records, scores, strict=True) if record["answer_type"] == kind]
+        summary["by_answer_type"][kind] = {"n": len(of_kind), "accuracy": sum(of_kind) / len(of_kind)}
+    return summary
+
+
+def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
+    """Paired comparison on the same examples: exact two-sided McNemar test on the first sample of each."""
+    pairs = [(correctness(a)[0] == 1, correctness(b)[0] == 1) for a, b in zip(records, baseline, strict=True)]
+    gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    n = gained + lost
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n if n else 1.0
+    return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page
+
+PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;color:#1c2330;background:#f6f7f9}
+h1{font-size:1.35rem;overflow-wrap:anywhere} .facts{display:flex;flex-wrap:wrap;gap:.5rem;margin:1rem 0 1.5rem}
+.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.35rem .8rem} .fact b{display:block;font-size:1.1rem}
+.fact span{color:#647084;font-size:.8rem} .card{display:grid;grid-template-columns:220px 1fr;gap:1.2rem;background:#fff;
+border:1px solid #dfe3ea;border-radius:10px;padding:1rem;margin:0 0 1rem} .card img{width:100%;border:1px solid #dfe3ea;border-radius:6px;
+image-rendering:auto;margin-bottom:.4rem} .prompt{white-space:pre-wrap;overflow-wrap:anywhere} .meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem}
+.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.35rem 0} .right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
+.sample code{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace} .sample div{color:#647084;font-size:.8rem}
+@media(max-width:700px){.card{grid-template-columns:1fr}}
+"""
+
+
+def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
+    """A self-contained HTML page: pictures, prompt, responses with their reward parts and, in training, advantages."""
+
+    def number(value: float) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    cells = {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    cells |= {kind: part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
+    parts = [f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>"]
+    parts.append("<div class=facts>" + "".join(
+        f"<div class=fact><b>{number(value)}</b><span>{html.escape(key)}</span></div>" for key, value in cells.items()) + "</div>")
+    if len(records) > PAGE_RECORDS:
+        parts.append(f"<p>The first {PAGE_RECORDS} of {len(records)} prompts.</p>")
+    for record in records[:PAGE_RECORDS]:
+        example = examples[record["uid"]]
+        pictures = "".join(
+            f'<img alt="" src="data:;base64,{base64.b64encode(data).decode()}">' for data in example.images
+        )
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
+        parts.append(f"<div class=card><div>{pictures or '(no picture)'}</div><div><div class=prompt>{html.escape(prompt)}</div>")
+        parts.append(f"<div class=meta>{html.escape(record['uid'])} &middot; truth <b>{html.escape(record['ground_truth'])}</b></div>")
+        for s in record["samples"]:
+            right = "right" if s["rewards"].get("accuracy", s["rewards"]["reward"]) >= 0.5 else "wrong"
+            notes = [f"{key} {number(float(value))}" for key, value in s["rewards"].items()]
+            notes += [f"advantage {s['advantage']:+.3f}"] if "advantage" in s else []
+            notes += [f"{s['tokens']} tokens"] + (["cut at the length limit"] if s["finish_reason"] == "length" else [])
+            parts.append(f"<div class='sample {right}'><code>{html.escape(s['text'])}</code><div>{' &middot; '.join(notes)}</div></div>")
+        parts.append("</div></div>")
+    return "\n".join(parts) + "\n"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("model", help="model folder, hub id, run directory or checkpoint")
+    p.add_argument("--data", required=True, help="parquet file(s) to evaluate on")
+    p.add_argument("--out", required=True, help="directory for eval.json and report.html")
+    p.add_argument("--baseline", help="a second model to compare with, pairwise")
+    p.add_argument("--limit", type=int, help="only the first N examples")
+    p.add_argument("--samples", type=int, default=1, help="responses per example")
+    p.add_argument("--temperature", type=float, help="sampling temperature (default: 0 with one sample, else 1)")
+    p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off)")
+    p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
+    p.add_argument("--max-prompt-tokens", type=int, default=2048, help="drop longer prompts, and say how many")
+    p.add_argument("--blank-images", action="store_true", help="replace every picture by a white one")
+    p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
+    p.add_argument("--prompt-key", default="prompt", help="column of the prompt")
+    p.add_argument("--image-key", default="images", help="column of the images")
+    p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
+    p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+    p.add_argument("--rows", type=int, default=256, help="responses decoded together")
+    p.add_argument("--seed", type=int, default=0, help="of sampling")
+    args = p.parse_args(argv)
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: must be at least 1")
+    if args.temperature is None:
+        args.temperature = 0.0 if args.samples == 1 else 1.0
+    if args.samples > 1 and args.temperature == 0:
+        raise ValueError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
+    return args
+
+
+def main(args: argparse.Namespace) -> dict:
+    ctx = dist_setup()
+    reward_fn = load_reward(args.reward)
+    examples, skipped = read_examples(
+        args.data, prompt_key=args.prompt_key, image_key=args.image_key, answer_key=args.answer_key,
+        bad_rows=args.bad_rows, limit=args.limit,
+    )
+    check_tasks(examples, reward_fn)
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    results = {}
+    for name, path in [("model", args.model), ("baseline", args.baseline)]:
+        if path is None:
+            continue
+        hf, processor, _ = load_trained(path)
+        kept, dropped = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+        for line in skipped + dropped:
+            print0(f"left out: {line}")
+        if not kept:
+            raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
+        engine = HFEngine(hf, processor, ctx.device, args.rows)
+        records = evaluate(engine, kept, processor, reward_fn, ctx, sampling, args.samples, args.blank_images)
+        if ctx.main:
+            results[name] = {"path": path, "left_out": len(skipped) + len(dropped), **summarise(records)}, records
+    if not ctx.main:
+        return {}
+    summary = results["model"][0] | {"data": args.data, "blank_images": args.blank_images, "temperature": args.temperature}
+    if args.baseline:
+        summary["baseline"] = results["baseline"][0] | compare(results["model"][1], results["baseline"][1])
+    out = Path(args.out)
+    write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
+    records = results["model"][1]
+    page = rollout_page(f"{args.model} on {args.data}", summary, records, {e.uid: e for e in examples})
+    write_text(out / "report.html", page)
+    low, high = summary["accuracy_ci95"]
+    print(f"accuracy {summary['accuracy']:.3f} (95% {low:.3f} to {high:.3f}), n {summary['n']}, truncated {summary['truncated']:.3f}")
+    for kind, part in summary["by_answer_type"].items():
+        print(f"  {kind:<12} {part['accuracy']:.3f}  n {part['n']}")
+    if args.baseline:
+        base = summary["baseline"]
+        print(f"baseline {base['accuracy']:.3f}: {base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}")
+    print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
+    return summary
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

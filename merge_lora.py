@@ -1,0 +1,74 @@
+"""A run or one of its checkpoints -> one Hugging Face folder, checked for parity.
+
+    python merge_lora.py runs/geo3k --out models/geo3k
+    python merge_lora.py runs/geo3k/checkpoints/step_000100 --out models/geo3k-100
+"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+
+from grpo import Branch, Tree, plant
+from model import Policy, Processor, find_checkpoint, load_hf, load_trained
+from utils import run_script
+
+# Files beside the weights that a folder needs to be opened elsewhere; written by the base model's author, so copied.
+COMPANIONS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json", "chat_template.jinja")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("run", help="run directory (its newest checkpoint) or a checkpoint")
+    p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
+    p.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of log-probabilities allowed (float32)")
+    return p.parse_args(argv)
+
+
+@torch.no_grad()
+def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
+    """Log-probabilities of a fixed text under a fixed picture, through vision tower, language model and head."""
+    picture = Image.new("RGB", (112, 84), "white")
+    ImageDraw.Draw(picture).ellipse((20, 10, 80, 70), fill="red")
+    image = processor.image("probe", picture)
+    prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
+    answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
+    micro = plant([Tree("probe", prompt, [image], [Branch(answer, [True] * len(answer), {})])])
+    return Policy(hf.eval(), processor)(micro)[0]
+
+
+def main(args: argparse.Namespace) -> None:
+    found = find_checkpoint(args.run)
+    if found is None:
+        raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json)")
+    out = Path(args.out)
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {args.out} exists and is not empty; choose another folder or remove it")
+    hf, processor, base = load_trained(args.run)
+    expected = probe_logprobs(hf, processor)
+    hf.to(getattr(torch, args.dtype))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
+        folder = Path(temporary) / "model"
+        hf.save_pretrained(folder)
+        processor.tokenizer.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)
+        for name in COMPANIONS:
+            if (Path(base) / name).is_file():
+                shutil.copy(Path(base) / name, folder / name)
+        gap = (probe_logprobs(load_hf(str(folder)), Processor(str(folder))) - expected).abs().max().item()
+        tolerance = args.tolerance if args.dtype == "float32" else 0.5
+        if not gap <= tolerance:
+            raise ValueError(f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over {tolerance:.0e}; not kept")
+        if out.exists():
+            out.rmdir()
+        folder.rename(out)
+    print(f"wrote {out} from {found[0]} (base {base}); largest log-probability difference {gap:.1e}")
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

@@ -1,0 +1,43 @@
+"""Toy models, made once a session."""
+
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+import demo  # noqa: E402
+import model as M  # noqa: E402
+
+torch.set_num_threads(1)
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory) -> dict[str, Path]:
+    """family -> folder of a random toy model whose vocabulary is wider than its tokenizer, as Qwen's is."""
+    root = tmp_path_factory.mktemp("toys")
+    for family in FAMILIES:
+        demo.make_model(root / family, family, seed=0, hidden=64, layers=2, vocab=448)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def loaded(toys):
+    """family -> (hf model, processor)."""
+    return {family: (M.load_hf(str(path)).eval(), M.load_processor(str(path))) for family, path in toys.items()}
+
+
+@pytest.fixture
+def picture():
+    """picture(width, height, seed) -> a noisy RGB picture."""
+
+    def make(width: int, height: int, seed: int = 0) -> Image.Image:
+        return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))
+
+    return make

@@ -1,0 +1,203 @@
+"""HFEngine against transformers' generate and against full recomputation.   pytest tests/test_rollout.py"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import FAMILIES
+from PIL import Image
+
+import model as M
+from demo import png
+from grpo import Branch, Tree, plant
+from rollout import HFEngine, KVCache, Prompt, Sampling, drop_long_prompts, make_prompts, sample_tokens
+
+CPU = torch.device("cpu")
+
+
+def example(uid, content, pictures):
+    return SimpleNamespace(uid=uid, messages=[{"role": "user", "content": content}], images=[png(p) for p in pictures],
+                           ground_truth="x", extra={}, data_source="shapes")
+
+
+@pytest.fixture
+def examples(picture):
+    return [example("one", "<image>What is it?", [picture(84, 84, 1)]),
+            example("none", "Tell me something long and odd, would you please?", []),
+            example("two", "Compare <image> with <image>.", [picture(60, 97, 2), picture(130, 56, 3)])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_generate(family, loaded, examples):
+    hf, processor = loaded[family]
+    engine = HFEngine(hf, processor, CPU)
+    prompts = make_prompts(examples, processor)
+    ours = engine.generate(prompts, 1, Sampling(12, temperature=0.0))
+    for prompt, rollout in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        extra = {}
+        if prompt.images:
+            extra = {"pixel_values": torch.cat([i.pixel_values for i in prompt.images]),
+                     "image_grid_thw": torch.tensor([i.grid_thw for i in prompt.images]),
+                     "mm_token_type_ids": (ids == processor.image_token_id).int()}
+        hf.model.rope_deltas = None
+        out = hf.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                          suppress_tokens=engine.banned.tolist(), eos_token_id=processor.eos_ids, **extra)
+        assert rollout.token_ids == out[0].tolist() and rollout.uid == prompt.uid
+        assert rollout.prompt_len == len(prompt.token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_logprobs_equal_the_trainers(family, loaded, examples):
+    hf, processor = loaded[family]
+    rollouts = HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 4, Sampling(9, temperature=0.8, seed=3))
+    policy = M.Policy(hf, processor)
+    assert len({len(r.response) for r in rollouts}) >= 1
+    for r in rollouts:
+        micro = plant([Tree(r.uid, r.token_ids[: r.prompt_len], r.images, [Branch(r.response, r.loss_mask, {})])])
+        with torch.no_grad():
+            logp, _ = policy(micro, temperature=0.8)
+        torch.testing.assert_close(torch.tensor(r.logprobs), logp, rtol=0, atol=5e-6)
+
+
+def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
+    hf, processor = loaded["qwen2_5_vl"]
+    prompts = make_prompts(examples, processor)
+    sampling = Sampling(10, seed=5)
+    together = HFEngine(hf, processor, CPU).generate(prompts, 3, sampling)
+    few_rows = HFEngine(hf, processor, CPU, max_rows=3).generate(prompts, 3, sampling)
+    alone = HFEngine(hf, processor, CPU).generate(prompts[2:], 3, sampling)
+    assert [r.token_ids for r in together] == [r.token_ids for r in few_rows]
+    assert [r.token_ids for r in together[6:]] == [r.token_ids for r in alone]
+    assert [(r.uid, r.sample) for r in together] == [(p.uid, i) for p in prompts for i in range(3)]
+    assert len({tuple(r.response) for r in together[:3]}) > 1  # samples of a group differ
+    other = HFEngine(hf, processor, CPU).generate(prompts, 3, Sampling(10, seed=6))
+    assert [r.response for r in other] != [r.response for r in together]
+
+
+def test_each_prompt_and_picture_is_encoded_once_per_group(loaded, examples, monkeypatch):
+    hf, processor = loaded["qwen2_5_vl"]
+    calls = []
+    original = hf.model.get_image_features
+    monkeypatch.setattr(hf.model, "get_image_features", lambda p, g, **k: (calls.append(len(g)), original(p, g, **k))[1])
+    HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 8, Sampling(3))
+    assert calls == [3]  # three pictures for 24 rollouts
+
+
+def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
+    hf, processor = loaded["qwen2_5_vl"]
+    engine = HFEngine(hf, processor, CPU)
+    first = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
+    # call an end token whatever the rows happened to sample second, so that they end at different times
+    engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]}))
+    rows = []
+    original = type(hf.model.language_model).forward
+    monkeypatch.setattr(type(hf.model.language_model), "forward",
+                        lambda self, *a, **k: (rows.append(k["inputs_embeds"].shape[0]), original(self, *a, **k))[1])
+    second = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
+    assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
+    for a, b in zip(first, second, strict=True):
+        ends = [i for i, t in enumerate(a.response) if t in engine.eos.tolist()]
+        assert b.response == (a.response[: ends[0] + 1] if ends else a.response)
+        assert b.finish_reason == ("stop" if ends else "length")
+        assert len(b.logprobs) == len(b.loss_mask) == len(b.response) and all(b.loss_mask)
+    assert {r.finish_reason for r in second} == {"stop", "length"}
+
+
+def test_banned_tokens_are_never_sampled(loaded, examples):
+    hf, processor = loaded["qwen2_5_vl"]
+    engine = HFEngine(hf, processor, CPU)
+    head = hf.get_output_embeddings().weight
+    kept = head.detach().clone()
+    try:
+        with torch.no_grad():  # make every banned token overwhelmingly likely
+            head[engine.banned] = 50 * head.abs().max() * torch.sign(torch.randn(1, head.shape[1]))
+        rollouts = engine.generate(make_prompts(examples, processor), 4, Sampling(20))
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
+    assert not {t for r in rollouts for t in r.response} & set(engine.banned.tolist())
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
+    n = 40000
+    u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    for temperature, top_p in [(1.0, 1.0), (0.5, 1.0), (1.0, 0.8)]:
+        p = (logits.double() / temperature).softmax(0)
+        if top_p < 1:  # the smallest set of likeliest tokens that reaches top_p, here {0, 1}
+            p = torch.where(torch.arange(5) < 2, p, 0.0)
+            p = p / p.sum()
+        tokens, logp = sample_tokens(logits.expand(n, -1), Sampling(1, temperature, top_p), u)
+        torch.testing.assert_close(torch.bincount(tokens, minlength=5).double() / n, p, rtol=0, atol=2 / n)
+        torch.testing.assert_close(logp.double(), p.log()[tokens], rtol=0, atol=1e-5)
+
+
+def test_extreme_uniforms_pick_possible_tokens():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]] * 2)
+    tokens, logp = sample_tokens(logits, Sampling(1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [1, 3] and torch.isfinite(logp).all()
+
+
+def test_unknown_weight_names_are_an_error(loaded, toys):
+    hf = M.load_hf(str(toys["qwen2_5_vl"]))
+    _, processor = loaded["qwen2_5_vl"]
+    engine = HFEngine(hf, processor, CPU)
+    name, tensor = next(iter(hf.named_parameters()))
+    assert engine.load_weights([(name, tensor.detach() + 1)]) == 1
+    with pytest.raises(ValueError, match="no parameter 'model.nonsense'"):
+        engine.load_weights([("model.nonsense", tensor)])
+
+
+def test_new_weights_change_what_is_generated(loaded, toys, examples):
+    """The stale-weights bug: after a sync the engine must speak as a fresh engine with those weights."""
+    _, processor = loaded["qwen2_5_vl"]
+    engine, fresh_hf = HFEngine(M.load_hf(str(toys["qwen2_5_vl"])), processor, CPU), M.load_hf(str(toys["qwen2_5_vl"]))
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in fresh_hf.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.05)
+    prompts, sampling = make_prompts(examples, processor), Sampling(8, seed=2)
+    before = engine.generate(prompts, 2, sampling)
+    engine.load_weights((n, p.detach()) for n, p in fresh_hf.named_parameters())
+    after, fresh = engine.generate(prompts, 2, sampling), HFEngine(fresh_hf, processor, CPU).generate(prompts, 2, sampling)
+    assert [r.response for r in after] == [r.response for r in fresh] != [r.response for r in before]
+    assert [r.logprobs for r in after] == [r.logprobs for r in fresh]
+
+
+def test_cache_grows_and_keeps_rows():
+    cache, chunks = KVCache(), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+    for chunk in chunks:
+        keys, values = cache.update(chunk, -chunk, 0)
+        cache.length += chunk.shape[2]
+    assert torch.equal(keys, torch.cat(chunks, dim=2)) and torch.equal(values, -keys)
+    cache.take(torch.tensor([2, 0, 2]))
+    keys, _ = cache.update(chunks[2], chunks[2], 0)
+    assert torch.equal(keys[:, :, :-1], torch.cat(chunks, dim=2)[[2, 0, 2]])
+
+
+def test_blank_pictures_keep_their_size_and_lose_their_content(loaded, examples):
+    _, processor = loaded["qwen2_5_vl"]
+    real, blank = make_prompts(examples, processor), make_prompts(examples, processor, blank=True)
+    assert [p.token_ids for p in real] == [p.token_ids for p in blank]
+    assert blank[0].images[0].pixel_values.std() < 1e-6 < real[0].images[0].pixel_values.std()
+
+
+def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
+    _, processor = loaded["qwen2_5_vl"]
+    lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
+    kept, dropped = drop_long_prompts(examples, processor, sorted(lengths)[1])
+    assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
+    assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]
+
+
+def test_a_prompt_that_cannot_be_encoded_names_its_example(loaded):
+    _, processor = loaded["qwen2_5_vl"]
+    with pytest.raises(ValueError, match="example 'bad'"):
+        make_prompts([example("bad", "<image><image>", [Image.new("RGB", (84, 84))])], processor)
+
+
+def test_prompt_is_a_plain_record():
+    assert [f for f in Prompt.__dataclass_fields__] == ["uid", "token_ids", "images", "example"]
+    assert math.isclose(Sampling(3).temperature, 1.0)

@@ -1,0 +1,275 @@
+"""The loop as users run it: subprocesses, one and two processes, killed and resumed.   pytest tests/test_train.py"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import demo
+import train
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run(command, check=True, **extra):
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, **extra)
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    return write_parquet(folder / "train.parquet", demo.shapes_rows(24, "train", 0)), write_parquet(
+        folder / "test.parquet", demo.shapes_rows(10, "test", 0))
+
+
+def flags(model, data, out, *more):
+    # random rewards: a random toy never earns one, and without a reward there is nothing to train on
+    reward = Path(data).parent / "reward.py"
+    reward.write_text("def score(response, example):\n    return {'reward': (len(response) * 7919 % 5) / 4, 'length': len(response)}\n")
+    return ["--model", model, "--data", data, "--out", out, "--reward", f"{reward}:score", "--prompts-per-step", 4,
+            "--group-size", 3, "--max-new-tokens", 6, "--max-prompt-tokens", 80, "--micro-tokens", 120, "--lr", "1e-3", *more]
+
+
+def rows(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(out):
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(out)]
+
+
+# --- one process and two agree ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family,more", [
+    ("qwen2_5_vl", ["--no-freeze-vision"]), ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]), ("qwen2_vl", ["--loss-agg", "const"]),
+])
+def test_two_processes_equal_one(family, more, toys, tmp_path):
+    results = {}
+    for world in (1, 2):
+        out = tmp_path / f"{world}.pt"
+        run([*TORCHRUN, world, "tests/parity_worker.py", toys[family], out, "--micro-tokens", 130, *more])
+        results[world] = torch.load(out)
+    one, two = results[1], results[2]
+    assert two["micros"] > 1
+    assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50
+    for key in ("loss/policy", "policy/grad_norm", "policy/entropy", "rollout/kl"):
+        assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-7), key
+    assert one["gradients"].keys() == two["gradients"].keys()
+    assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
+    for name, gradient in one["gradients"].items():
+        error = (gradient - two["gradients"][name]).norm() / gradient.norm().clamp(min=1e-8)
+        assert error < 1e-5, f"{name}: relative difference {error:.1e}"
+
+
+# --- killed and resumed -------------------------------------------------------------------------------------------------
+
+
+def descendants(pid):
+    """pid and everything below it: torchrun puts its workers into sessions of their own."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended meanwhile
+    found = [pid]
+    for p in found:
+        found += [child for child, parent in parents.items() if parent == p]
+    return found
+
+
+def kill_after(command, out, step):
+    """SIGKILL every process of the run once `step` is logged."""
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 200
+    while time.time() < deadline and process.poll() is None:
+        path = Path(out) / "metrics.jsonl"
+        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()):
+            break
+        time.sleep(0.02)
+    assert process.poll() is None, "the run ended before it could be killed"
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, shapes, tmp_path):
+    launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
+    common = ["--eval-data", shapes[1], "--steps", 12, "--save-every", 3, "--eval-every", 5, "--minibatches", 2, "--epochs", 2,
+              "--schedule", "cosine", "--warmup-steps", 2]
+    command = {name: [*launch, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / name, *common)] for name in ("whole", "cut")}
+    run(command["whole"])
+    kill_after(command["cut"], tmp_path / "cut", 7)
+    before = len(rows(tmp_path / "cut"))
+    assert before < 13
+    left = sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir() if not p.name.startswith("."))
+    assert left and left[-1] < "step_000012"
+    # a second start without --resume must not touch the run
+    refused = run(command["cut"], check=False)
+    assert refused.returncode != 0 and "already holds a run" in refused.stderr
+    done = run([*command["cut"], "--resume", "auto"])
+    assert f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    assert any(row.get("loss/policy") for row in rows(tmp_path / "whole"))
+    weights = []
+    for name in ("whole", "cut"):
+        run([sys.executable, "merge_lora.py", tmp_path / name, "--out", tmp_path / f"{name}-hf"])
+        weights.append(load_file(tmp_path / f"{name}-hf" / "model.safetensors"))
+    start = load_file(toys["qwen2_5_vl"] / "model.safetensors")
+    assert weights[0].keys() == weights[1].keys() == start.keys()
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in start)
+    changed = {k for k in start if not torch.equal(start[k], weights[0][k])}
+    assert changed and not any(k.startswith(("visual", "model.visual")) for k in changed)  # frozen
+
+
+def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path):
+    common = flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--save-every", 2)
+    run([sys.executable, "train.py", *common, "--steps", 2])
+    done = run([*TORCHRUN, 2, "train.py", *common, "--steps", 4, "--resume", "auto"])
+    assert "resumed from" in done.stdout and [row["step"] for row in rows(tmp_path / "r")] == [1, 2, 3, 4]
+
+
+# --- real Geometry3K problems through every stage ------------------------------------------------------------------------
+
+
+def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
+    data = tmp_path / "geo3k.parquet"
+    run([sys.executable, "prepare_data.py", "geo3k", "--input", "tests/data/geometry3k", "--split", "train", "--out", data])
+    out = tmp_path / "run"
+    common = ["--model", toys["qwen2_5_vl"], "--data", data, "--eval-data", data, "--out", out, "--prompts-per-step", 5,
+              "--group-size", 2, "--max-new-tokens", 8, "--max-prompt-tokens", 700, "--micro-tokens", 1500, "--max-pixels", 200 * 200,
+              "--lr", "1e-4", "--save-every", 1, "--sample-every", 1]
+    run([sys.executable, "train.py", *common, "--steps", 1])
+    run([sys.executable, "train.py", *common, "--steps", 2, "--resume", "auto"])
+    logged = rows(out)
+    assert [row["step"] for row in logged] == [0, 1, 2] and {"reward/accuracy", "reward/format"} <= logged[1].keys()
+    page = (out / "rollouts" / "step_000002.html").read_text()
+    assert page.count("<img") == 5 and "boxed" in page
+    # a random toy is never right: give each prompt an unequal reward, so that an update really happens on them
+    uneven = tmp_path / "uneven.py"
+    uneven.write_text("def score(response, example):\n    return float(len(response))\n")
+    run([sys.executable, "train.py", *common[:4], "--out", tmp_path / "uneven", *common[8:], "--steps", 1, "--reward", f"{uneven}:score"])
+    trained = rows(tmp_path / "uneven")[0]
+    assert trained["policy/grad_norm"] > 0 and trained["update/tokens"] > 0 and trained["rollout/max_abs_dlogp"] < 1e-4
+    run([sys.executable, "eval.py", tmp_path / "uneven", "--data", data, "--max-new-tokens", 4, "--out", tmp_path / "eval"])
+    result = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert result["n"] == 10 and set(result["by_answer_type"]) >= {"integer"}
+    assert (tmp_path / "eval" / "report.html").read_text().count("<img") == 10
+
+
+# --- what users get wrong: an error before any model is loaded -----------------------------------------------------------
+
+
+@pytest.fixture
+def model_must_not_load(monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a model was loaded before the input was checked")
+
+    monkeypatch.setattr(train, "load_hf", forbidden)
+
+
+def bad_rows(shapes):
+    good = list(demo.shapes_rows(6, "train", 1))
+    broken = [dict(r) for r in good]
+    broken[2] = broken[2] | {"images": [{"bytes": b"\x89PNG\r\n\x1a\n nonsense", "path": None}]}
+    unmarked = [dict(r) for r in good]
+    unmarked[3] = unmarked[3] | {"prompt": [{"role": "user", "content": "no mark"}]}
+    unknown = [r | {"data_source": "chess"} for r in good]
+    return {"good": good, "broken": broken, "unmarked": unmarked, "no_prompt": [{k: v for k, v in r.items() if k != "prompt"} for r in good],
+            "unknown": unknown}
+
+
+CASES = [
+    ("good", {"--model": "nobody/nothing"}, "--model 'nobody/nothing'"),
+    ("good", {"--model": "./no/such/folder"}, "no such folder"),
+    ("missing", {}, "no such file"),
+    ("no_prompt", {}, "no column 'prompt'.*--prompt-key"),
+    ("broken", {}, "row 2: image 0 .* cannot be decoded"),
+    ("unmarked", {}, "row 3: 0 <image> marks in the prompt but 1 images"),
+    ("unknown", {}, "'chess'.*--reward"),
+    ("good", {"--max-prompt-tokens": "10"}, "none of 6 prompts fits --max-prompt-tokens 10"),
+    ("good", {"--group-size": "1"}, "--group-size 1.*at least 2"),
+    ("good", {"--prompts-per-step": "5", "--minibatches": "2"}, "--prompts-per-step 5 does not divide .* multiple of 2"),
+    ("good", {"--prompts-per-step": "8"}, "6 usable examples, fewer than --prompts-per-step 8"),
+    ("good", {"--micro-tokens": "50"}, "--micro-tokens 50 cannot hold"),
+    ("good", {"--steps": "0"}, "--steps 0: must be at least 1"),
+    ("good", {"--temperature": "0"}, "--temperature 0"),
+    ("good", {"--eval-every": "5"}, "--eval-every 5 needs --eval-data"),
+    ("good", {"--resume": "elsewhere"}, "--resume elsewhere"),
+    ("good", {"--reward": "nowhere.py:score"}, "no file 'nowhere.py'"),
+    ("good", {"--dual-clip": "0.5"}, "--dual-clip 0.5: must be above 1"),
+    ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
+    ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
+    ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
+    ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
+]
+
+
+@pytest.mark.parametrize("data,change,match", CASES, ids=[f"{d}{''.join(c)}" for d, c, _ in CASES])
+def test_mistakes_are_named_before_the_model_loads(data, change, match, toys, shapes, tmp_path, model_must_not_load):
+    path = tmp_path / f"{data}.parquet"
+    if data != "missing":
+        write_parquet(path, bad_rows(shapes)[data])
+    arguments = {"--model": str(toys["qwen2_5_vl"]), "--data": str(path), "--out": str(tmp_path / "out"), "--steps": "2",
+                 "--prompts-per-step": "2", "--max-prompt-tokens": "80", "--max-new-tokens": "4"} | change
+    try:
+        with pytest.raises(ValueError, match=match):
+            train.main(train.parse_args([text for pair in arguments.items() for text in pair]))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
+    path = write_parquet(tmp_path / "broken.parquet", bad_rows(shapes)["broken"])
+    arguments = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], path, tmp_path / "out", "--steps", 1)]
+    refused = run(arguments, check=False)
+    assert refused.returncode != 0 and "error:" in refused.stderr and "Traceback" not in refused.stderr
+    done = run([*arguments, "--bad-rows", "skip"])
+    assert "row 2: image 0" in done.stdout and "5 examples, 1 unreadable, 0 over --max-prompt-tokens" in done.stdout
+
+
+def test_misspelt_flags_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--group", "4"])
+    assert "unrecognized arguments: --group 4" in capsys.readouterr().err
+
+
+# --- small parts of the loop ---------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_is_a_new_shuffle_without_repeats():
+    steps = [train.batch_of(s, 10, 3, seed=1) for s in range(6)]
+    for epoch in (steps[:3], steps[3:]):
+        seen = [i for batch in epoch for i in batch]
+        assert len(set(seen)) == 9 and set(seen) <= set(range(10))
+    assert steps[:3] != steps[3:] and train.batch_of(4, 10, 3, seed=1) == steps[4]
+    assert train.batch_of(4, 10, 3, seed=2) != steps[4]
+
+
+def test_learning_rate_schedule():
+    args = train.parse_args("--model m --data d --out o --steps 10 --lr 2 --warmup-steps 4 --schedule cosine".split())
+    rates = [train.learning_rate(s, args) for s in range(10)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[7] == pytest.approx(1.0) and 0 < rates[9] < 0.2
+    args.schedule = "constant"
+    assert {train.learning_rate(s, args) for s in range(4, 10)} == {2.0}

@@ -1,0 +1,458 @@
+"""Reinforcement learning of a vision-language model.
+
+1 process:  python train.py --model demo/start --data demo/train.parquet --out runs/shapes
+8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --out runs/geo3k
+
+Each step: rollout, reward, advantage, pack, update, sync, report. How it differs from the GRPO paper (arXiv:2402.03300):
+(1) every token counts alike in the loss (--loss-agg token), not every sequence; (2) there is no KL term and so no
+reference model; (3) with one update per step the old policy is the current one, so no separate pass computes its
+log-probabilities; (4) a group whose rewards are all equal has no gradient and costs no forward; (5) a prompt and its
+pictures are computed once for all of its responses.
+
+Axes: P prompts of a step, G samples per prompt, T packed tokens, K scored tokens.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import grpo
+from eval import evaluate, rollout_page, summarise
+from kernels import resolve_kernel
+from model import (
+    Policy,
+    Processor,
+    complete_checkpoints,
+    full_parameters,
+    load_checkpoint,
+    load_config,
+    load_hf,
+    load_processor,
+    save_checkpoint,
+    shard,
+)
+from prepare_data import Example, read_examples
+from reward import check_tasks, grader_stats, load_reward, score_batch
+from rollout import HFEngine, Rollout, Sampling, drop_long_prompts, make_prompts
+from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, print0, run_script, write_text
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flag = argparse.BooleanOptionalAction
+    # model
+    p.add_argument("--model", required=True, help="model folder or hub id")
+    p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
+    p.add_argument("--kernel", choices=("auto", "torch"), default="auto", help="implementation of the policy head")
+    p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
+    # data
+    p.add_argument("--data", required=True, help="training parquet file(s), see prepare_data.py")
+    p.add_argument("--eval-data", help="parquet file(s) for evaluation during training")
+    p.add_argument("--prompt-key", default="prompt", help="column of the prompt")
+    p.add_argument("--image-key", default="images", help="column of the images")
+    p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
+    p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+    p.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts are dropped and counted")
+    p.add_argument("--min-pixels", type=int, help="enlarge smaller pictures to this many pixels (default: the processor's)")
+    p.add_argument("--max-pixels", type=int, help="shrink larger pictures to this many pixels (default: the processor's)")
+    # rollout
+    p.add_argument("--rollout", choices=("hf",), default="hf", help="engine")
+    p.add_argument("--prompts-per-step", type=int, default=16, help="P, over all processes")
+    p.add_argument("--group-size", type=int, default=8, help="G, samples per prompt")
+    p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of all log-probabilities")
+    p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off; the loss knows nothing of it)")
+    p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together by the hf engine")
+    # algorithm
+    p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
+    p.add_argument("--adv", choices=grpo.ADVANTAGES, default="grpo", help="advantage within a group")
+    p.add_argument("--clip-low", type=float, default=0.2, help="ratio is clipped below 1 - this")
+    p.add_argument("--clip-high", type=float, default=0.2, help="ratio is clipped above 1 + this")
+    p.add_argument("--dual-clip", type=float, help="bound on the loss of a token with negative advantage, > 1 (default: off)")
+    p.add_argument("--loss-agg", choices=grpo.LOSS_AGGREGATIONS, default="token", help="what counts alike: tokens, sequences, or tokens over a constant")
+    p.add_argument("--truncated", choices=("keep", "mask"), default="keep", help="responses cut at --max-new-tokens: train on them or not")
+    p.add_argument("--epochs", type=int, default=1, help="passes over the rollouts of a step")
+    p.add_argument("--minibatches", type=int, default=1, help="optimizer steps per pass")
+    # optimisation
+    p.add_argument("--steps", type=int, required=True, help="rollout steps of the whole run")
+    p.add_argument("--lr", type=float, default=1e-6, help="peak learning rate")
+    p.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="after the warm-up; cosine ends at 0")
+    p.add_argument("--warmup-steps", type=int, default=0, help="steps of linear warm-up")
+    p.add_argument("--weight-decay", type=float, default=0.01, help="AdamW's (0 = off)")
+    p.add_argument("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm to this")
+    p.add_argument("--micro-tokens", type=int, default=16384, help="most tokens in a micro-batch")
+    # run
+    p.add_argument("--out", required=True, help="run directory")
+    p.add_argument("--resume", default="no", help="no, auto (newest complete checkpoint of --out, if any) or a checkpoint's path")
+    p.add_argument("--eval-every", type=int, default=0, help="steps between evaluations on --eval-data (0 = only before and after)")
+    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; the last step is always saved")
+    p.add_argument("--keep", type=int, default=2, help="checkpoints kept")
+    p.add_argument("--sample-every", type=int, default=10, help="steps between printed and stored rollouts (0 = never)")
+    p.add_argument("--tensorboard", action=flag, default=False, help="write OUT/tensorboard too")
+    p.add_argument("--seed", type=int, default=0, help="of data order and sampling")
+    return p.parse_args(argv)
+
+
+def validate(args: argparse.Namespace, world: int) -> None:
+    """Every check that needs no data, on one screen."""
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ValueError(message)
+
+    for name in ("prompts_per_step", "max_new_tokens", "epochs", "minibatches", "steps", "save_every", "keep", "rollout_rows", "micro_tokens"):
+        value = getattr(args, name)
+        need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay"):
+        value = getattr(args, name)
+        need(value >= 0, f"--{name.replace('_', '-')} {value}: must not be negative")
+    need(args.group_size >= 2, f"--group-size {args.group_size}: --adv {args.adv} compares samples of one prompt; use at least 2")
+    share = world * args.minibatches
+    need(
+        args.prompts_per_step % share == 0,
+        f"--prompts-per-step {args.prompts_per_step} does not divide into {world} processes x {args.minibatches} "
+        f"--minibatches; use a multiple of {share}",
+    )
+    need(args.temperature > 0, f"--temperature {args.temperature}: training samples, so it must be above 0")
+    need(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be in (0, 1]")
+    need(0 < args.clip_low < 1, f"--clip-low {args.clip_low}: must be in (0, 1)")
+    need(args.clip_high > 0, f"--clip-high {args.clip_high}: must be above 0")
+    need(args.dual_clip is None or args.dual_clip > 1, f"--dual-clip {args.dual_clip}: must be above 1")
+    need(args.lr > 0 and args.max_grad_norm > 0, f"--lr {args.lr} and --max-grad-norm {args.max_grad_norm} must be above 0")
+    need(args.warmup_steps <= args.steps, f"--warmup-steps {args.warmup_steps} exceeds --steps {args.steps}")
+    need(args.eval_every == 0 or args.eval_data, f"--eval-every {args.eval_every} needs --eval-data")
+    need(args.resume != "no" or not (Path(args.out) / "metrics.jsonl").exists(),
+         f"--out {args.out} already holds a run; continue it with --resume auto, or choose another directory")
+    need(args.resume in ("no", "auto") or (Path(args.resume) / "trainer.json").is_file(),
+         f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
+
+
+def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> list[Example]:
+    """Examples that are readable and fit; the rest is counted and shown."""
+    examples, skipped = read_examples(
+        path, prompt_key=args.prompt_key, image_key=args.image_key, answer_key=args.answer_key, bad_rows=args.bad_rows
+    )
+    kept, dropped = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+    for line in (skipped + dropped)[:10]:
+        print0(f"left out: {line}")
+    print0(f"{path}: {len(kept)} examples, {len(skipped)} unreadable, {len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}")
+    if not kept:
+        raise ValueError(f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}; raise it, or lower --max-pixels")
+    check_tasks(kept, reward_fn)
+    return kept
+
+
+def batch_of(step: int, n_examples: int, per_step: int, seed: int) -> list[int]:
+    """Indices of the examples of a step, a function of the step alone, so that resuming needs no stored position.
+
+    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
+    per_epoch = n_examples // per_step
+    epoch, position = divmod(step, per_epoch)
+    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
+    return order[position * per_step : (position + 1) * per_step].tolist()
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Of 0-based step: linear warm-up, then constant or half a cosine down to 0."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.schedule == "constant":
+        return args.lr
+    progress = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_trees(rollouts: Sequence[Rollout], weight_of: dict[int, float]) -> list[grpo.Tree]:
+    """Rollouts that have a gradient, grouped under their prompts. `weight_of[id(r)]` is the weight of each token."""
+    trees: dict[str, grpo.Tree] = {}
+    for r in rollouts:
+        if r.advantage == 0.0 or id(r) not in weight_of:
+            continue
+        n = sum(r.loss_mask)
+        values = {"advantage": [r.advantage] * n, "weight": [weight_of[id(r)]] * n, "engine_logp": r.logprobs}
+        branch = grpo.Branch(r.response, r.loss_mask, values)
+        tree = trees.setdefault(r.uid, grpo.Tree(r.uid, r.token_ids[: r.prompt_len], r.images, []))
+        tree.branches.append(branch)
+    return list(trees.values())
+
+
+def pack_minibatch(rollouts: Sequence[Rollout], args: argparse.Namespace, ctx: Context, eos: int) -> list[grpo.Micro]:
+    """Micro-batches of this rank's part of a minibatch; the same number on every rank."""
+    used = [r for r in rollouts if args.truncated == "keep" or r.finish_reason != "length"]
+    local = {"tokens": float(sum(sum(r.loss_mask) for r in used)), "sequences": float(len(used))}
+    total = all_sum(local)
+    weight_of = {
+        id(r): grpo.token_weight(args.loss_agg, sum(r.loss_mask), int(total["tokens"]), int(total["sequences"]), args.max_new_tokens)
+        for r in used
+    }
+    micros = grpo.pack(make_trees(used, weight_of), args.micro_tokens)
+    count = torch.tensor(len(micros), device=ctx.device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    nothing = {"advantage": [0.0], "weight": [0.0], "engine_logp": [0.0]}
+    while len(micros) < int(count):  # collectives must match: a rank with less work adds a forward of weight 0
+        micros.append(grpo.plant([grpo.Tree("idle", [eos], [], [grpo.Branch([eos], [True], nothing)])]))
+    return micros
+
+
+def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context) -> dict[str, float]:
+    """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks."""
+    on_policy = args.epochs * args.minibatches == 1
+    if not on_policy:
+        with torch.no_grad():
+            for micro in (m for micros in minibatches for m in micros):
+                micro.values["old_logp"] = policy(micro, args.temperature)[0].cpu()
+    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "mismatch_kl"), 0.0)
+    max_gap, norms, skipped = 0.0, [], 0
+    for epoch in range(args.epochs):
+        for micros in minibatches:
+            optimizer.zero_grad(set_to_none=True)
+            for micro in micros:
+                logp, entropy = policy(micro, args.temperature)
+                v = {name: value.to(logp.device) for name, value in micro.values.items()}
+                old_logp = logp.detach() if on_policy else v["old_logp"]
+                loss_K, indicators = grpo.policy_loss(
+                    logp, old_logp, v["advantage"], args.clip_low, args.clip_high, args.dual_clip
+                )
+                loss = (v["weight"] * loss_K).sum()
+                loss.backward()
+                real = v["weight"] > 0
+                gap = (logp.detach() - v["engine_logp"])[real]
+                sums["loss"] += loss.item()
+                sums["tokens"] += real.sum().item()
+                sums["entropy"] += entropy.detach()[real].sum().item()
+                sums["clipped"] += indicators["clipped"][real].sum().item()
+                sums["kl"] += indicators["kl"][real].sum().item()
+                if epoch == 0 and on_policy and len(gap):  # later passes have moved away from the engine's weights
+                    sums["mismatch_kl"] += (gap.exp() - 1 - gap).sum().item()
+                    max_gap = max(max_gap, gap.abs().max().item())
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+            norms.append(norm)
+            # The norm is global, so all ranks decide alike. A norm of 0 means that no group had a gradient; stepping
+            # would move the weights by momentum and decay alone.
+            if math.isfinite(norm) and norm > 0:
+                optimizer.step()
+            else:
+                skipped += 1
+    total = all_sum(sums)
+    worst = torch.tensor(max_gap, dtype=torch.float64, device=ctx.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    tokens = max(1.0, total["tokens"])
+    metrics = {
+        "loss/policy": total["loss"] / len(norms),
+        "policy/grad_norm": sum(norms) / len(norms),
+        "policy/entropy": total["entropy"] / tokens,
+        "policy/clipped": total["clipped"] / tokens,
+        "policy/kl_old": total["kl"] / tokens,
+        "update/tokens": total["tokens"],
+        "update/skipped": float(skipped),
+    }
+    if on_policy:
+        metrics |= {"rollout/kl": total["mismatch_kl"] / tokens, "rollout/max_abs_dlogp": worst.item()}
+    return metrics
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], rewards_PG: torch.Tensor) -> dict[str, float]:
+    """Means over all ranks of rewards, lengths, and groups without a signal."""
+    constant = (rewards_PG.amax(1) == rewards_PG.amin(1)).sum().item()
+    sums = {"n": float(len(rollouts)), "groups": float(len(rewards_PG)), "constant": float(constant)}
+    sums["tokens"] = float(sum(len(r.response) for r in rollouts))
+    sums["length"] = float(sum(r.finish_reason == "length" for r in rollouts))
+    sums |= {f"grader/{why}": float(grader_stats[why]) for why in ("unreadable", "refused", "cas_timeout")}
+    grader_stats.clear()
+    for r in rollouts:
+        for part, value in r.rewards.items():  # tasks differ in their parts: a mean is over the samples that have it
+            sums[f"reward/{part}"] = sums.get(f"reward/{part}", 0.0) + value
+            sums[f"n/{part}"] = sums.get(f"n/{part}", 0.0) + 1
+    total = all_sum(sums)
+    means = {key: value / total[f"n/{key.removeprefix('reward/')}"] for key, value in total.items() if key.startswith("reward/")}
+    return {
+        "reward/mean": means.pop("reward/reward"),
+        **means,
+        **{key: value for key, value in total.items() if key.startswith("grader/")},
+        "reward/constant_groups": total["constant"] / total["groups"],
+        "response/tokens": total["tokens"] / total["n"],
+        "response/truncated": total["length"] / total["n"],
+        "rollout/tokens": total["tokens"],
+    }
+
+
+def rollout_records(rollouts: Sequence[Rollout], examples: dict[str, Example]) -> list[dict]:
+    """Rollouts as plain records, one per prompt, for rollouts/step_*.jsonl and .html."""
+    records: dict[str, dict] = {}
+    for r in rollouts:
+        example = examples[r.uid]
+        record = records.setdefault(r.uid, {"uid": r.uid, "ground_truth": example.ground_truth, "samples": []})
+        record["samples"].append({"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response),
+                                  "rewards": r.rewards, "advantage": r.advantage})
+    return list(records.values())
+
+
+def show_samples(record: dict, example: Example) -> None:
+    """One prompt and its first two responses, on the terminal."""
+    question = " / ".join(m["content"] for m in example.messages if m["role"] == "user")
+    tqdm.write(f"  prompt {example.uid}: {question[:160]!r}  truth {example.ground_truth!r}")
+    for s in record["samples"][:2]:
+        tqdm.write(f"    {s['text'][:120]!r}  reward {s['rewards']['reward']:.2f}  advantage {s['advantage']:+.2f}")
+
+
+def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: float) -> str:
+    return (
+        f"step {step:>{len(str(args.steps))}}/{args.steps}  reward {m['reward/mean']:.3f}  "
+        f"const {m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {m['loss/policy']:+.4f}  "
+        f"gnorm {m['policy/grad_norm']:7.3f}  entropy {m['policy/entropy']:.3f}  lr {m['lr']:.1e}  "
+        f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync {m['time/sync']:.2f})  "
+        f"eta {int(eta) // 3600}:{int(eta) // 60 % 60:02}:{int(eta) % 60:02}"
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    # --- set-up: first everything that can be wrong, then everything that takes long -----------------------------------
+    ctx = dist_setup()
+    validate(args, ctx.world)
+    load_config(args.model)
+    processor = load_processor(args.model, args.min_pixels, args.max_pixels)
+    reward_fn = load_reward(args.reward)
+    train_set = load_data(args, args.data, processor, reward_fn)
+    eval_set = load_data(args, args.eval_data, processor, reward_fn) if args.eval_data else []
+    by_uid = {example.uid: example for example in train_set}
+    if len(train_set) < args.prompts_per_step:
+        raise ValueError(f"--data {args.data} has {len(train_set)} usable examples, fewer than --prompts-per-step {args.prompts_per_step}")
+    if args.max_prompt_tokens + args.max_new_tokens > args.micro_tokens:
+        raise ValueError(
+            f"--micro-tokens {args.micro_tokens} cannot hold a prompt of --max-prompt-tokens {args.max_prompt_tokens} and a "
+            f"response of --max-new-tokens {args.max_new_tokens}; raise it to {args.max_prompt_tokens + args.max_new_tokens}"
+        )
+    out = Path(args.out)
+    newest = complete_checkpoints(out)[-1:] if args.resume == "auto" else []
+    checkpoint = newest[0] if newest else Path(args.resume) if args.resume not in ("no", "auto") else None
+
+    auto = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
+    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
+    policy = Policy(load_hf(args.model), processor, args.freeze_vision)
+    if args.grad_checkpointing:
+        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    shard(policy, ctx.device, dtype)
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.999), weight_decay=args.weight_decay)
+    start = load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0
+    engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows)
+    engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
+    log = RunLog(out, vars(args), ctx, start, args.tensorboard)
+    counts = [sum(p.numel() for p in ps) for ps in (policy.parameters(), trainable)]
+    print0(
+        f"{args.model}: {counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M trained, {dtype} on {ctx.world} x {ctx.device.type}, "
+        f"kernel {resolve_kernel(args.kernel, ctx.device)}\n"
+        f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
+        f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
+        f"{args.epochs * args.minibatches} update(s) a step" + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
+    )
+
+    timers = Timers()
+    eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
+
+    def run_eval(step: int) -> dict[str, float]:
+        with timers("eval"):
+            records = evaluate(engine, eval_set, processor, reward_fn, ctx, eval_sampling)
+        if not ctx.main:
+            return {}
+        summary = summarise(records)
+        kinds = summary["by_answer_type"]
+        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  " +
+                   "  ".join(f"{kind} {part['accuracy']:.2f}" for kind, part in kinds.items()))
+        write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
+        return {"eval/accuracy": summary["accuracy"], "eval/reward": summary["reward"], "eval/truncated": summary["truncated"],
+                **{f"eval/accuracy/{kind}": part["accuracy"] for kind, part in kinds.items()}}
+
+    if start == 0 and eval_set:
+        log.log(0, run_eval(0) | timers.pop())
+
+    # --- loop ----------------------------------------------------------------------------------------------------------
+    began = time.perf_counter()
+    bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if ctx.main else True, dynamic_ncols=True)
+    for step in range(start, args.steps):
+        step_began = time.perf_counter()
+        m: dict[str, float] = {"progress/epoch": (step + 1) / (len(train_set) // args.prompts_per_step)}
+
+        # 1. rollout: this rank's share of each minibatch, whole groups
+        with timers("rollout"):
+            batch = batch_of(step, len(train_set), args.prompts_per_step, args.seed)
+            per_minibatch = args.prompts_per_step // args.minibatches
+            mine = [batch[i] for k in range(args.minibatches) for i in range(k * per_minibatch + ctx.rank, (k + 1) * per_minibatch, ctx.world)]
+            prompts = make_prompts([train_set[i] for i in mine], processor)
+            sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, derive_seed(args.seed, "sample", step))
+            engine.wake()
+            rollouts = engine.generate(prompts, args.group_size, sampling)
+            engine.sleep()
+
+        # 2. reward
+        with timers("reward"):
+            parts = score_batch(
+                [r.text for r in rollouts], [by_uid[r.uid] for r in rollouts], reward_fn, [r.finish_reason for r in rollouts]
+            )
+            for r, rewards in zip(rollouts, parts, strict=True):
+                r.rewards = rewards
+
+        # 3. advantage
+        rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, args.group_size)
+        for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, args.adv).flatten().tolist(), strict=True):
+            r.advantage = advantage
+        m |= rollout_metrics(rollouts, rewards_PG)
+
+        # 4. pack: prompt and pictures once for all samples of a group
+        share = len(rollouts) // args.minibatches
+        minibatches = [
+            pack_minibatch(rollouts[k * share : (k + 1) * share], args, ctx, processor.eos_ids[0]) for k in range(args.minibatches)
+        ]
+
+        # 5. update
+        with timers("update"):
+            m["lr"] = learning_rate(step, args)
+            for group in optimizer.param_groups:
+                group["lr"] = m["lr"]
+            m |= update(policy, optimizer, minibatches, args, ctx)
+
+        # 6. sync: the engine samples from the new weights, or from stale ones if this is forgotten
+        with timers("sync"):
+            engine.load_weights(full_parameters(policy, trainable_only=True))
+
+        # 7. report
+        done, last = step + 1, step + 1 == args.steps
+        if args.sample_every and (done % args.sample_every == 0 or done == start + 1):
+            records = gather0(rollout_records(rollouts, by_uid))
+            if ctx.main:
+                show_samples(records[0], by_uid[records[0]["uid"]])
+                stem = out / "rollouts" / f"step_{done:06d}"
+                write_text(stem.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in records))
+                write_text(stem.with_suffix(".html"), rollout_page(f"Rollouts of step {done}", m, records, by_uid))
+        if eval_set and (last or (args.eval_every and done % args.eval_every == 0)):
+            m |= run_eval(done)
+        m |= timers.pop()
+        m["time/step"] = time.perf_counter() - step_began
+        if ctx.device.type == "cuda":
+            m["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        log.log(done, m)
+        eta = (time.perf_counter() - began) / (done - start) * (args.steps - done)
+        if ctx.main:
+            tqdm.write(step_line(done, args, m, eta))
+        bar.update()
+        if last or done % args.save_every == 0:
+            save_checkpoint(out, done, policy, optimizer, args.keep)
+
+    # --- close ---------------------------------------------------------------------------------------------------------
+    bar.close()
+    log.close()
+    print0(f"done: {args.steps} steps, newest checkpoint in {out / 'checkpoints'}")
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

@@ -1,0 +1,167 @@
+"""Small things every script needs: process group, seeds, timers, the run log, the rollout pages."""
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands: under torchrun or alone, the same."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+def dist_setup() -> Context:
+    """Join the process group torchrun started, or make one of size 1, so that there is a single code path."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return Context(dist.get_rank(), dist.get_world_size(), device)
+
+
+def run_script(main: Callable, parse_args: Callable) -> None:
+    """Run a script's main as its process: a ValueError becomes one line, anything else keeps its traceback."""
+    code = 0
+    try:
+        main(parse_args())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
+    # (pytorch pull request 179291), and a run that is complete would be reported as failed - once in twenty, on a busy box.
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def print0(*args, **kwargs) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*args, **kwargs, flush=True)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from a name such as (seed, "sample", step, uid): randomness is a function of where it is used, so
+    nothing about it has to be stored or restored."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Timers:
+    """`with timers("rollout"):` adds up seconds per name; `pop()` returns them as time/* and starts afresh."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def pop(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return {f"time/{name}": s for name, s in seconds.items()}
+
+
+def all_sum(values: dict[str, float]) -> dict[str, float]:
+    """Sum of each entry over ranks, in float64 and rank order; a key that only some ranks have counts 0 elsewhere."""
+    parts: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return {key: sum(part.get(key, 0.0) for part in parts) for key in sorted({k for part in parts for k in part})}
+
+
+def gather0(items: list) -> list:
+    """Lists of all ranks joined in rank order on rank 0; empty elsewhere."""
+    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(items, parts)
+    return [item for part in parts or [] for item in part]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run log
+
+
+def describe_run(args: dict) -> dict:
+    """What a reader of a run directory needs to know to run it again."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    import transformers
+
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "args": args,
+        "git": git.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "") if git.returncode == 0 else "unknown",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
+        "world": dist.get_world_size() if dist.is_initialized() else 1,
+    }
+
+
+class RunLog:
+    """run.json and metrics.jsonl in the run directory, plus tensorboard/ when asked for. Only rank 0 writes."""
+
+    def __init__(self, out: Path, args: dict, ctx: Context, start_step: int, tensorboard: bool):
+        self.ctx, self.path, self.board = ctx, out / "metrics.jsonl", None
+        if not ctx.main:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "run.json", json.dumps(describe_run(args), indent=2) + "\n")
+        # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
+        rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= start_step]
+        write_text(self.path, "".join(kept))
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out / "tensorboard", purge_step=start_step + 1)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if not self.ctx.main:
+            return
+        with open(self.path, "a") as f:
+            f.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self.board:
+            for key, value in metrics.items():
+                self.board.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        if self.board:
+            self.board.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
