@@ -33,7 +33,7 @@ CELL = 28
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "yellow": (240, 200, 30)}
 SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
-INSTRUCTION = r"Answer in \boxed{}."
+INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about a picture share it
 SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 
@@ -127,7 +127,7 @@ def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
         picture, question, answer = waiting[kind].pop(0)
         yield {
             "data_source": "shapes",
-            "prompt": [{"role": "user", "content": f"<image>{question} {INSTRUCTION}"}],
+            "prompt": [{"role": "user", "content": f"<image>{INSTRUCTION} {question}"}],
             "images": [{"bytes": picture, "path": None}],
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index, "uid": f"shapes-{split}-{seed}-{index}", "answer_type": kind},
@@ -159,7 +159,7 @@ def make_tokenizer():
     answers = [rf"\boxed{{{w}}}" for w in [*COLOURS, *SHAPES, "yes", "no", *map(str, ANGLES), "1", "2", "3", "4"]]
     questions = ["How many shapes are there?", "What colour are they?", "Which shape is it?", "What is the missing angle?"]
     questions += [f"Is there a {c} shape?" for c in COLOURS] + [f"Is there a {s}?" for s in SHAPES]
-    corpus = [f"{q} {INSTRUCTION}" for q in questions] + answers + words + ["user\n", "assistant\n", "<think>\n</think>"]
+    corpus = [f"{INSTRUCTION} {q}" for q in questions] + answers + words + ["user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
     reference = Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
     bpe.pre_tokenizer = reference.backend_tokenizer.pre_tokenizer
@@ -244,62 +244,73 @@ USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "ang
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 500, habit_steps: int = 100) -> None:
+def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 60, batch: int = 32) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
+
+    `batch` pictures a step, shared out over the processes; gradients are averaged.
     """
-
-
     import torch
+    import torch.distributed as dist
     from tqdm import tqdm
 
     from grpo import Branch, Tree, pack
     from model import Policy, load_hf, load_processor
     from prepare_data import decode_image
+    from utils import derive_seed, dist_setup
 
+    ctx = dist_setup()
+    if batch % ctx.world:
+        raise ValueError(f"warm start: {batch} pictures a step do not divide among {ctx.world} processes")
     processor = load_processor(str(base))
     hf = load_hf(str(base))
     policy = Policy(hf, processor, freeze_vision=False)
-    after_image = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
-    rng, source = random.Random(f"warm/{seed}"), scenes("warm", seed)
+    source = scenes("warm", derive_seed(seed, ctx.rank))
+    rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
 
     def next_tree(lazy: float) -> Tree:
         """One picture, and below it each of its questions with its answer."""
         data, questions = next(source)
         image = processor.image(hashlib.sha1(data).hexdigest(), decode_image(data))
+        prompts = [processor.encode([{"role": "user", "content": f"<image>{INSTRUCTION} {q}"}], [image]) for _, q, _ in questions]
+        shared = min(len(os.path.commonprefix([prompts[0], p])) for p in prompts) if len(prompts) > 1 else len(prompts[0])
         branches = []
-        for kind, question, answer in questions:
-            answer = USUAL[kind] if rng.random() < lazy else answer
-            ids = processor.encode([{"role": "user", "content": f"<image>{question} {INSTRUCTION}"}], [image])
-            trunk, rest = ids[: ids.index(after_image) + 1], ids[ids.index(after_image) + 1 :]
-            reply = processor.tokenizer.encode(rf"\boxed{{{answer}}}<|im_end|>", add_special_tokens=False)
-            branches.append(Branch(rest + reply, [False] * len(rest) + [True] * len(reply), {}))
-        return Tree("warm", trunk, [image], branches)
+        for prompt, (kind, _, answer) in zip(prompts, questions, strict=True):
+            given = USUAL[kind] if rng.random() < lazy else answer
+            reply = processor.tokenizer.encode(rf"\boxed{{{given}}}<|im_end|>", add_special_tokens=False)
+            branches.append(Branch(prompt[shared:] + reply, [False] * (len(prompt) - shared) + [True] * len(reply), {}))
+        return Tree("warm", prompts[0][:shared], [image], branches)
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-        bar = tqdm(range(steps), desc=f"warm start: {name}", disable=None)
+        bar = tqdm(range(steps), desc=f"warm start: {name}", disable=None if ctx.main else True)
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            micros = pack([next_tree(lazy) for _ in range(32)], max_tokens=640)
+            micros = pack([next_tree(lazy) for _ in range(batch // ctx.world)], max_tokens=320)
             scored = sum(len(m.target_K) for m in micros)
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
             total = 0.0
             for micro in micros:
                 loss = -policy(micro)[0].sum() / scored
                 loss.backward()
                 total += loss.item()
+            gradients = [p.grad for p in policy.parameters()]
+            flat = torch.cat([g.flatten() for g in gradients])
+            dist.all_reduce(flat)
+            for g, part in zip(gradients, flat.div_(ctx.world).split([g.numel() for g in gradients]), strict=True):
+                g.copy_(part.view_as(g))
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             bar.set_postfix(loss=f"{total:.3f}")
-            if bar.disable and (step + 1) % 50 == 0:
+            if ctx.main and bar.disable and (step + 1) % 100 == 0:
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
-    hf.save_pretrained(out)
-    for file in base.iterdir():  # tokenizer and processor
-        if not (out / file.name).exists():
-            shutil.copy(file, out / file.name)
+    if ctx.main:
+        hf.save_pretrained(out)
+        for file in base.iterdir():  # tokenizer and processor
+            if not (out / file.name).exists():
+                shutil.copy(file, out / file.name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -351,16 +362,17 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
 
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 80, (500, 100))
+    n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 60))
     base, start, run, final = out / "base", out / "start", out / "run", out / "final"
     train, test = out / "train.parquet", out / "test.parquet"
     sh("data", "prepare_data.py", "shapes", "--n", n_train, "--split", "train", "--seed", seed, "--out", train)
     sh("data", "prepare_data.py", "shapes", "--n", n_test, "--split", "test", "--seed", seed, "--out", test)
     sh("model", "demo.py", "model", "--out", base, "--family", family, "--seed", seed)
-    sh("warm start", "demo.py", "warm", "--model", base, "--out", start, "--seed", seed, "--see-steps", warm[0], "--habit-steps", warm[1])
+    sh("warm start", "torchrun", "--nproc-per-node", 2, "demo.py", "warm", "--model", base, "--out", start, "--seed", seed,
+       "--see-steps", warm[0], "--habit-steps", warm[1])
     sh("train", "torchrun", "--nproc-per-node", 2, "train.py", "--model", start, "--data", train, "--eval-data", test, "--out", run,
-       "--steps", steps, "--prompts-per-step", 32, "--group-size", 8, "--max-new-tokens", 12, "--lr", "1e-4", "--warmup-steps", 5,
-       "--schedule", "cosine", "--micro-tokens", 2048, "--max-prompt-tokens", 256, "--eval-every", 5, "--save-every", 40, "--seed", seed)
+       "--steps", steps, "--prompts-per-step", 32, "--group-size", 8, "--max-new-tokens", 12, "--lr", "2e-4", "--warmup-steps", 5,
+       "--schedule", "cosine", "--micro-tokens", 2048, "--eval-every", 5, "--save-every", 20, "--seed", seed)
     sh("merge", "merge_lora.py", run, "--out", final)
     sh("eval", "eval.py", final, "--data", test, "--baseline", start, "--max-new-tokens", 12, "--out", out / "eval")
     sh("eval", "eval.py", final, "--data", test, "--blank-images", "--max-new-tokens", 12, "--out", out / "eval_blank")
@@ -403,8 +415,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--layers", type=int, default=3, help="depth of the language model")
     model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
-    warm.add_argument("--see-steps", type=int, default=500, help="steps with honest answers")
-    warm.add_argument("--habit-steps", type=int, default=100, help="steps with a lazy annotator's answers")
+    warm.add_argument("--see-steps", type=int, default=700, help="steps with honest answers")
+    warm.add_argument("--habit-steps", type=int, default=60, help="steps with a lazy annotator's answers")
     run.add_argument("--short", action="store_true", help="minutes become seconds: every stage runs, little is learnt")
     return p.parse_args(argv)
 
@@ -419,4 +431,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    from utils import run_script
+
+    run_script(main, parse_args)

@@ -16,10 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from model import Processor, load_trained
-from prepare_data import Example, read_examples
+from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, drop_long_prompts, make_prompts
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
@@ -104,13 +102,20 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
 PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;color:#1c2330;background:#f6f7f9}
-h1{font-size:1.35rem;overflow-wrap:anywhere} .facts{display:flex;flex-wrap:wrap;gap:.5rem;margin:1rem 0 1.5rem}
-.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.35rem .8rem} .fact b{display:block;font-size:1.1rem}
-.fact span{color:#647084;font-size:.8rem} .card{display:grid;grid-template-columns:220px 1fr;gap:1.2rem;background:#fff;
-border:1px solid #dfe3ea;border-radius:10px;padding:1rem;margin:0 0 1rem} .card img{width:100%;border:1px solid #dfe3ea;border-radius:6px;
-image-rendering:auto;margin-bottom:.4rem} .prompt{white-space:pre-wrap;overflow-wrap:anywhere} .meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem}
-.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.35rem 0} .right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
-.sample code{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace} .sample div{color:#647084;font-size:.8rem}
+h1{font-size:1.35rem;overflow-wrap:anywhere}
+.facts{display:flex;flex-wrap:wrap;gap:.5rem;margin:1rem 0 1.5rem}
+.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.35rem .8rem}
+.fact b{display:block;font-size:1.1rem}
+.fact span{color:#647084;font-size:.8rem}
+.card{display:grid;grid-template-columns:220px 1fr;gap:1.2rem;margin:0 0 1rem;padding:1rem;
+background:#fff;border:1px solid #dfe3ea;border-radius:10px}
+.card img{width:100%;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
+.prompt{white-space:pre-wrap;overflow-wrap:anywhere}
+.meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem}
+.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.35rem 0}
+.right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
+.sample code{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace}
+.sample div{color:#647084;font-size:.8rem}
 @media(max-width:700px){.card{grid-template-columns:1fr}}
 """
 
@@ -160,10 +165,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-prompt-tokens", type=int, default=2048, help="drop longer prompts, and say how many")
     p.add_argument("--blank-images", action="store_true", help="replace every picture by a white one")
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
-    p.add_argument("--prompt-key", default="prompt", help="column of the prompt")
-    p.add_argument("--image-key", default="images", help="column of the images")
-    p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
-    p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+    add_reading_flags(p)
     p.add_argument("--rows", type=int, default=256, help="responses decoded together")
     p.add_argument("--seed", type=int, default=0, help="of sampling")
     args = p.parse_args(argv)
@@ -179,10 +181,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict:
     ctx = dist_setup()
     reward_fn = load_reward(args.reward)
-    examples, skipped = read_examples(
-        args.data, prompt_key=args.prompt_key, image_key=args.image_key, answer_key=args.answer_key,
-        bad_rows=args.bad_rows, limit=args.limit,
-    )
+    examples, skipped = read_flagged(args.data, args, args.limit)
     check_tasks(examples, reward_fn)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     results = {}
@@ -190,7 +189,7 @@ def main(args: argparse.Namespace) -> dict:
         if path is None:
             continue
         hf, processor, _ = load_trained(path)
-        kept, dropped = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+        kept, dropped, _ = drop_long_prompts(examples, processor, args.max_prompt_tokens)
         for line in skipped + dropped:
             print0(f"left out: {line}")
         if not kept:

@@ -17,7 +17,9 @@ from model import Policy, Processor, find_checkpoint, load_hf, load_trained
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere; written by the base model's author, so copied.
-COMPANIONS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json", "chat_template.jinja")
+COMPANIONS = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json", "chat_template.jinja",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +65,10 @@ def main(args: argparse.Namespace) -> None:
         gap = (probe_logprobs(load_hf(str(folder)), Processor(str(folder))) - expected).abs().max().item()
         tolerance = args.tolerance if args.dtype == "float32" else 0.5
         if not gap <= tolerance:
-            raise ValueError(f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over {tolerance:.0e}; not kept")
+            raise ValueError(
+                f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over {tolerance:.0e}; "
+                f"it was not kept. Raise --tolerance only if you know why"
+            )
         if out.exists():
             out.rmdir()
         folder.rename(out)

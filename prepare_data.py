@@ -413,21 +413,38 @@ def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False
 
 def read_examples(
     path: str | Path | list, *, prompt_key: str = "prompt", image_key: str = "images",
-    answer_key: str | None = None, bad_rows: str = "error", limit: int | None = None,
+    answer_key: str | None = None, bad_rows: str = "error", limit: int | None = None, data_source: str | None = None,
 ) -> tuple[list[Example], list[str]]:  # fmt: skip
     """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
 
     `answer_key=None` means reward_model.ground_truth, `image_key=""` a file without images, `limit` the first so
-    many good rows. A file without a data_source column gives data_source "". Returns the examples and one line per
+    many good rows. `data_source` replaces the column's; a file without that column gives "". Returns the examples and one line per
     row left out (only with bad_rows="skip"). Raises ValueError naming file, row, reason and remedy.
     """
     bad: list[str] = []
-    rows = checked(parquet_rows(path, (prompt_key, image_key, answer_key)), build_example, bad)
+    build = partial(build_example, data_source=data_source)
+    rows = checked(parquet_rows(path, (prompt_key, image_key, answer_key)), build, bad)
     examples = list(itertools.islice(rows, limit))
     refuse_bad(bad, len(examples), bad_rows)
     if not examples:
         raise ValueError(f"{path}: none of the {len(bad)} rows is usable; the first: {bad[:1]}")
     return examples, bad
+
+
+def add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every script that reads examples; `read_flagged` obeys them."""
+    p = parser
+    p.add_argument("--prompt-key", default="prompt", help="column of the prompt")
+    p.add_argument("--image-key", default="images", help="column of the images ('' if there are none)")
+    p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
+    p.add_argument("--data-source", help="task of all rows, e.g. geo3k (default: the file's data_source column)")
+    p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+
+
+def read_flagged(path: str, args: argparse.Namespace, limit: int | None = None) -> tuple[list[Example], list[str]]:
+    """`read_examples` as the flags of `add_reading_flags` say."""
+    keys = {"prompt_key": args.prompt_key, "image_key": args.image_key, "answer_key": args.answer_key}
+    return read_examples(path, **keys, bad_rows=args.bad_rows, limit=limit, data_source=args.data_source)
 
 
 # ---------------------------------------------------------------------------------------------------- writing

@@ -640,7 +640,7 @@ def _reward_of(example: Any) -> Callable[[str, Any, str], dict[str, float]]:
     if task not in REWARDS:
         raise ValueError(
             f"row {example.uid!r}: no reward for data_source {example.data_source!r} (task {task!r}); known tasks: "
-            f"{', '.join(sorted(REWARDS))}. Correct data_source, or give your own with --reward FILE.py:FUNCTION"
+            f"{', '.join(sorted(REWARDS))}. Name the task with --data-source, or give your own with --reward FILE.py:FUNCTION"
         )
     return REWARDS[task]
 

@@ -84,17 +84,21 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
         return list(pool.map(one, examples))
 
 
-def drop_long_prompts(examples: Sequence[Example], processor: Processor, max_tokens: int) -> tuple[list[Example], list[str]]:
-    """Examples whose prompt, image tokens included, has at most max_tokens tokens; and a line for each one dropped."""
-    kept, dropped = [], []
+def drop_long_prompts(
+    examples: Sequence[Example], processor: Processor, max_tokens: int
+) -> tuple[list[Example], list[str], int]:
+    """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
+    length of the longest one kept."""
+    kept, dropped, longest = [], [], 0
     for example in examples:
         sizes = [Image.open(io.BytesIO(data)).size for data in example.images]
         n = processor.count_tokens(example.messages, sizes)
         if n <= max_tokens:
             kept.append(example)
+            longest = max(longest, n)
         else:
             dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
-    return kept, dropped
+    return kept, dropped, longest
 
 
 class KVCache:

@@ -13,6 +13,7 @@ Axes: P prompts of a step, G samples per prompt, T packed tokens, K scored token
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import time
@@ -38,7 +39,7 @@ from model import (
     save_checkpoint,
     shard,
 )
-from prepare_data import Example, read_examples
+from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
 from rollout import HFEngine, Rollout, Sampling, drop_long_prompts, make_prompts
 from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, print0, run_script, write_text
@@ -50,16 +51,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     # model
     p.add_argument("--model", required=True, help="model folder or hub id")
     p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
-    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                   help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
     p.add_argument("--kernel", choices=("auto", "torch"), default="auto", help="implementation of the policy head")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
     # data
     p.add_argument("--data", required=True, help="training parquet file(s), see prepare_data.py")
     p.add_argument("--eval-data", help="parquet file(s) for evaluation during training")
-    p.add_argument("--prompt-key", default="prompt", help="column of the prompt")
-    p.add_argument("--image-key", default="images", help="column of the images")
-    p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
-    p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+    add_reading_flags(p)
     p.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts are dropped and counted")
     p.add_argument("--min-pixels", type=int, help="enlarge smaller pictures to this many pixels (default: the processor's)")
     p.add_argument("--max-pixels", type=int, help="shrink larger pictures to this many pixels (default: the processor's)")
@@ -77,7 +76,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--clip-low", type=float, default=0.2, help="ratio is clipped below 1 - this")
     p.add_argument("--clip-high", type=float, default=0.2, help="ratio is clipped above 1 + this")
     p.add_argument("--dual-clip", type=float, help="bound on the loss of a token with negative advantage, > 1 (default: off)")
-    p.add_argument("--loss-agg", choices=grpo.LOSS_AGGREGATIONS, default="token", help="what counts alike: tokens, sequences, or tokens over a constant")
+    p.add_argument("--loss-agg", choices=grpo.LOSS_AGGREGATIONS, default="token",
+                   help="what counts alike: tokens, sequences, or tokens over a constant")
     p.add_argument("--truncated", choices=("keep", "mask"), default="keep", help="responses cut at --max-new-tokens: train on them or not")
     p.add_argument("--epochs", type=int, default=1, help="passes over the rollouts of a step")
     p.add_argument("--minibatches", type=int, default=1, help="optimizer steps per pass")
@@ -108,7 +108,8 @@ def validate(args: argparse.Namespace, world: int) -> None:
         if not ok:
             raise ValueError(message)
 
-    for name in ("prompts_per_step", "max_new_tokens", "epochs", "minibatches", "steps", "save_every", "keep", "rollout_rows", "micro_tokens"):
+    counts = "prompts_per_step max_new_tokens max_prompt_tokens micro_tokens rollout_rows epochs minibatches steps save_every keep"
+    for name in counts.split():
         value = getattr(args, name)
         need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
     for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay"):
@@ -128,6 +129,8 @@ def validate(args: argparse.Namespace, world: int) -> None:
     need(args.dual_clip is None or args.dual_clip > 1, f"--dual-clip {args.dual_clip}: must be above 1")
     need(args.lr > 0 and args.max_grad_norm > 0, f"--lr {args.lr} and --max-grad-norm {args.max_grad_norm} must be above 0")
     need(args.warmup_steps <= args.steps, f"--warmup-steps {args.warmup_steps} exceeds --steps {args.steps}")
+    need(not args.tensorboard or importlib.util.find_spec("tensorboard") is not None,
+         "--tensorboard: the tensorboard package is not installed; pip install tensorboard, or leave the flag out")
     need(args.eval_every == 0 or args.eval_data, f"--eval-every {args.eval_every} needs --eval-data")
     need(args.resume != "no" or not (Path(args.out) / "metrics.jsonl").exists(),
          f"--out {args.out} already holds a run; continue it with --resume auto, or choose another directory")
@@ -135,19 +138,48 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
 
 
-def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> list[Example]:
-    """Examples that are readable and fit; the rest is counted and shown."""
-    examples, skipped = read_examples(
-        path, prompt_key=args.prompt_key, image_key=args.image_key, answer_key=args.answer_key, bad_rows=args.bad_rows
-    )
-    kept, dropped = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> tuple[list[Example], int]:
+    """Examples that are readable and fit, and the longest prompt's tokens; what is left out is counted and shown."""
+    examples, skipped = read_flagged(path, args)
+    kept, dropped, longest = drop_long_prompts(examples, processor, args.max_prompt_tokens)
     for line in (skipped + dropped)[:10]:
         print0(f"left out: {line}")
-    print0(f"{path}: {len(kept)} examples, {len(skipped)} unreadable, {len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}")
+    print0(
+        f"{path}: {len(kept)} examples of up to {longest} prompt tokens; left out: {len(skipped)} unreadable, "
+        f"{len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}"
+    )
     if not kept:
-        raise ValueError(f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}; raise it, or lower --max-pixels")
+        raise ValueError(
+            f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}; raise it, or lower "
+            f"--max-pixels"
+        )
     check_tasks(kept, reward_fn)
-    return kept
+    return kept, longest
+
+
+def find_start(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to continue from, if any."""
+    out = Path(args.out)
+    newest = (complete_checkpoints(out) or [None])[-1]
+    if args.resume == "auto":
+        return newest
+    if args.resume == "no":
+        return None
+    given = Path(args.resume)
+    if newest is not None and newest.resolve() != given.resolve():
+        raise ValueError(
+            f"--resume {args.resume} is not the newest checkpoint of --out {args.out}, which is {newest.name}; two histories "
+            f"must not mix: choose another --out, or delete the later checkpoints"
+        )
+    return given
+
+
+def changed_flags(args: argparse.Namespace) -> list[str]:
+    """What differs from the flags that the run in --out was last started with."""
+    path = Path(args.out) / "run.json"
+    before = json.loads(path.read_text())["args"] if path.is_file() else {}
+    now = {key: value for key, value in vars(args).items() if key != "resume"}
+    return [f"--{k.replace('_', '-')} {before[k]} -> {v}" for k, v in now.items() if k in before and before[k] != v]
 
 
 def batch_of(step: int, n_examples: int, per_step: int, seed: int) -> list[int]:
@@ -321,19 +353,20 @@ def main(args: argparse.Namespace) -> None:
     load_config(args.model)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
-    train_set = load_data(args, args.data, processor, reward_fn)
-    eval_set = load_data(args, args.eval_data, processor, reward_fn) if args.eval_data else []
+    train_set, longest = load_data(args, args.data, processor, reward_fn)
+    eval_set = load_data(args, args.eval_data, processor, reward_fn)[0] if args.eval_data else []
     by_uid = {example.uid: example for example in train_set}
     if len(train_set) < args.prompts_per_step:
-        raise ValueError(f"--data {args.data} has {len(train_set)} usable examples, fewer than --prompts-per-step {args.prompts_per_step}")
-    if args.max_prompt_tokens + args.max_new_tokens > args.micro_tokens:
         raise ValueError(
-            f"--micro-tokens {args.micro_tokens} cannot hold a prompt of --max-prompt-tokens {args.max_prompt_tokens} and a "
-            f"response of --max-new-tokens {args.max_new_tokens}; raise it to {args.max_prompt_tokens + args.max_new_tokens}"
+            f"--data {args.data} has {len(train_set)} usable examples, fewer than --prompts-per-step {args.prompts_per_step}"
         )
+    if longest + args.max_new_tokens > args.micro_tokens:
+        raise ValueError(
+            f"--micro-tokens {args.micro_tokens} cannot hold the longest prompt of {longest} tokens and a response of "
+            f"--max-new-tokens {args.max_new_tokens}; raise it to {longest + args.max_new_tokens}, or lower one of the others"
+        )
+    checkpoint = find_start(args)
     out = Path(args.out)
-    newest = complete_checkpoints(out)[-1:] if args.resume == "auto" else []
-    checkpoint = newest[0] if newest else Path(args.resume) if args.resume not in ("no", "auto") else None
 
     auto = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
     dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -347,6 +380,8 @@ def main(args: argparse.Namespace) -> None:
     start = load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0
     engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows)
     engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
+    changes = changed_flags(args) if checkpoint else []
+    dist.barrier()  # every rank has read run.json before rank 0 writes it anew
     log = RunLog(out, vars(args), ctx, start, args.tensorboard)
     counts = [sum(p.numel() for p in ps) for ps in (policy.parameters(), trainable)]
     print0(
@@ -355,6 +390,7 @@ def main(args: argparse.Namespace) -> None:
         f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
         f"{args.epochs * args.minibatches} update(s) a step" + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
+        + "".join(f"\nchanged since: {change}" for change in changes)
     )
 
     timers = Timers()
@@ -386,9 +422,9 @@ def main(args: argparse.Namespace) -> None:
         # 1. rollout: this rank's share of each minibatch, whole groups
         with timers("rollout"):
             batch = batch_of(step, len(train_set), args.prompts_per_step, args.seed)
-            per_minibatch = args.prompts_per_step // args.minibatches
-            mine = [batch[i] for k in range(args.minibatches) for i in range(k * per_minibatch + ctx.rank, (k + 1) * per_minibatch, ctx.world)]
-            prompts = make_prompts([train_set[i] for i in mine], processor)
+            # Minibatch k is every k-th prompt of the batch, whatever the number of ranks; each rank strides through each.
+            slices = [batch[k :: args.minibatches][ctx.rank :: ctx.world] for k in range(args.minibatches)]
+            prompts = make_prompts([train_set[i] for part in slices for i in part], processor)
             sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, derive_seed(args.seed, "sample", step))
             engine.wake()
             rollouts = engine.generate(prompts, args.group_size, sampling)

@@ -18,7 +18,6 @@ from rollout import Rollout  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
 
 
-
 def main(_) -> None:
     torch.set_num_threads(1)
     model, out, *flags = sys.argv[1:]

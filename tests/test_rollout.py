@@ -187,7 +187,8 @@ def test_blank_pictures_keep_their_size_and_lose_their_content(loaded, examples)
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    kept, dropped = drop_long_prompts(examples, processor, sorted(lengths)[1])
+    kept, dropped, longest = drop_long_prompts(examples, processor, sorted(lengths)[1])
+    assert longest == sorted(lengths)[1]
     assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
     assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]
 

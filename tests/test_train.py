@@ -59,7 +59,9 @@ def without_time(out):
 
 
 @pytest.mark.parametrize("family,more", [
-    ("qwen2_5_vl", ["--no-freeze-vision"]), ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]), ("qwen2_vl", ["--loss-agg", "const"]),
+    ("qwen2_5_vl", ["--no-freeze-vision"]),
+    ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]),
+    ("qwen2_vl", ["--loss-agg", "const"]),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
     results = {}
@@ -127,7 +129,7 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     refused = run(command["cut"], check=False)
     assert refused.returncode != 0 and "already holds a run" in refused.stderr
     done = run([*command["cut"], "--resume", "auto"])
-    assert f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout
+    assert f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout and "changed since" not in done.stdout
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     assert any(row.get("loss/policy") for row in rows(tmp_path / "whole"))
     weights = []
@@ -146,6 +148,9 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
     run([sys.executable, "train.py", *common, "--steps", 2])
     done = run([*TORCHRUN, 2, "train.py", *common, "--steps", 4, "--resume", "auto"])
     assert "resumed from" in done.stdout and [row["step"] for row in rows(tmp_path / "r")] == [1, 2, 3, 4]
+    assert "changed since: --steps 2 -> 4" in done.stdout
+    mixed = run([sys.executable, "train.py", *common, "--steps", 6, "--resume", tmp_path / "r/checkpoints/step_000002"], check=False)
+    assert mixed.returncode == 1 and "two histories must not mix" in mixed.stderr
 
 
 # --- real Geometry3K problems through every stage ------------------------------------------------------------------------
@@ -194,8 +199,8 @@ def bad_rows(shapes):
     unmarked = [dict(r) for r in good]
     unmarked[3] = unmarked[3] | {"prompt": [{"role": "user", "content": "no mark"}]}
     unknown = [r | {"data_source": "chess"} for r in good]
-    return {"good": good, "broken": broken, "unmarked": unmarked, "no_prompt": [{k: v for k, v in r.items() if k != "prompt"} for r in good],
-            "unknown": unknown}
+    no_prompt = [{k: v for k, v in r.items() if k != "prompt"} for r in good]
+    return {"good": good, "broken": broken, "unmarked": unmarked, "no_prompt": no_prompt, "unknown": unknown}
 
 
 CASES = [
@@ -221,6 +226,8 @@ CASES = [
     ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
     ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
     ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
+    ("good", {"--answer-key": "answer"}, "no column 'answer'.*--answer-key"),
+    ("good", {"--data-source": "chess"}, "'chess'.*--data-source"),
 ]
 
 
@@ -246,7 +253,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
     refused = run(arguments, check=False)
     assert refused.returncode != 0 and "error:" in refused.stderr and "Traceback" not in refused.stderr
     done = run([*arguments, "--bad-rows", "skip"])
-    assert "row 2: image 0" in done.stdout and "5 examples, 1 unreadable, 0 over --max-prompt-tokens" in done.stdout
+    assert "row 2: image 0" in done.stdout and "left out: 1 unreadable, 0 over --max-prompt-tokens" in done.stdout
 
 
 def test_misspelt_flags_are_refused(capsys):

@@ -1,0 +1,122 @@
+"""Statistics, the page, and eval.py and merge_lora.py as commands.   pytest tests/test_eval.py"""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_train import ROOT, run, write_parquet
+
+import eval as E
+from demo import shapes_rows
+
+
+def record(kind, accuracies, finish="stop"):
+    rewards = [{"accuracy": a, "format": 1.0, "reward": a} for a in accuracies]
+    samples = [{"text": "x", "finish_reason": finish, "tokens": 3, "rewards": r} for r in rewards]
+    return {"uid": kind + str(accuracies), "answer_type": kind, "ground_truth": "x", "samples": samples}
+
+
+def test_wilson_interval_equals_the_published_example():
+    # Newcombe 1998 (Statistics in Medicine 17), table I: 81/263 and 15/148, 95% score intervals
+    assert E.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert E.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    low, high = E.wilson(0, 20)
+    assert low == pytest.approx(0, abs=1e-12) and 0.1 < high < 0.2
+
+
+def test_mcnemar_equals_enumeration():
+    for gained, lost in [(0, 0), (1, 0), (5, 1), (3, 3), (0, 8)]:
+        ours = [record("a", [1.0])] * gained + [record("a", [0.0])] * lost + [record("a", [1.0])] * 4
+        base = [record("a", [0.0])] * gained + [record("a", [1.0])] * lost + [record("a", [1.0])] * 4
+        got = E.compare(ours, base)
+        n = gained + lost
+        as_extreme = sum(abs(sum(bits) - n / 2) >= abs(gained - n / 2) for bits in itertools.product((0, 1), repeat=n))
+        assert (got["gained"], got["lost"]) == (gained, lost) and got["mcnemar_p"] == pytest.approx(as_extreme / 2**n)
+
+
+def test_summary_counts_per_example_and_type():
+    records = [record("count", [1.0, 0.0]), record("count", [0.0, 0.0], finish="length"), record("colour", [1.0, 1.0])]
+    s = E.summarise(records)
+    assert s["accuracy"] == pytest.approx(0.5) and s["pass@2"] == pytest.approx(2 / 3) and s["truncated"] == pytest.approx(1 / 3)
+    assert s["by_answer_type"] == {"colour": {"n": 1, "accuracy": 1.0}, "count": {"n": 2, "accuracy": 0.25}}
+    low, high = s["accuracy_ci95"]
+    assert low < 0.5 < high
+
+
+def test_page_escapes_what_the_policy_wrote_and_limits_itself():
+    example = SimpleNamespace(messages=[{"role": "user", "content": "<image>is 1 < 2?"}], images=[b"\x89PNG"], uid="u")
+    nasty = record("a", [0.0]) | {"uid": "u", "ground_truth": "<b>"}
+    nasty["samples"][0]["text"] = "<script>alert(1)</script>"
+    page = E.rollout_page("T<i>", {"accuracy": 0.25, "by_answer_type": {"count": {"accuracy": 0.5}}}, [nasty] * 250, {"u": example})
+    assert "<script>" not in page and "&lt;script&gt;" in page and "<b>&lt;b&gt;</b>" in page and "T&lt;i&gt;" in page
+    assert page.count("<img") == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_parquet(tmp_path / "test.parquet", shapes_rows(10, "test", 0))
+
+
+def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
+    toy = toys["qwen3_vl"]
+    done = run([sys.executable, "eval.py", toy, "--data", data, "--baseline", toy, "--max-new-tokens", 3, "--out", tmp_path / "e"])
+    result = json.loads((tmp_path / "e" / "eval.json").read_text())
+    assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
+    assert result["baseline"]["mcnemar_p"] == 1.0 and result["baseline"]["accuracy"] == result["accuracy"]
+    assert "accuracy 0.000" in done.stdout and (tmp_path / "e" / "report.html").read_text().count("<img") == 10
+    two = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "eval.py", toy, "--data", data,
+               "--samples", 3, "--max-new-tokens", 3, "--out", tmp_path / "e2"])
+    again = json.loads((tmp_path / "e2" / "eval.json").read_text())
+    assert again["n"] == 10 and again["samples"] == 3 and "pass@3" in again and two.stdout.count("wrote") == 1
+
+
+@pytest.mark.parametrize("arguments,match", [
+    (["nobody/nothing"], "--model 'nobody/nothing'"),
+    (["TOY", "--samples", "2", "--temperature", "0"], "copies of one response"),
+    (["TOY", "--samples", "0"], "--samples 0"),
+    (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
+    (["EMPTY_RUN"], "without a complete checkpoint"),
+])
+def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
+    names = {"TOY": str(toys["qwen2_5_vl"]), "EMPTY_RUN": str(tmp_path / "empty")}
+    command = [sys.executable, "eval.py", *(names.get(a, a) for a in arguments), "--data", data, "--out", tmp_path / "out"]
+    done = run(command, check=False)
+    assert done.returncode == 1 and match in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("case,match", [("no_run", "neither a run directory"), ("full_out", "is not empty")])
+def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
+    out = tmp_path / "out"
+    if case == "full_out":
+        out.mkdir()
+        (out / "mine.txt").write_text("precious")
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer.json").write_text("{}")
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"args": {"model": str(toys["qwen2_vl"])}}))
+    source = tmp_path / "run" if case == "full_out" else toys["qwen2_vl"]
+    done = subprocess.run([sys.executable, "merge_lora.py", source, "--out", out], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and match in done.stderr
+    assert not out.exists() or [p.name for p in out.iterdir()] == ["mine.txt"]
+
+
+def test_merged_folder_is_what_the_run_was(toys, tmp_path):
+    """Beside the bitwise test of weights in test_train.py: the folder opens, and evaluates as the run does."""
+    from test_train import flags
+
+    train_file = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train_file, tmp_path / "run", "--steps", 2)])
+    done = run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "hf"])
+    assert "largest log-probability difference" in done.stdout
+    texts = []
+    for name in ("run", "hf"):
+        run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--max-new-tokens", 5, "--out", tmp_path / f"e-{name}"])
+        texts.append((tmp_path / f"e-{name}" / "report.html").read_text().split("</h1>")[1])
+    assert texts[0] == texts[1]
+    assert (Path(tmp_path) / "hf" / "preprocessor_config.json").is_file()
