@@ -176,10 +176,13 @@ def make_tokenizer():
     return tokenizer
 
 
-def make_model(out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0) -> None:
+def make_model(
+    out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0, tied: bool = False
+) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
 
-    vocab > 0 widens the vocabulary beyond the tokenizer, as Qwen's own checkpoints do.
+    vocab > 0 widens the vocabulary beyond the tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the
+    embedding's weight, as Qwen's 3B models do.
     """
     import torch
     import transformers
@@ -206,7 +209,7 @@ def make_model(out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int
                    "deepstack_visual_indexes": [0]}
     config_class = {"qwen2_vl": "Qwen2VLConfig", "qwen2_5_vl": "Qwen2_5_VLConfig", "qwen3_vl": "Qwen3VLConfig"}[family]
     config = getattr(transformers, config_class)(
-        text_config=text, vision_config=vision, tie_word_embeddings=False,
+        text_config=text, vision_config=vision, tie_word_embeddings=tied,
         image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"),
     )
@@ -222,7 +225,7 @@ def make_model(out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int
                 module.weight.normal_(0, module.weight[0].numel() ** -0.5)
             elif isinstance(module, torch.nn.Embedding):
                 module.weight.normal_(0, 0.5)
-        model.lm_head.weight.normal_(0, 0.02)
+        model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
     model.generation_config = transformers.GenerationConfig(eos_token_id=ids("<|im_end|>"), pad_token_id=ids("<|endoftext|>"))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

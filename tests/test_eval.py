@@ -4,14 +4,15 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_train import ROOT, run, write_parquet
+import torch
+from safetensors.torch import load_file
+from test_train import ROOT, TORCHRUN, flags, run, write_parquet
 
 import eval as E
-from demo import shapes_rows
+from demo import make_model, shapes_rows
 
 
 def record(kind, accuracies, finish="stop"):
@@ -106,12 +107,13 @@ def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
     assert not out.exists() or [p.name for p in out.iterdir()] == ["mine.txt"]
 
 
-def test_merged_folder_is_what_the_run_was(toys, tmp_path):
+def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     """Beside the bitwise test of weights in test_train.py: the folder opens, and evaluates as the run does."""
-    from test_train import flags
-
+    make_model(tmp_path / "tied", hidden=64, layers=2, vocab=448, tied=True)
     train_file = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
-    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train_file, tmp_path / "run", "--steps", 2)])
+    common = flags(tmp_path / "tied", train_file, tmp_path / "run")
+    run([sys.executable, "train.py", *common, "--steps", 1])
+    run([*TORCHRUN, 2, "train.py", *common, "--steps", 2, "--resume", "auto"])
     done = run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "hf"])
     assert "largest log-probability difference" in done.stdout
     texts = []
@@ -119,4 +121,7 @@ def test_merged_folder_is_what_the_run_was(toys, tmp_path):
         run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--max-new-tokens", 5, "--out", tmp_path / f"e-{name}"])
         texts.append((tmp_path / f"e-{name}" / "report.html").read_text().split("</h1>")[1])
     assert texts[0] == texts[1]
-    assert (Path(tmp_path) / "hf" / "preprocessor_config.json").is_file()
+    assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("tied", "hf"))
+    assert before.keys() == after.keys() and not any(k.startswith("lm_head") for k in after)
+    assert any(k.endswith("embed_tokens.weight") and not torch.equal(before[k], after[k]) for k in after)
