@@ -258,7 +258,7 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from grpo import Branch, Tree, pack
+    from grpo import Sample, pack
     from model import Policy, load_hf, load_processor
     from prepare_data import decode_image
     from utils import derive_seed, dist_setup
@@ -272,18 +272,17 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
     source = scenes("warm", derive_seed(seed, ctx.rank))
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
 
-    def next_tree(lazy: float) -> Tree:
-        """One picture, and below it each of its questions with its answer."""
+    def next_samples(lazy: float) -> list[Sample]:
+        """One picture with each of its questions and answers: one tree."""
         data, questions = next(source)
         image = processor.image(hashlib.sha1(data).hexdigest(), decode_image(data))
-        prompts = [processor.encode([{"role": "user", "content": f"<image>{INSTRUCTION} {q}"}], [image]) for _, q, _ in questions]
-        shared = min(len(os.path.commonprefix([prompts[0], p])) for p in prompts) if len(prompts) > 1 else len(prompts[0])
-        branches = []
-        for prompt, (kind, _, answer) in zip(prompts, questions, strict=True):
+        samples = []
+        for kind, question, answer in questions:
+            prompt = processor.encode([{"role": "user", "content": f"<image>{INSTRUCTION} {question}"}], [image])
             given = USUAL[kind] if rng.random() < lazy else answer
             reply = processor.tokenizer.encode(rf"\boxed{{{given}}}<|im_end|>", add_special_tokens=False)
-            branches.append(Branch(prompt[shared:] + reply, [False] * (len(prompt) - shared) + [True] * len(reply), {}))
-        return Tree("warm", prompts[0][:shared], [image], branches)
+            samples.append(Sample(image.key, prompt + reply, [False] * len(prompt) + [True] * len(reply), {}, [image]))
+        return samples
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
@@ -291,7 +290,8 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            micros = pack([next_tree(lazy) for _ in range(batch // ctx.world)], max_tokens=320)
+            samples = [sample for _ in range(batch // ctx.world) for sample in next_samples(lazy)]
+            micros = pack(samples, 320, processor.image_token_id)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
             total = 0.0

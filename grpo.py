@@ -1,11 +1,11 @@
 """The algorithm: advantages, loss and packing, as pure functions. No model, no I/O, no process group.
 
-Axes: P prompts of a step, G samples per prompt, S sequences, T packed tokens of a micro-batch, N nodes of its forest,
-K scored tokens (the ones the policy produced).
+Axes: P prompts of a step, G samples per prompt, T packed tokens of a micro-batch, K scored tokens (the ones the policy
+produced).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,140 +104,167 @@ def token_weight(how: str, n_tokens: int, global_tokens: int, global_sequences: 
 # Packing: a micro-batch is a forest
 
 
-@dataclass
-class Branch:
-    """One response below a shared prompt. `tokens` continue the prompt; `scored[i]` says whether the policy made
-    tokens[i]; `values` hold what the loss needs per scored token (equal lengths), e.g. advantage, weight, old_logp."""
+@dataclass(eq=False)
+class Sample:
+    """One sequence with what the loss needs. `scored[t]` says whether the policy produced tokens[t]; each entry of
+    `values` has one number per scored token, e.g. advantage, weight, old_logp. Samples of one uid share their common
+    beginning: the prompt with its pictures, earlier turns, and whatever else they happen to have in common."""
 
+    uid: str
     tokens: Sequence[int]
     scored: Sequence[bool]
     values: dict[str, Sequence[float]]
-    images: Sequence[Any] = ()
+    images: Sequence[Any] = ()  # in the order of their tokens; each has `key` and `n_tokens`
 
     def __post_init__(self):
-        last = max((i for i, s in enumerate(self.scored) if s), default=-1)
-        assert last >= 0, "a branch without a scored token has no loss; leave it out"
-        # The last scored token is a target and never an input, and what follows it predicts nothing:
-        # neither has to be computed.
-        self.inputs = list(self.tokens[:last])
-        self.last = last
+        last = max((t for t, s in enumerate(self.scored) if s), default=0)
+        assert last > 0, f"sample of {self.uid!r}: no token after its first is scored; leave it out"
+        # The last scored token is a target and never an input, and what follows it predicts nothing.
+        self.n_inputs = last
 
 
-@dataclass
-class Tree:
-    """One prompt with its images, and its responses."""
-
-    uid: str
-    prompt: Sequence[int]
-    images: Sequence[Any]
-    branches: list[Branch]
-
-    @property
-    def size(self) -> int:
-        return len(self.prompt) + sum(len(b.inputs) for b in self.branches)
-
-
-@dataclass
+@dataclass(eq=False)
 class Micro:
-    """A packed micro-batch: T tokens in N nodes. A token attends to the earlier tokens of its own node and to all of
-    its ancestors' nodes. Scored token k has id target_K[k] and is predicted by the hidden state at src_K[k]."""
+    """A packed micro-batch: T tokens of a forest, laid out depth first.
+
+    A token sees itself and its ancestors. Depth first, the descendants of the token at k are positions k+1 to
+    end_T[k]-1, so query q sees key k exactly if k <= q < end_T[k]: one integer per token holds the whole mask. Scored
+    token j has id target_K[j] and is predicted by the hidden state at src_K[j].
+    """
 
     ids_T: torch.Tensor  # (T,) int64
-    node_T: torch.Tensor  # (T,) int64, index of the token's node
-    parent_N: list[int]  # parent node, -1 for a root; parents come before their children
-    images: list[Any]  # in the order of their tokens
+    end_T: torch.Tensor  # (T,) int64
+    runs: list[tuple[int, int]]  # unbroken stretches: (first position, position of the token before it, -1 at a root)
+    images: list[Any]  # in the order of their tokens in ids_T
     src_K: torch.Tensor  # (K,) int64, position in T
     target_K: torch.Tensor  # (K,) int64, token ids
-    values: dict[str, torch.Tensor] = field(default_factory=dict)  # each (K,) float32
+    values: dict[str, torch.Tensor]  # each (K,) float32
 
     @property
     def n_tokens(self) -> int:
         return self.ids_T.shape[0]
 
-    def ancestors(self) -> torch.Tensor:
-        """(N, N) bool: [i, j] is True when node j is node i or above it."""
-        n = len(self.parent_N)
-        above = torch.eye(n, dtype=torch.bool)
-        for i, parent in enumerate(self.parent_N):
-            if parent >= 0:
-                above[i] |= above[parent]
-        return above
-
-    def mask_TT(self) -> torch.Tensor:
-        """The dense attention mask, (T, T) bool, [query, key]."""
-        node_T = self.node_T
-        causal = torch.ones(self.n_tokens, self.n_tokens, dtype=torch.bool, device=node_T.device).tril_()
-        return causal.logical_and_(self.ancestors().to(node_T.device)[node_T][:, node_T])
-
     def to(self, device: torch.device) -> "Micro":
-        moved = {k: v.to(device) for k, v in self.values.items()}
-        return Micro(self.ids_T.to(device), self.node_T.to(device), self.parent_N, self.images,
-                     self.src_K.to(device), self.target_K.to(device), moved)
+        values = {name: value.to(device) for name, value in self.values.items()}
+        ids, end, src, target = (t.to(device) for t in (self.ids_T, self.end_T, self.src_K, self.target_K))
+        return Micro(ids, end, self.runs, self.images, src, target, values)
 
 
-def plant(trees: Sequence[Tree]) -> Micro:
-    """Lay trees out as one Micro: each prompt, then its branches, in order."""
-    ids, node, parent, images, src, target = [], [], [], [], [], []
+def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
+    """The attention mask of a forest, (T, T) bool, [query, key]."""
+    position_T = torch.arange(len(end_T), device=end_T.device)
+    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
+
+
+def _identities(samples: Sequence[Sample], image_token: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    """Inputs with each image token replaced by a negative number for its picture, so that samples share a token only if
+    all before it is the same, pictures included; and where in them the pictures start."""
+    number: dict[str, int] = {}
+    identities, starts = [], []
+    for s in samples:
+        tokens = list(s.tokens[: s.n_inputs])
+        at, begins = 0, []
+        for image in s.images:
+            n = image.n_tokens
+            at = tokens.index(image_token, at) if image_token in tokens[at:] else len(tokens)
+            if tokens[at : at + n] != [image_token] * n:
+                raise ValueError(f"sample of {s.uid!r}: picture {len(begins)} needs {n} image tokens at token {at} of {len(tokens)}, "
+                                 f"found {tokens[at : at + n].count(image_token)}; prompt and pictures disagree")
+            tokens[at : at + n] = [-1 - number.setdefault(image.key, len(number))] * n
+            begins.append(at)
+            at += n
+        if image_token in tokens:
+            raise ValueError(f"sample of {s.uid!r}: token {tokens.index(image_token)} of {len(tokens)} is an image token that none of "
+                             f"its {len(s.images)} pictures accounts for; was a placeholder sampled?")
+        identities.append(tuple(tokens))
+        starts.append(begins)
+    return identities, starts
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning, by bisection: slices compare at C speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+def plant(samples: Sequence[Sample], image_token: int) -> Micro:
+    """Lay samples out as one Micro, each token that several samples of a uid share only once.
+
+    Sorted, a sample shares with all before it just what it shares with the last one, so the trie needs no nodes: the
+    tokens beyond the common beginning are appended, the others are where the last sample has them.
+    """
+    identities, starts = _identities(samples, image_token)
+    ids: list[int] = []
+    end: list[int] = []
+    runs, images, src, target = [], [], [], []
     values: dict[str, list[float]] = {}
-    for tree in trees:
-        trunk = len(parent)
-        trunk_end = len(ids) + len(tree.prompt) - 1
-        parent.append(-1)
-        ids.extend(tree.prompt)
-        node.extend([trunk] * len(tree.prompt))
-        images.extend(tree.images)
-        for branch in tree.branches:
-            start = len(ids)
-            if branch.inputs:
-                node.extend([len(parent)] * len(branch.inputs))
-                parent.append(trunk)
-                ids.extend(branch.inputs)
-                images.extend(branch.images)
-            for i in range(branch.last + 1):
-                if branch.scored[i]:
-                    src.append(trunk_end if i == 0 else start + i - 1)
-                    target.append(branch.tokens[i])
-            for key, column in branch.values.items():
-                values.setdefault(key, []).extend(column)
-    long = torch.long
-    return Micro(torch.tensor(ids, dtype=long), torch.tensor(node, dtype=long), parent, images,
-                 torch.tensor(src, dtype=long), torch.tensor(target, dtype=long),
-                 {k: torch.tensor(v, dtype=torch.float32) for k, v in values.items()})
+    path: list[int] = []  # positions of the last sample's inputs
+    last = -1
+    for i in sorted(range(len(samples)), key=lambda i: (samples[i].uid, identities[i])):
+        sample, tokens = samples[i], identities[i]
+        shared = _common(identities[last], tokens) if last >= 0 and samples[last].uid == sample.uid else 0
+        for position in path[shared:]:  # what is not shared ends here
+            end[position] = len(ids)
+        if shared < len(tokens):
+            runs.append((len(ids), path[shared - 1] if shared else -1))
+            images.extend(image for image, start in zip(sample.images, starts[i], strict=True) if start >= shared)
+        path = path[:shared] + list(range(len(ids), len(ids) + len(tokens) - shared))
+        ids.extend(sample.tokens[shared : len(tokens)])
+        end.extend([0] * (len(tokens) - shared))
+        for t, scored in enumerate(sample.scored):
+            if scored:
+                src.append(path[t - 1])
+                target.append(sample.tokens[t])
+        for name, column in sample.values.items():
+            values.setdefault(name, []).extend(column)
+        last = i
+    for position in path:
+        end[position] = len(ids)
+    ids_T, end_T, src_K, target_K = (torch.tensor(x, dtype=torch.long) for x in (ids, end, src, target))
+    return Micro(ids_T, end_T, runs, images, src_K, target_K, {k: torch.tensor(v, dtype=torch.float32) for k, v in values.items()})
 
 
-def split_tree(tree: Tree, max_tokens: int) -> list[Tree]:
-    """Cut a tree that exceeds the budget into trees with the same trunk, each within it."""
-    parts, room = [], 0
-    for branch in sorted(tree.branches, key=lambda b: -len(b.inputs)):
-        need = len(branch.inputs)
-        if len(tree.prompt) + need > max_tokens:
+def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> list[tuple[list[Sample], int]]:
+    """Samples of one uid as trees of at most max_tokens tokens, with their sizes; a tree over the budget is cut into
+    trees that repeat what they share, never into a sample."""
+    identities, _ = _identities(samples, image_token)
+    parts: list[tuple[list[Sample], int]] = []
+    last: tuple[int, ...] = ()
+    for i in sorted(range(len(samples)), key=lambda i: identities[i]):
+        tokens = identities[i]
+        if len(tokens) > max_tokens:
+            prompt = samples[i].scored.index(True)
             raise ValueError(
-                f"prompt {tree.uid!r} with {len(tree.prompt)} tokens and a response of {need} need "
-                f"{len(tree.prompt) + need} tokens, over --micro-tokens {max_tokens}; raise --micro-tokens or lower "
-                f"--max-prompt-tokens or --max-new-tokens"
+                f"prompt {samples[i].uid!r} of {prompt} tokens with a response of {len(samples[i].tokens) - prompt} needs {len(tokens)} "
+                f"tokens, over --micro-tokens {max_tokens}; raise that, or lower --max-prompt-tokens or --max-new-tokens"
             )
-        if not parts or need > room:
-            parts.append(Tree(tree.uid, tree.prompt, tree.images, []))
-            room = max_tokens - len(tree.prompt)
-        parts[-1].branches.append(branch)
-        room -= need
+        new = len(tokens) - _common(last, tokens)
+        if parts and parts[-1][1] + new <= max_tokens:
+            parts[-1] = (parts[-1][0] + [samples[i]], parts[-1][1] + new)
+        else:
+            parts.append(([samples[i]], len(tokens)))
+        last = tokens
     return parts
 
 
-def pack(trees: Sequence[Tree], max_tokens: int) -> list[Micro]:
-    """Trees to micro-batches of at most `max_tokens` tokens each: best-fit decreasing. Every branch lands in exactly
-    one micro-batch. Raises ValueError for a prompt with a response that cannot fit alone."""
-    pieces = [part for tree in trees if tree.branches for part in split_tree(tree, max_tokens)]
-    bins: list[list[Tree]] = []
+def pack(samples: Sequence[Sample], max_tokens: int, image_token: int) -> list[Micro]:
+    """Samples to micro-batches of at most max_tokens tokens: a tree per uid, best-fit decreasing. Every sample lands in
+    exactly one. ValueError for a sample that cannot fit alone, and for pictures that disagree with their tokens."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.uid, []).append(sample)
+    parts = [part for group in groups.values() for part in split_tree(group, max_tokens, image_token)]
+    bins: list[list[Sample]] = []
     rooms: list[int] = []
-    for piece in sorted(pieces, key=lambda t: -t.size):
-        fitting = [i for i, room in enumerate(rooms) if room >= piece.size]
-        if fitting:
-            best = min(fitting, key=lambda i: rooms[i])
-        else:
-            best = len(bins)
+    for part, size in sorted(parts, key=lambda p: -p[1]):
+        fitting = [i for i, room in enumerate(rooms) if room >= size]
+        best = min(fitting, key=lambda i: rooms[i], default=len(bins))
+        if best == len(bins):
             bins.append([])
             rooms.append(max_tokens)
-        bins[best].append(piece)
-        rooms[best] -= piece.size
-    return [plant(b) for b in bins]
+        bins[best].extend(part)
+        rooms[best] -= size
+    return [plant(b, image_token) for b in bins]

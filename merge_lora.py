@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw
 
-from grpo import Branch, Tree, plant
+from grpo import Sample, plant
 from model import Policy, Processor, find_checkpoint, load_hf, load_trained
 from utils import run_script
 
@@ -39,7 +39,8 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
     image = processor.image("probe", picture)
     prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
     answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
-    micro = plant([Tree("probe", prompt, [image], [Branch(answer, [True] * len(answer), {})])])
+    scored = [False] * len(prompt) + [True] * len(answer)
+    micro = plant([Sample("probe", prompt + answer, scored, {}, [image])], processor.image_token_id)
     return Policy(hf.eval(), processor)(micro)[0]
 
 

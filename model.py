@@ -3,12 +3,16 @@
 Everything that differs between model families is in FAMILIES. The modelling code is transformers'; what is ours is how
 a forest of tokens (grpo.Micro) goes through it.
 
-Axes: T packed tokens, N forest nodes, K scored tokens, H hidden size, V vocabulary, I image tokens.
+Axes: T packed tokens, K scored tokens, H hidden size, V vocabulary, I image tokens.
 """
 
+import functools
+import importlib.util
+import inspect
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +20,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from grpo import Micro
+from grpo import Micro, dense_mask
 from kernels import linear_logprob
 
 IMAGE_MARK = "<image>"
@@ -72,10 +79,7 @@ class ImageInput:
     key: str
     pixel_values: torch.Tensor  # (patches, patch dim)
     grid_thw: tuple[int, int, int]  # in patches
-
-    def n_tokens(self, merge_size: int) -> int:
-        t, h, w = self.grid_thw
-        return t * h * w // merge_size**2
+    n_tokens: int  # image tokens of the language model
 
 
 class Processor:
@@ -130,7 +134,8 @@ class Processor:
 
     def image(self, key: str, picture: Image.Image) -> ImageInput:
         out = self.image_processor(images=[picture], return_tensors="pt")
-        return ImageInput(key, out["pixel_values"], tuple(out["image_grid_thw"][0].tolist()))
+        t, h, w = out["image_grid_thw"][0].tolist()
+        return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)
 
     def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
         """Token ids of the prompt, each placeholder expanded to its picture's number of image tokens."""
@@ -141,7 +146,7 @@ class Processor:
             elif not left:
                 raise ValueError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} images")
             else:
-                ids.extend([token] * left.pop(0).n_tokens(self.merge_size))
+                ids.extend([token] * left.pop(0).n_tokens)
         if left:
             raise ValueError(f"prompt has fewer {IMAGE_MARK} marks than its {len(images)} images")
         return ids
@@ -191,35 +196,77 @@ def mrope_positions(ids: Sequence[int], grids: Sequence[tuple[int, int, int]], i
 
 
 def micro_positions(micro: Micro, image_token: int, merge: int) -> torch.Tensor:
-    """Positions of a forest, (3, T): those of a node continue from the end of its parent."""
-    ids, sizes = micro.ids_T.tolist(), torch.bincount(micro.node_T, minlength=len(micro.parent_N)).tolist()
-    grids = iter(image.grid_thw for image in micro.images)
-    columns, ends, start = [], [], 0
-    for parent, size in zip(micro.parent_N, sizes, strict=True):
-        node, left, node_grids = ids[start : start + size], 0, []
-        left = node.count(image_token)
+    """Positions of a forest, (3, T): those of a run continue from the token before it, wherever that stands."""
+    ids = micro.ids_T.tolist()
+    images = iter(micro.images)
+    positions = torch.empty(3, len(ids), dtype=torch.long)
+    highest = torch.empty(len(ids), dtype=torch.long)  # position so far on the way from the root
+    stops = [start for start, _ in micro.runs[1:]] + [len(ids)]
+    for (start, before), stop in zip(micro.runs, stops, strict=True):
+        run, grids = ids[start:stop], []
+        left = run.count(image_token)
         while left > 0:
-            grid = next(grids)
-            node_grids.append(grid)
-            left -= grid[0] * grid[1] * grid[2] // merge**2
-        local = mrope_positions(node, node_grids, image_token, merge) + (ends[parent] if parent >= 0 else 0)
-        columns.append(local)
-        ends.append(int(local.max()) + 1)
-        start += size
-    return torch.cat(columns, dim=1)
+            image = next(images)
+            grids.append(image.grid_thw)
+            left -= image.n_tokens
+        first = int(highest[before]) + 1 if before >= 0 else 0
+        positions[:, start:stop] = mrope_positions(run, grids, image_token, merge) + first
+        highest[start:stop] = positions[:, start:stop].amax(dim=0).cummax(dim=0).values
+    return positions
 
 
-def vision_features(hf: nn.Module, images: Sequence[ImageInput]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+class VisionCache:
+    """Features of pictures by content, least recently used out first. Only valid while the tower does not change."""
+
+    def __init__(self, max_bytes: float):
+        self.max_bytes, self.bytes = max_bytes, 0
+        self.entries: OrderedDict[str, tuple[torch.Tensor, ...]] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def get(self, key: str) -> tuple[torch.Tensor, ...] | None:
+        found = self.entries.get(key)
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+            self.entries.move_to_end(key)
+        return found
+
+    def put(self, key: str, layers: tuple[torch.Tensor, ...]) -> None:
+        layers = tuple(layer.clone() for layer in layers)  # slices would keep the whole batch alive
+        self.entries[key] = layers
+        self.bytes += sum(layer.nbytes for layer in layers)
+        while self.bytes > self.max_bytes:
+            self.bytes -= sum(layer.nbytes for layer in self.entries.popitem(last=False)[1])
+
+
+def vision_features(
+    hf: nn.Module, images: Sequence[ImageInput], cache: VisionCache | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Features of the pictures, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
-    unique = {image.key: image for image in images}
-    device = hf.get_input_embeddings().weight.device
-    pixels = torch.cat([image.pixel_values for image in unique.values()]).to(device)
-    grids = torch.tensor([image.grid_thw for image in unique.values()], device=device)
-    out = hf.model.get_image_features(pixels, grids, return_dict=True)
-    row = {key: i for i, key in enumerate(unique)}
-    order = [row[image.key] for image in images]
-    layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-    pooled, *deep = [torch.cat([layer[i] for i in order]) for layer in layers]
+    layers_of: dict[str, tuple[torch.Tensor, ...]] = {}
+    missing: dict[str, ImageInput] = {}
+    for key, image in {image.key: image for image in images}.items():
+        found = cache.get(key) if cache else None
+        if found is None:
+            missing[key] = image
+        else:
+            layers_of[key] = found
+    if missing:
+        device = hf.get_input_embeddings().weight.device
+        # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or
+        # a resumed run, whose cache is empty, would differ from an uninterrupted one: then each picture goes alone.
+        batches = [[image] for image in missing.values()] if cache else [list(missing.values())]
+        for batch in batches:
+            pixels = torch.cat([image.pixel_values for image in batch]).to(device)
+            grids = torch.tensor([image.grid_thw for image in batch], device=device)
+            out = hf.model.get_image_features(pixels, grids, return_dict=True)
+            layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+            for i, image in enumerate(batch):
+                layers_of[image.key] = tuple(layer[i] for layer in layers)
+                if cache:
+                    cache.put(image.key, layers_of[image.key])
+    pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_of[image.key] for image in images), strict=True))
     return pooled, deep
 
 
@@ -233,8 +280,9 @@ def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image
     return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
 
 
-def language_hidden(hf, embeds, positions, mask, deep=(), image_mask=None, cache=None) -> torch.Tensor:
-    """Last hidden states. embeds (B, T, H), positions (3, B, T), mask (B or 1, 1, T, keys) bool; -> (B, T, H)."""
+def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, forest=None) -> torch.Tensor:
+    """Last hidden states. embeds (B, T, H), positions (3, B, T); either mask (B or 1, 1, T, keys) bool or a forest of one
+    row; -> (B, T, H)."""
     text_model = hf.model.language_model
     # Given as a finished mask per layer type, so that transformers derives nothing from positions or padding. The
     # families that do not know the mapping take the 4-D mask itself.
@@ -247,8 +295,100 @@ def language_hidden(hf, embeds, positions, mask, deep=(), image_mask=None, cache
         past_key_values=cache,
         use_cache=cache is not None,
         **extra,
+        **({"forest": forest} if forest is not None else {}),
     )
     return out.last_hidden_state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention over a forest
+
+ATTENTION = ("sdpa", "flex", "flash")
+
+
+def resolve_attention(choice: str, device: torch.device) -> str:
+    """Turn --attn auto|sdpa|flex|flash into the back end of the run; called once, at start-up."""
+    if choice == "auto":
+        return "flex" if device.type == "cuda" else "sdpa"
+    if choice not in ATTENTION:
+        raise ValueError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
+    if choice != "sdpa" and device.type != "cuda":
+        raise ValueError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
+    return choice
+
+
+class ForestAttention:
+    """How the tokens of one Micro attend, prepared once for all layers: each sees itself and its ancestors.
+
+    sdpa   a dense boolean mask; the reference, and what the CPU runs. Memory grows with T squared.
+    flex   torch's flex_attention with a block mask: blocks without a visible pair are skipped. Compiled on a GPU.
+    flash  variable-length flash attention over root-to-leaf sequences; only for forests whose trees do not branch.
+    """
+
+    def __init__(self, backend: str, micro: Micro):
+        self.backend, end_T = backend, micro.end_T
+        n = len(end_T)
+        if backend == "sdpa":
+            self.mask = dense_mask(end_T)[None, None]
+        elif backend == "flex":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            self.padded = -(-n // 128) * 128  # whole blocks; padding sees itself only
+            ends = torch.cat([end_T, torch.arange(n + 1, self.padded + 1, device=end_T.device)])
+            self.mask = create_block_mask(
+                lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, self.padded, self.padded, device=end_T.device
+            )
+        elif backend == "flash":
+            starts = [start for start, before in micro.runs]
+            assert all(before < 0 for _, before in micro.runs), "a forest that branches needs --attn flex or sdpa"
+            bounds = torch.tensor([*starts, n], dtype=torch.int32)
+            self.longest = int(bounds.diff().max())
+            self.cu_seqlens = bounds.to(end_T.device)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""
+        if self.backend == "sdpa":
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
+        if self.backend == "flex":
+            n, pad = query.shape[2], (0, 0, 0, self.padded - query.shape[2])
+            query, key, value = (F.pad(x, pad) for x in (query, key, value))
+            return _flex(query.device.type)(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
+        rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]  # (T, heads, d)
+        return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
+
+
+@functools.cache
+def _flex(device_type: str):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # On the CPU it has no backward; uncompiled it still lets the tests compare values.
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+def _varlen(query, key, value, cu_seqlens, longest, scale):
+    if importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True)
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 says is_causal, 2.13 a window and grouped heads
+    causal = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    if "enable_gqa" in parameters:
+        causal["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **causal)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, forest=None, **kwargs):
+    """What transformers calls in each layer, by the name "forest": ours inside a packed forward, its own sdpa elsewhere."""
+    if forest is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return forest(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -258,9 +398,13 @@ def language_hidden(hf, embeds, positions, mask, deep=(), image_mask=None, cache
 class Policy(nn.Module):
     """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its scored tokens out."""
 
-    def __init__(self, hf: nn.Module, processor: Processor, freeze_vision: bool = True):
+    def __init__(
+        self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
+        cache: VisionCache | None = None,
+    ):
         super().__init__()
-        self.hf = hf
+        assert cache is None or freeze_vision, "features of a tower that trains go stale"
+        self.hf, self.attention, self.cache = hf, attention, cache
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.freeze_vision = freeze_vision
@@ -276,14 +420,15 @@ class Policy(nn.Module):
         features, deep, image_mask, unused = None, [], None, 0.0
         if micro.images:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
-                features, deep = vision_features(self.hf, micro.images)
+                features, deep = vision_features(self.hf, micro.images, self.cache)
             image_mask = (micro.ids_T == self.image_token_id)[None]
         elif not self.freeze_vision:
             # Every rank must reduce the same gradients: a micro-batch without pictures gives the tower zeros.
             unused = sum(p.sum() for p in self.visual[0].parameters()) * 0.0
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
         hidden = language_hidden(
-            self.hf, embeds, positions[:, None].to(embeds.device), micro.mask_TT()[None, None], deep, image_mask
+            self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
+            forest=ForestAttention(self.attention, micro),
         )[0]
         head = self.hf.get_output_embeddings().weight
         logp, entropy = linear_logprob(hidden[micro.src_K], head, micro.target_K, temperature, self.banned)
@@ -294,8 +439,10 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The bare transformers model of a folder or hub id."""
     config = load_config(path)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
+    transformers.AttentionInterface.register("forest", _attention)
+    transformers.AttentionMaskInterface.register("forest", sdpa_mask)  # for forwards that are not packed
     model_class = getattr(transformers, FAMILIES[config.model_type].model_class)
-    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
+    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="forest")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from PIL import Image
 
-from model import ImageInput, Processor, embed, language_hidden, mrope_positions, vision_features
+from model import ImageInput, Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from prepare_data import Example, decode_image
 from utils import derive_seed
 
@@ -86,19 +86,19 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
 
 def drop_long_prompts(
     examples: Sequence[Example], processor: Processor, max_tokens: int
-) -> tuple[list[Example], list[str], int]:
+) -> tuple[list[Example], list[str], list[int]]:
     """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
-    length of the longest one kept."""
-    kept, dropped, longest = [], [], 0
+    lengths of those kept."""
+    kept, dropped, lengths = [], [], []
     for example in examples:
         sizes = [Image.open(io.BytesIO(data)).size for data in example.images]
         n = processor.count_tokens(example.messages, sizes)
         if n <= max_tokens:
             kept.append(example)
-            longest = max(longest, n)
+            lengths.append(n)
         else:
             dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
-    return kept, dropped, longest
+    return kept, dropped, lengths
 
 
 class KVCache:
@@ -157,7 +157,11 @@ def sample_tokens(logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.
 class HFEngine:
     """Rollouts with transformers, in process, with a replica of its own: weights reach it only by load_weights."""
 
-    def __init__(self, hf: torch.nn.Module, processor: Processor, device: torch.device, max_rows: int = 256):
+    def __init__(
+        self, hf: torch.nn.Module, processor: Processor, device: torch.device, max_rows: int = 256,
+        vision_cache: VisionCache | None = None,
+    ):
+        self.vision_cache = vision_cache
         self.hf = hf.to(device).eval().requires_grad_(False)
         self.processor, self.device, self.max_rows = processor, device, max_rows
         self.banned = processor.banned(hf.config.text_config.vocab_size).to(device)
@@ -214,7 +218,7 @@ class HFEngine:
         # A padding query attends to itself, or its softmax would have nothing to sum over.
         mask = (causal & valid[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)
         images = [image for prompt in prompts for image in prompt.images]
-        features, deep = vision_features(self.hf, images) if images else (None, [])
+        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
         embeds = embed(self.hf, ids, features, self.processor.image_token_id)
         hidden = language_hidden(
             self.hf, embeds, positions, mask[:, None], deep, ids == self.processor.image_token_id, cache

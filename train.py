@@ -28,14 +28,17 @@ import grpo
 from eval import evaluate, rollout_page, summarise
 from kernels import resolve_kernel
 from model import (
+    ATTENTION,
     Policy,
     Processor,
+    VisionCache,
     complete_checkpoints,
     full_parameters,
     load_checkpoint,
     load_config,
     load_hf,
     load_processor,
+    resolve_attention,
     save_checkpoint,
     shard,
 )
@@ -53,6 +56,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
+    p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
+                   help="attention of the update: sdpa (dense mask), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
+    p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
     p.add_argument("--kernel", choices=("auto", "torch"), default="auto", help="implementation of the policy head")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
     # data
@@ -112,7 +118,7 @@ def validate(args: argparse.Namespace, world: int) -> None:
     for name in counts.split():
         value = getattr(args, name)
         need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay"):
+    for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay", "vision_cache_gb"):
         value = getattr(args, name)
         need(value >= 0, f"--{name.replace('_', '-')} {value}: must not be negative")
     need(args.group_size >= 2, f"--group-size {args.group_size}: --adv {args.adv} compares samples of one prompt; use at least 2")
@@ -138,14 +144,14 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
 
 
-def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> tuple[list[Example], int]:
-    """Examples that are readable and fit, and the longest prompt's tokens; what is left out is counted and shown."""
+def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> tuple[list[Example], list[int]]:
+    """Examples that are readable and fit, and their prompts' tokens; what is left out is counted and shown."""
     examples, skipped = read_flagged(path, args)
-    kept, dropped, longest = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, args.max_prompt_tokens)
     for line in (skipped + dropped)[:10]:
         print0(f"left out: {line}")
     print0(
-        f"{path}: {len(kept)} examples of up to {longest} prompt tokens; left out: {len(skipped)} unreadable, "
+        f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(skipped)} unreadable, "
         f"{len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}"
     )
     if not kept:
@@ -154,7 +160,7 @@ def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_
             f"--max-pixels"
         )
     check_tasks(kept, reward_fn)
-    return kept, longest
+    return kept, lengths
 
 
 def find_start(args: argparse.Namespace) -> Path | None:
@@ -202,36 +208,50 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def make_trees(rollouts: Sequence[Rollout], weight_of: dict[int, float]) -> list[grpo.Tree]:
-    """Rollouts that have a gradient, grouped under their prompts. `weight_of[id(r)]` is the weight of each token."""
-    trees: dict[str, grpo.Tree] = {}
-    for r in rollouts:
-        if r.advantage == 0.0 or id(r) not in weight_of:
-            continue
-        n = sum(r.loss_mask)
-        values = {"advantage": [r.advantage] * n, "weight": [weight_of[id(r)]] * n, "engine_logp": r.logprobs}
-        branch = grpo.Branch(r.response, r.loss_mask, values)
-        tree = trees.setdefault(r.uid, grpo.Tree(r.uid, r.token_ids[: r.prompt_len], r.images, []))
-        tree.branches.append(branch)
-    return list(trees.values())
-
-
-def pack_minibatch(rollouts: Sequence[Rollout], args: argparse.Namespace, ctx: Context, eos: int) -> list[grpo.Micro]:
+def pack_minibatch(rollouts: Sequence[Rollout], args: argparse.Namespace, processor: Processor, device: torch.device) -> list[grpo.Micro]:
     """Micro-batches of this rank's part of a minibatch; the same number on every rank."""
     used = [r for r in rollouts if args.truncated == "keep" or r.finish_reason != "length"]
-    local = {"tokens": float(sum(sum(r.loss_mask) for r in used)), "sequences": float(len(used))}
-    total = all_sum(local)
-    weight_of = {
-        id(r): grpo.token_weight(args.loss_agg, sum(r.loss_mask), int(total["tokens"]), int(total["sequences"]), args.max_new_tokens)
-        for r in used
-    }
-    micros = grpo.pack(make_trees(used, weight_of), args.micro_tokens)
-    count = torch.tensor(len(micros), device=ctx.device)
+    total = all_sum({"tokens": sum(sum(r.loss_mask) for r in used), "sequences": len(used)})
+    samples = []
+    for r in used:
+        if r.advantage == 0.0:  # no gradient, so no forward; its tokens stay in the normaliser
+            continue
+        n = sum(r.loss_mask)
+        weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens)
+        values = {"advantage": [r.advantage] * n, "weight": [weight] * n, "engine_logp": r.logprobs}
+        uid = r.uid if args.attn != "flash" else f"{r.uid}/{r.sample}"  # flash attention knows no branches
+        samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, values, r.images))
+    micros = grpo.pack(samples, args.micro_tokens, processor.image_token_id)
+    count = torch.tensor(len(micros), device=device)
     dist.all_reduce(count, dist.ReduceOp.MAX)
-    nothing = {"advantage": [0.0], "weight": [0.0], "engine_logp": [0.0]}
+    eos = processor.eos_ids[0]
+    idle = grpo.Sample("idle", [eos, eos], [False, True], {"advantage": [0.0], "weight": [0.0], "engine_logp": [0.0]})
     while len(micros) < int(count):  # collectives must match: a rank with less work adds a forward of weight 0
-        micros.append(grpo.plant([grpo.Tree("idle", [eos], [], [grpo.Branch([eos], [True], nothing)])]))
+        micros.append(grpo.plant([idle], processor.image_token_id))
     return micros
+
+
+def probe_memory(policy: Policy, longest: Example, processor: Processor, args: argparse.Namespace) -> int:
+    """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the run.
+    Its loss is 0, so nothing is learnt. Returns its tokens; ValueError when the GPU's memory does not hold it."""
+    prompt = make_prompts([longest], processor)[0]
+    room, samples = args.micro_tokens - len(prompt.token_ids), []
+    while room > 0:
+        n = min(args.max_new_tokens, room)
+        tokens = prompt.token_ids + [len(samples) % 100] * n + processor.eos_ids[:1]  # the first token tells branches apart
+        samples.append(grpo.Sample("probe", tokens, [False] * len(prompt.token_ids) + [True] * (n + 1), {}, prompt.images))
+        room -= n
+    micro = max(grpo.pack(samples, args.micro_tokens, processor.image_token_id), key=lambda m: m.n_tokens)
+    try:
+        logp, entropy = policy(micro, args.temperature)
+        (0.0 * (logp + entropy).sum()).backward()
+    except torch.OutOfMemoryError as e:
+        raise ValueError(f"--micro-tokens {args.micro_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this GPU's "
+                         f"memory ({str(e).splitlines()[0]}); lower it, or turn on --grad-checkpointing") from e
+    policy.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    return micro.n_tokens
 
 
 def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context) -> dict[str, float]:
@@ -353,13 +373,14 @@ def main(args: argparse.Namespace) -> None:
     load_config(args.model)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
-    train_set, longest = load_data(args, args.data, processor, reward_fn)
+    train_set, lengths = load_data(args, args.data, processor, reward_fn)
     eval_set = load_data(args, args.eval_data, processor, reward_fn)[0] if args.eval_data else []
     by_uid = {example.uid: example for example in train_set}
     if len(train_set) < args.prompts_per_step:
         raise ValueError(
             f"--data {args.data} has {len(train_set)} usable examples, fewer than --prompts-per-step {args.prompts_per_step}"
         )
+    longest = max(lengths)
     if longest + args.max_new_tokens > args.micro_tokens:
         raise ValueError(
             f"--micro-tokens {args.micro_tokens} cannot hold the longest prompt of {longest} tokens and a response of "
@@ -370,7 +391,10 @@ def main(args: argparse.Namespace) -> None:
 
     auto = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
     dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
-    policy = Policy(load_hf(args.model), processor, args.freeze_vision)
+    # One cache for engine and trainer: with the tower frozen both compute the same features
+    cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
+    args.attn = resolve_attention(args.attn, ctx.device)
+    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache)
     if args.grad_checkpointing:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
@@ -378,7 +402,9 @@ def main(args: argparse.Namespace) -> None:
     trainable = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.999), weight_decay=args.weight_decay)
     start = load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0
-    engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows)
+    if ctx.device.type == "cuda":
+        probe_memory(policy, train_set[lengths.index(longest)], processor, args)
+    engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
     engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
     changes = changed_flags(args) if checkpoint else []
     dist.barrier()  # every rank has read run.json before rank 0 writes it anew
@@ -386,7 +412,7 @@ def main(args: argparse.Namespace) -> None:
     counts = [sum(p.numel() for p in ps) for ps in (policy.parameters(), trainable)]
     print0(
         f"{args.model}: {counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M trained, {dtype} on {ctx.world} x {ctx.device.type}, "
-        f"kernel {resolve_kernel(args.kernel, ctx.device)}\n"
+        f"attention {args.attn}, kernel {resolve_kernel(args.kernel, ctx.device)}\n"
         f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
         f"{args.epochs * args.minibatches} update(s) a step" + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
@@ -447,7 +473,7 @@ def main(args: argparse.Namespace) -> None:
         # 4. pack: prompt and pictures once for all samples of a group
         share = len(rollouts) // args.minibatches
         minibatches = [
-            pack_minibatch(rollouts[k * share : (k + 1) * share], args, ctx, processor.eos_ids[0]) for k in range(args.minibatches)
+            pack_minibatch(rollouts[k * share : (k + 1) * share], args, processor, ctx.device) for k in range(args.minibatches)
         ]
 
         # 5. update

@@ -41,7 +41,7 @@ def main(_) -> None:
     shard(policy, ctx.device, torch.float32)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
     mine = [r for r in rollouts if int(r.uid[1:]) % ctx.world == ctx.rank]
-    micros = train.pack_minibatch(mine, args, ctx, processor.eos_ids[0])
+    micros = train.pack_minibatch(mine, args, processor, ctx.device)
     args.max_grad_norm = 1e9  # the gradients themselves, unclipped
     metrics = train.update(policy, optimizer, [micros], args, ctx)
     gradients = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}

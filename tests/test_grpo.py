@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
-from grpo import Branch, Tree, group_advantages, pack, plant, policy_loss, token_weight
+from grpo import Sample, dense_mask, group_advantages, pack, plant, policy_loss, token_weight
 
 # Advantages -----------------------------------------------------------------------------------------------------------
 
@@ -105,74 +106,109 @@ def test_token_weights_add_up(lengths):
 
 # Packing --------------------------------------------------------------------------------------------------------------
 
-
-def forest(draw_sizes, seed=0):
-    rng, trees, tag = random.Random(seed), [], 1000
-    for i, (prompt, branches) in enumerate(draw_sizes):
-        made = []
-        for size in branches:
-            tokens = list(range(tag, tag + size))
-            tag += size
-            scored = [rng.random() < 0.7 for _ in tokens]
-            scored[rng.randrange(size)] = True
-            made.append(Branch(tokens, scored, {"id": [float(t) for t, s in zip(tokens, scored, strict=True) if s]}))
-        trees.append(Tree(f"p{i}", list(range(prompt)), [f"img{i}"], made))
-    return trees
+IMAGE = 7  # the image token
 
 
-sizes = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 15), min_size=1, max_size=6)), min_size=1, max_size=8)
+def image(key, n):
+    return SimpleNamespace(key=key, n_tokens=n)
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes, st.integers(26, 80), st.integers(0, 9))
-def test_packing_keeps_every_token_once_within_the_cap(shape, cap, seed):
-    trees = forest(shape, seed)
-    micros = pack(trees, cap)
-    want = sorted(t for tree in trees for b in tree.branches for t, s in zip(b.tokens, b.scored, strict=True) if s)
-    assert sorted(t for m in micros for t in m.target_K.tolist()) == want
+@st.composite
+def groups(draw):
+    """Samples of several uids. Tokens come from a small alphabet, so that responses often begin alike; prompts hold 0 to
+    2 pictures, and a second picture may differ between the samples of a uid, as in a later turn."""
+    samples = []
+    for u in range(draw(st.integers(1, 4))):
+        text = st.lists(st.integers(0, 2), max_size=5)
+        pictures = [image(f"{u}a", draw(st.integers(1, 3)))] if draw(st.booleans()) else []
+        prompt = [5, *draw(text), *[IMAGE] * sum(p.n_tokens for p in pictures), 5]
+        for _ in range(draw(st.integers(1, 5))):
+            own, tokens = list(pictures), list(prompt)
+            if draw(st.booleans()):
+                own.append(image(f"{u}{draw(st.sampled_from('bc'))}", 2))
+                tokens += [3, IMAGE, IMAGE, 4]
+            response = draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))
+            scored = [False] * len(tokens) + [draw(st.booleans()) for _ in response]
+            scored[draw(st.integers(len(tokens), len(scored) - 1))] = True
+            samples.append(Sample(f"u{u}", tokens + response, scored, {}, own))
+    for i, s in enumerate(samples):
+        s.values["id"] = [1000.0 * i + t for t, scored in enumerate(s.scored) if scored]
+    return samples
+
+
+def expanded(sample):
+    """Inputs with pictures by name: what a token's context is."""
+    names = iter([p.key for p in sample.images for _ in range(p.n_tokens)])
+    return [next(names) if t == IMAGE else t for t in sample.tokens]
+
+
+def contexts(micro):
+    """For each position, its visible tokens in order with pictures by name, by the dense mask alone."""
+    names = iter([p.key for p in micro.images for _ in range(p.n_tokens)])
+    tokens = [next(names) if t == IMAGE else t for t in micro.ids_T.tolist()]
+    assert next(names, None) is None
+    mask = dense_mask(micro.end_T)
+    return [[tokens[k] for k in range(len(tokens)) if mask[q, k]] for q in range(len(tokens))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(), st.integers(22, 60))
+def test_each_scored_token_has_just_its_context_once_within_the_cap(samples, cap):
+    micros = pack(samples, cap, IMAGE)
+    seen = []
     for m in micros:
         assert m.n_tokens <= cap
-        assert m.values["id"].tolist() == [float(t) for t in m.target_K.tolist()]  # values stay with their tokens
-        assert len(m.images) == sum(p == -1 for p in m.parent_N)
-        previous = m.ids_T[m.src_K]
-        for before, target in zip(previous.tolist(), m.target_K.tolist(), strict=True):
-            # branches count up by one; a branch's first token is predicted by the last of its prompt
-            assert before == target - 1 or before < 1000
+        context = contexts(m)
+        for at, target, value in zip(m.src_K.tolist(), m.target_K.tolist(), m.values["id"].tolist(), strict=True):
+            sample, t = samples[int(value // 1000)], int(value % 1000)
+            assert context[at] == expanded(sample)[:t] and target == sample.tokens[t] and sample.scored[t]
+            seen.append(value)
+        # nothing is computed twice: no two positions of one tree have the same context
+        uids = [next(s.uid for s in samples if expanded(s)[: len(c)] == c) for c in context]
+        assert len({(u, *c) for u, c in zip(uids, context, strict=True)}) == m.n_tokens or len({s.uid for s in samples}) > 1
+    assert sorted(seen) == sorted(v for s in samples for v in s.values["id"])
 
 
-@settings(max_examples=40, deadline=None)
-@given(sizes)
-def test_mask_follows_the_tree(shape):
-    m = plant(forest(shape))
-    mask, node, parent = m.mask_TT(), m.node_T.tolist(), m.parent_N
-
-    def sees(query, key):
-        if key > query:
-            return False
-        at = node[query]
-        while at != -1:
-            if at == node[key]:
-                return True
-            at = parent[at]
-        return False
-
-    for q in range(m.n_tokens):
-        assert mask[q].tolist() == [sees(q, k) for k in range(m.n_tokens)]
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_a_tree_is_as_small_as_a_trie(samples):
+    one = [s for s in samples if s.uid == "u0"]
+    prefixes = {tuple(expanded(s)[: t + 1]) for s in one for t in range(s.n_inputs)}
+    micro = plant(one, IMAGE)
+    assert micro.n_tokens == len(prefixes)
+    for (start, before), context in zip(micro.runs, [contexts(micro)[start] for start, _ in micro.runs], strict=True):
+        assert len(context) == 1 if before < 0 else len(context) == len(contexts(micro)[before]) + 1
+        assert start == 0 or before < start
 
 
-def test_deeper_trees_see_all_their_ancestors():
-    m = plant(forest([(2, [3])]))
-    m.parent_N = [-1, 0, 1, 0]
-    assert m.ancestors().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+def test_prompt_is_computed_once_and_the_last_token_never():
+    samples = [Sample("a", [1, 2, 3, *r], [False] * 3 + [True] * len(r), {}) for r in ([7, 8], [9])]
+    m = plant(samples, IMAGE + 90)
+    assert m.ids_T.tolist() == [1, 2, 3, 7] and m.end_T.tolist() == [4, 4, 4, 4]
+    assert sorted(zip(m.src_K.tolist(), m.target_K.tolist(), strict=True)) == [(2, 7), (2, 9), (3, 8)]
 
 
-def test_shared_prompt_is_computed_once_and_last_token_never():
-    tree = Tree("a", [1, 2, 3], [], [Branch([7, 8], [True, True], {}), Branch([9], [True], {})])
-    m = plant([tree])
-    assert m.ids_T.tolist() == [1, 2, 3, 7] and m.src_K.tolist() == [2, 3, 2] and m.target_K.tolist() == [7, 8, 9]
+def test_equal_pictures_are_shared_and_different_ones_are_not():
+    def two(a, b):
+        return [Sample("u", [1, IMAGE, IMAGE, 2, 3], [False] * 4 + [True], {}, [image(key, 2)]) for key in (a, b)]
+
+    assert plant(two("p", "p"), IMAGE).n_tokens == 4 and plant(two("p", "q"), IMAGE).n_tokens == 7
 
 
-def test_too_long_for_the_budget_names_prompt_and_lengths():
-    with pytest.raises(ValueError, match=r"'p0' with 10 tokens and a response of 14 need 24 tokens, over --micro-tokens 20"):
-        tree = Tree("p0", list(range(10)), [], [Branch(list(range(15)), [True] * 15, {})])
-        pack([tree], 20)
+def test_a_split_tree_repeats_its_trunk_and_keeps_the_cap():
+    samples = [Sample("u", [1] * 10 + [20 + i] * 6, [False] * 10 + [True] * 6, {}) for i in range(6)]
+    micros = pack(samples, 21, IMAGE)
+    assert [m.n_tokens for m in micros] == [20, 20, 20] and all(m.ids_T.tolist().count(1) == 10 for m in micros)
+
+
+@pytest.mark.parametrize("tokens,images,cap,match", [
+    ([1] * 10 + [2] * 15, [], 20, r"prompt 'p' of 10 tokens with a response of 15 needs 24 tokens, over --micro-tokens 20"),
+    ([1, IMAGE, 2], [], 20, r"'p': token 1 of 2 is an image token that none of its 0 pictures accounts for"),
+    ([1, IMAGE, 2, 3], [image("x", 2)], 20, r"'p': picture 0 needs 2 image tokens at token 1 of 3, found 1"),
+    ([1, 2, 3], [image("x", 2)], 20, r"picture 0 needs 2 image tokens at token 2 of 2, found 0"),
+    ([1, IMAGE, IMAGE, IMAGE, 3], [image("x", 2)], 20, r"token 3 of 4 is an image token"),
+])
+def test_what_cannot_be_packed_names_the_sample_and_its_lengths(tokens, images, cap, match):
+    scored = [t >= 10 or len(tokens) < 10 and t == len(tokens) - 1 for t in range(len(tokens))]
+    with pytest.raises(ValueError, match=match):
+        pack([Sample("p", tokens, scored, {}, images)], cap, IMAGE)

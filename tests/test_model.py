@@ -7,73 +7,73 @@ import torch
 from conftest import FAMILIES
 
 import model as M
-from grpo import Branch, Tree, pack, plant
+from grpo import Sample, pack, plant
 
 QUESTION = "What is this odd thing, and why? "
 
 
-def make_tree(processor, images, responses, uid="a"):
+def make_samples(processor, images, responses, uid):
     prompt = processor.encode([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
-    branches = [Branch(r, [True] * len(r), {"uid": [float(ord(uid))] * len(r)}) for r in responses]
-    return Tree(uid, prompt, images, branches)
+    return [
+        Sample(uid, prompt + r, [False] * len(prompt) + [True] * len(r), {"name": [100.0 * ord(uid) + i] * len(r)}, images)
+        for i, r in enumerate(responses)
+    ]
 
 
-def separately(hf, processor, tree, response, banned):
+def separately(hf, processor, sample, banned):
     """Log-probabilities of one response by transformers' own forward: unpacked, positions and masks of its making."""
-    ids = torch.tensor([list(tree.prompt) + list(response)])
+    ids = torch.tensor([list(sample.tokens)])
+    n = sum(sample.scored)
     extra = {}
-    if tree.images:
-        extra = {"pixel_values": torch.cat([i.pixel_values for i in tree.images]),
-                 "image_grid_thw": torch.tensor([i.grid_thw for i in tree.images]),
+    if sample.images:
+        extra = {"pixel_values": torch.cat([i.pixel_values for i in sample.images]),
+                 "image_grid_thw": torch.tensor([i.grid_thw for i in sample.images]),
                  "mm_token_type_ids": (ids == processor.image_token_id).int()}
     hf.model.rope_deltas = None  # transformers would reuse those of the sample before
-    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0, len(tree.prompt) - 1 : -1].clone()
+    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0, -n - 1 : -1].clone()
     logits[:, banned] = -torch.inf
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(1, ids[0, -n:, None])[:, 0]
 
 
 @pytest.fixture
-def trees_of(picture):
+def samples_of(picture):
+    """Groups with 0, 1 and 3 pictures; responses of odd lengths, one of a single token, some that begin alike."""
+
     def make(processor):
         images = [processor.image(f"i{k}", picture(*size, seed=k)) for k, size in enumerate([(84, 84), (60, 97), (130, 56), (84, 84)])]
         g = torch.Generator().manual_seed(1)
-        responses = [[torch.randint(0, 250, (n,), generator=g).tolist() for n in lengths] for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4])]
-        return [make_tree(processor, [], responses[0], "a"), make_tree(processor, images[:1], responses[1], "b"),
-                make_tree(processor, images[1:], responses[2], "c")]
+        groups = [[torch.randint(0, 250, (n,), generator=g).tolist() for n in lengths] for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4])]
+        groups[0].append(groups[0][2][:6] + [3, 4])  # shares five tokens of another response
+        groups[1].append(list(groups[1][0]))  # and one is sampled twice
+        return [make_samples(processor, pictures, responses, uid) for pictures, responses, uid in
+                zip([[], images[:1], images[1:]], groups, "abc", strict=True)]
 
     return make
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch, and so small that a tree is split
-def test_packed_equals_separate(family, budget, loaded, trees_of):
+@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch; and so small that a tree is split
+def test_packed_equals_separate(family, budget, loaded, samples_of):
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, freeze_vision=False)
-    trees = trees_of(processor)
-    micros = pack(trees, budget)
+    samples = [s for group in samples_of(processor) for s in group]
+    micros = pack(samples, budget, processor.image_token_id)
     assert (len(micros) > 1) == (budget == 105) and all(m.n_tokens <= budget for m in micros)
     policy.zero_grad()
-    packed, total = {}, 0.0
+    packed = {}
     for m in micros:
         logp, _ = policy(m)
-        # a weight per token that does not depend on the order of packing
-        weights = torch.sin(m.target_K.float())
-        (logp * weights).sum().backward()
-        total += (logp * weights).sum().item()
-        for uid in m.values["uid"].unique().tolist():
-            packed.setdefault(chr(int(uid)), []).append(logp[m.values["uid"] == uid].detach())
+        (logp * torch.sin(m.target_K.float())).sum().backward()  # a weight per token, whatever the order of packing
+        for name in m.values["name"].unique().tolist():
+            assert name not in packed  # each sample is in one micro-batch
+            packed[name] = logp[m.values["name"] == name].detach()
     gradients = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    separate_total = 0.0
-    for tree in trees:
-        want = [separately(hf, processor, tree, b.tokens, policy.banned) for b in tree.branches]
-        for b, logp in zip(tree.branches, want, strict=True):
-            loss = (logp * torch.sin(torch.tensor(b.tokens).float())).sum()
-            loss.backward()
-            separate_total += loss.item()
-        got = torch.cat(packed[tree.uid]).sort().values
-        torch.testing.assert_close(got, torch.cat(want).detach().sort().values, rtol=0, atol=2e-6)
-    assert abs(total - separate_total) < 1e-4
+    assert len(packed) == len(samples)
+    for sample in samples:
+        want = separately(hf, processor, sample, policy.banned)
+        (want * torch.sin(torch.tensor(sample.tokens[-len(want) :]).float())).sum().backward()
+        torch.testing.assert_close(packed[sample.values["name"][0]], want.detach(), rtol=0, atol=2e-6)
     assert any(n.startswith("hf.model.visual") for n in gradients)
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
@@ -81,18 +81,109 @@ def test_packed_equals_separate(family, budget, loaded, trees_of):
             assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
 
 
-def test_a_response_sees_its_own_prompt_only(loaded, trees_of):
+def test_a_response_sees_its_own_prompt_only(loaded, samples_of):
     """The comparison above could pass if nothing depended on pictures or neighbours; here it must."""
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor)
-    trees = trees_of(processor)
+    a, b, c = samples_of(processor)
     with torch.no_grad():
-        alone = policy(plant([trees[1]]))[0]
-        among = policy(plant(trees))[0][20:26]
+        alone = policy(plant(b, processor.image_token_id))[0]
+        together = plant(a + b + c, processor.image_token_id)
+        among = policy(together)[0][together.values["name"] // 100 == ord("b")]
         torch.testing.assert_close(alone, among, rtol=0, atol=2e-6)
-        blank = M.ImageInput("blank", torch.zeros_like(trees[1].images[0].pixel_values), trees[1].images[0].grid_thw)
-        unseen = policy(plant([Tree("b", trees[1].prompt, [blank], trees[1].branches)]))[0]
+        image = b[0].images[0]
+        blank = M.ImageInput("blank", torch.zeros_like(image.pixel_values), image.grid_thw, image.n_tokens)
+        unseen = policy(plant([Sample("b", s.tokens, s.scored, s.values, [blank]) for s in b], processor.image_token_id))[0]
     assert (alone - unseen).abs().max() > 1e-3
+
+
+def test_a_picture_in_a_later_turn_makes_a_deeper_tree(loaded, picture):
+    """Two samples share prompt and first turn, then see different pictures: the trunk splits below the first turn."""
+    hf, processor = loaded["qwen3_vl"]
+    policy = M.Policy(hf, processor)
+    first, left, right = (processor.image(str(k), picture(84, 84, seed=k)) for k in range(3))
+    prompt = processor.encode([{"role": "user", "content": "<image>look"}], [first])
+    again = processor.encode([{"role": "user", "content": "<image>and now?"}], [left])
+    turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
+    samples = []
+    for image, answer in [(left, answers[0]), (left, answers[1]), (right, answers[0])]:
+        tokens = prompt + turn + again + answer
+        scored = [False] * len(prompt) + [True] * 4 + [False] * len(again) + [True] * 3
+        samples.append(Sample("deep", tokens, scored, {"name": [float(len(samples))] * 7}, [first, image]))
+    micro = plant(samples, processor.image_token_id)
+    # all up to the second picture once, what follows once per picture, and of each answer all but the last token
+    alike = again.index(processor.image_token_id)
+    assert micro.n_tokens == len(prompt) + 4 + alike + 2 * (len(again) - alike + 2)
+    assert len(micro.runs) == 2 and len(micro.images) == 3
+    with torch.no_grad():
+        logp, _ = policy(micro)
+        for i, sample in enumerate(samples):
+            ids = torch.tensor([sample.tokens])
+            hf.model.rope_deltas = None
+            grids = torch.tensor([x.grid_thw for x in sample.images])
+            logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), image_grid_thw=grids,
+                        pixel_values=torch.cat([x.pixel_values for x in sample.images]),
+                        mm_token_type_ids=(ids == processor.image_token_id).int()).logits[0]
+            logits[:, policy.banned] = -torch.inf
+            at = [t for t, s in enumerate(sample.scored) if s]
+            want = torch.stack([logits[t - 1].log_softmax(-1)[sample.tokens[t]] for t in at])
+            torch.testing.assert_close(logp[micro.values["name"] == i], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, samples_of):
+    hf, processor = loaded[family]
+    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
+    assert micro.n_tokens % 128  # so that padding is exercised
+    with torch.no_grad():
+        dense, flex = (M.Policy(hf, processor, attention=attention)(micro)[0] for attention in ("sdpa", "flex"))
+    torch.testing.assert_close(flex, dense, rtol=0, atol=2e-6)
+
+
+def test_back_ends_that_need_a_gpu_and_unknown_names_are_refused():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert M.resolve_attention("auto", cpu) == "sdpa" and M.resolve_attention("auto", cuda) == "flex"
+    for name in ("flash", "flex"):
+        assert M.resolve_attention(name, cuda) == name
+        with pytest.raises(ValueError, match=f"--attn {name} trains on CUDA only"):
+            M.resolve_attention(name, cpu)
+    with pytest.raises(ValueError, match="--attn 'eager'"):
+        M.resolve_attention("eager", cpu)
+
+
+def test_flash_bounds_are_those_of_the_sequences(loaded, samples_of):
+    """The kernel needs a GPU; what it is given does not. Runs without branches are whole sequences, and the dense mask
+    they stand for is the forest's."""
+    from grpo import dense_mask
+
+    _, processor = loaded["qwen2_5_vl"]
+    singles = [group[0] for group in samples_of(processor)]
+    micro = plant(singles, processor.image_token_id)
+    plan = M.ForestAttention("flash", micro)
+    bounds = plan.cu_seqlens.tolist()
+    assert bounds[0] == 0 and bounds[-1] == micro.n_tokens and plan.longest == max(s.n_inputs for s in singles)
+    blocks = torch.block_diag(*(torch.ones(b - a, b - a).tril() for a, b in zip(bounds, bounds[1:], strict=False)))
+    assert torch.equal(blocks.bool(), dense_mask(micro.end_T))
+    with pytest.raises(AssertionError, match="branches"):
+        M.ForestAttention("flash", plant(samples_of(processor)[2], processor.image_token_id))
+
+
+def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, picture, monkeypatch):
+    hf, processor = loaded["qwen3_vl"]
+    images = [processor.image(str(k), picture(84, 84, seed=k)) for k in range(3)]
+    with torch.no_grad():
+        plain, deep = M.vision_features(hf, images)
+        size = (plain.nbytes + sum(d.nbytes for d in deep)) / 3
+        cache = M.VisionCache(2.5 * size)
+        cold = M.vision_features(hf, images, cache)
+        assert len(cache.entries) == 2 and cache.bytes <= 2.5 * size and (cache.hits, cache.misses) == (0, 3)
+        monkeypatch.setattr(hf.model, "get_image_features", None)  # a hit must not compute
+        warm = M.vision_features(hf, images[1:], cache)
+    assert torch.equal(cold[0], plain) and all(map(torch.equal, cold[1], deep))
+    third = len(plain) // 3
+    assert torch.equal(warm[0], plain[third:]) and torch.equal(warm[1][0], deep[0][third:]) and cache.hits == 2
+    with pytest.raises(AssertionError, match="stale"):
+        M.Policy(hf, processor, freeze_vision=False, cache=cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +210,7 @@ def test_prompt_has_as_many_image_tokens_as_features(family, loaded, picture):
     assert processor.count_tokens(messages, sizes) == len(ids)
     with torch.no_grad():
         features, deep = M.vision_features(hf, images)
-    assert features.shape[0] == ids.count(processor.image_token_id) == sum(i.n_tokens(2) for i in images)
+    assert features.shape[0] == ids.count(processor.image_token_id) == sum(i.n_tokens for i in images)
     assert len(deep) == (1 if family == "qwen3_vl" else 0)
 
 
@@ -156,20 +247,20 @@ def test_banned_ids_are_the_placeholders_and_the_padding_rows(loaded):
     assert not set(banned) & set(processor.eos_ids)
 
 
-def test_frozen_vision_has_no_gradient(loaded, trees_of):
+def test_frozen_vision_has_no_gradient(loaded, samples_of):
     hf, processor = loaded["qwen3_vl"]
     policy = M.Policy(hf, processor, freeze_vision=True)
     policy.zero_grad()
-    policy(plant(trees_of(processor)))[0].sum().backward()
+    policy(plant([s for group in samples_of(processor) for s in group], processor.image_token_id))[0].sum().backward()
     for name, parameter in policy.named_parameters():
         assert (parameter.grad is None) == ("visual" in name), name
 
 
-def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, trees_of):
+def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, samples_of):
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor, freeze_vision=False)
     policy.zero_grad()
-    policy(plant(trees_of(processor)[:1]))[0].sum().backward()
+    policy(plant(samples_of(processor)[0], processor.image_token_id))[0].sum().backward()
     tower = [p for n, p in policy.named_parameters() if "visual" in n]
     assert tower and all(p.grad is not None and p.grad.abs().max() == 0 for p in tower)
 
@@ -191,6 +282,6 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
 
 def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
     small = M.load_processor(str(toys["qwen2_5_vl"]), max_pixels=56 * 56)
-    assert small.image("a", picture(400, 400)).n_tokens(2) <= 4
+    assert small.image("a", picture(400, 400)).n_tokens <= 4
     large = M.load_processor(str(toys["qwen2_5_vl"]), min_pixels=280 * 280)
-    assert large.image("a", picture(40, 40)).n_tokens(2) >= 100
+    assert large.image("a", picture(40, 40)).n_tokens >= 100

@@ -10,7 +10,7 @@ from PIL import Image
 
 import model as M
 from demo import png
-from grpo import Branch, Tree, plant
+from grpo import Sample, plant
 from rollout import HFEngine, KVCache, Prompt, Sampling, drop_long_prompts, make_prompts, sample_tokens
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_engine_logprobs_equal_the_trainers(family, loaded, examples):
     policy = M.Policy(hf, processor)
     assert len({len(r.response) for r in rollouts}) >= 1
     for r in rollouts:
-        micro = plant([Tree(r.uid, r.token_ids[: r.prompt_len], r.images, [Branch(r.response, r.loss_mask, {})])])
+        micro = plant([Sample(r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)], processor.image_token_id)
         with torch.no_grad():
             logp, _ = policy(micro, temperature=0.8)
         torch.testing.assert_close(torch.tensor(r.logprobs), logp, rtol=0, atol=5e-6)
@@ -89,8 +89,8 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     engine = HFEngine(hf, processor, CPU)
     first = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
-    # call an end token whatever the rows happened to sample second, so that they end at different times
-    engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]}))
+    # call an end token what some rows happened to sample second and none first, so that they end at different times
+    engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first}))
     rows = []
     original = type(hf.model.language_model).forward
     monkeypatch.setattr(type(hf.model.language_model), "forward",
@@ -187,8 +187,8 @@ def test_blank_pictures_keep_their_size_and_lose_their_content(loaded, examples)
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    kept, dropped, longest = drop_long_prompts(examples, processor, sorted(lengths)[1])
-    assert longest == sorted(lengths)[1]
+    kept, dropped, kept_lengths = drop_long_prompts(examples, processor, sorted(lengths)[1])
+    assert sorted(kept_lengths) == sorted(lengths)[:2]
     assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
     assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]
 

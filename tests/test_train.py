@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 
 import demo
 import train
+from model import Policy
+from rollout import Rollout
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -215,7 +218,9 @@ CASES = [
     ("good", {"--group-size": "1"}, "--group-size 1.*at least 2"),
     ("good", {"--prompts-per-step": "5", "--minibatches": "2"}, "--prompts-per-step 5 does not divide .* multiple of 2"),
     ("good", {"--prompts-per-step": "8"}, "6 usable examples, fewer than --prompts-per-step 8"),
-    ("good", {"--micro-tokens": "50"}, "--micro-tokens 50 cannot hold"),
+    ("good", {"--micro-tokens": "20"}, "--micro-tokens 20 cannot hold the longest prompt of [0-9]+ tokens"),
+    ("good", {"--attn": "flex"}, "--attn flex trains on CUDA only"),
+    ("good", {"--vision-cache-gb": "-1"}, "--vision-cache-gb -1.0: must not be negative"),
     ("good", {"--steps": "0"}, "--steps 0: must be at least 1"),
     ("good", {"--temperature": "0"}, "--temperature 0"),
     ("good", {"--eval-every": "5"}, "--eval-every 5 needs --eval-data"),
@@ -260,6 +265,29 @@ def test_misspelt_flags_are_refused(capsys):
     with pytest.raises(SystemExit):
         train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--group", "4"])
     assert "unrecognized arguments: --group 4" in capsys.readouterr().err
+
+
+def test_a_sampled_image_token_is_an_error_that_names_the_sample(loaded):
+    _, processor = loaded["qwen2_5_vl"]
+    args = train.parse_args("--model m --data d --out o --steps 1".split())
+    rollout = Rollout("p7", 0, [1, 2, processor.image_token_id, 3], 2, [True, True], [-1.0, -1.0], [], "stop", "", advantage=1.0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="'p7': token 2 of 3 is an image token .* was a placeholder sampled"):
+            train.pack_minibatch([rollout], args, processor, torch.device("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
+    hf, processor = loaded["qwen3_vl"]
+    row = next(iter(demo.shapes_rows(1, "train", 0)))
+    example = SimpleNamespace(uid="x", messages=row["prompt"], images=[row["images"][0]["bytes"]])
+    args = train.parse_args("--model m --data d --out o --steps 1 --micro-tokens 300 --max-new-tokens 40".split())
+    policy = Policy(hf, processor, freeze_vision=False)
+    policy.zero_grad()
+    assert 290 <= train.probe_memory(policy, example, processor, args) <= 300
+    assert all(p.grad is None for p in policy.parameters())
 
 
 # --- small parts of the loop ---------------------------------------------------------------------------------------------
