@@ -360,7 +360,9 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
             sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shown}")
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
-    # a previous demo's run must not be resumed or mixed with this one
+    # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
+    if out.exists() and any(out.iterdir()) and not (out / "train.parquet").is_file():
+        raise ValueError(f"--out {out} is not empty and no earlier demo's folder; choose another")
 
 
     shutil.rmtree(out, ignore_errors=True)

@@ -16,7 +16,9 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from model import Processor, load_trained
+import torch
+
+from model import Processor, default_dtype, load_trained, locate
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, drop_long_prompts, make_prompts
@@ -71,8 +73,8 @@ def summarise(records: Sequence[dict]) -> dict:
         "n": len(records),
         "samples": len(scores[0]),
         "accuracy": accuracy,
-        # per example, so it holds for several samples too: those of one example are not independent
-        "accuracy_ci95": wilson(accuracy * len(records), len(records)),
+        # Over examples: the samples of one are not independent. A reward that is no proportion has no such interval.
+        "accuracy_ci95": wilson(accuracy * len(records), len(records)) if all(0 <= x <= 1 for s in scores for x in s) else None,
         f"pass@{len(scores[0])}": sum(max(s) == 1 for s in scores) / len(scores),
         "reward": sum(s["rewards"]["reward"] for s in samples) / len(samples),
         "truncated": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
@@ -89,6 +91,7 @@ def summarise(records: Sequence[dict]) -> dict:
 
 def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     """Paired comparison on the same examples: exact two-sided McNemar test on the first sample of each."""
+    assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
     pairs = [(correctness(a)[0] == 1, correctness(b)[0] == 1) for a, b in zip(records, baseline, strict=True)]
     gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
     n = gained + lost
@@ -166,15 +169,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--blank-images", action="store_true", help="replace every picture by a white one")
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
     add_reading_flags(p)
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, as in training")
     p.add_argument("--rows", type=int, default=256, help="responses decoded together")
     p.add_argument("--seed", type=int, default=0, help="of sampling")
     args = p.parse_args(argv)
-    if args.samples < 1:
-        raise ValueError(f"--samples {args.samples}: must be at least 1")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 1.0
+    for name in ("samples", "max_new_tokens", "max_prompt_tokens", "rows", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ValueError(f"--temperature {args.temperature} must not be negative, and --top-p {args.top_p} must be in (0, 1]")
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
+    if Path(args.out).is_file():
+        raise ValueError(f"--out {args.out} is a file; give a directory")
     return args
 
 
@@ -184,20 +194,26 @@ def main(args: argparse.Namespace) -> dict:
     examples, skipped = read_flagged(args.data, args, args.limit)
     check_tasks(examples, reward_fn)
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    paths = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
+    # All that can be wrong comes before the first model. The baseline sees the pictures at the run's own pixel limits.
+    limits = locate(args.model)[2]
+    processors = {name: Processor(locate(path)[0], **limits) for name, path in paths.items()}
+    kept, left_out = examples, list(skipped)
+    for processor in processors.values():
+        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens)
+        left_out += dropped
+    for line in left_out:
+        print0(f"left out: {line}")
+    if not kept:
+        raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
+    dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     results = {}
-    for name, path in [("model", args.model), ("baseline", args.baseline)]:
-        if path is None:
-            continue
-        hf, processor, _ = load_trained(path)
-        kept, dropped, _ = drop_long_prompts(examples, processor, args.max_prompt_tokens)
-        for line in skipped + dropped:
-            print0(f"left out: {line}")
-        if not kept:
-            raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
-        engine = HFEngine(hf, processor, ctx.device, args.rows)
-        records = evaluate(engine, kept, processor, reward_fn, ctx, sampling, args.samples, args.blank_images)
+    for name, path in paths.items():
+        engine = HFEngine(load_trained(path, dtype), processors[name], ctx.device, args.rows)
+        records = evaluate(engine, kept, processors[name], reward_fn, ctx, sampling, args.samples, args.blank_images)
+        del engine  # one model in memory at a time
         if ctx.main:
-            results[name] = {"path": path, "left_out": len(skipped) + len(dropped), **summarise(records)}, records
+            results[name] = {"path": path, "left_out": len(left_out), **summarise(records)}, records
     if not ctx.main:
         return {}
     summary = results["model"][0] | {"data": args.data, "blank_images": args.blank_images, "temperature": args.temperature}
@@ -208,8 +224,8 @@ def main(args: argparse.Namespace) -> dict:
     records = results["model"][1]
     page = rollout_page(f"{args.model} on {args.data}", summary, records, {e.uid: e for e in examples})
     write_text(out / "report.html", page)
-    low, high = summary["accuracy_ci95"]
-    print(f"accuracy {summary['accuracy']:.3f} (95% {low:.3f} to {high:.3f}), n {summary['n']}, truncated {summary['truncated']:.3f}")
+    interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
+    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, truncated {summary['truncated']:.3f}")
     for kind, part in summary["by_answer_type"].items():
         print(f"  {kind:<12} {part['accuracy']:.3f}  n {part['n']}")
     if args.baseline:

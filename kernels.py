@@ -8,7 +8,8 @@ Axes: T tokens to score, H hidden size, V vocabulary.
 
 import torch
 
-BLOCK_ELEMENTS = 1 << 21  # logits held at a time (8 MB in fp32): a block must not fall out of the last-level cache
+BLOCK_ELEMENTS = 1 << 21  # logits held at a time on a CPU (8 MB in fp32): a block must not fall out of the cache
+GPU_BLOCK_ROWS = 1024  # rows at a time on a GPU, where each block reads the whole weight and adds to its whole gradient
 
 
 def resolve_kernel(choice: str, device: torch.device) -> str:
@@ -18,8 +19,9 @@ def resolve_kernel(choice: str, device: torch.device) -> str:
     return f"torch (plain definition, {device.type})"
 
 
-def _row_blocks(n_rows: int, vocab: int) -> range:
-    return range(0, n_rows, max(1, BLOCK_ELEMENTS // vocab))
+def _row_blocks(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> range:
+    rows = GPU_BLOCK_ROWS if hidden_TH.is_cuda else max(1, BLOCK_ELEMENTS // weight_VH.shape[0])
+    return range(0, hidden_TH.shape[0], rows)
 
 
 def _block_logits(hidden: torch.Tensor, weight: torch.Tensor, inv_temperature: float, banned: torch.Tensor | None):
@@ -36,10 +38,10 @@ def _block_logits(hidden: torch.Tensor, weight: torch.Tensor, inv_temperature: f
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, targets_T, temperature, banned):
-        n, vocab = hidden_TH.shape[0], weight_VH.shape[0]
+        n = hidden_TH.shape[0]
         logp_T = hidden_TH.new_empty(n, dtype=torch.float32)
         entropy_T = hidden_TH.new_empty(n, dtype=torch.float32)
-        blocks = _row_blocks(n, vocab)
+        blocks = _row_blocks(hidden_TH, weight_VH)
         for start in blocks:
             rows = slice(start, start + blocks.step)
             z = _block_logits(hidden_TH[rows], weight_VH, 1.0 / temperature, banned)
@@ -64,7 +66,7 @@ class _LinearLogprob(torch.autograd.Function):
         # accumulated over blocks, so in fp32 whatever the weight's dtype
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
         with_entropy = bool(grad_entropy_T.any())
-        blocks = _row_blocks(hidden_TH.shape[0], weight_VH.shape[0])
+        blocks = _row_blocks(hidden_TH, weight_VH)
         for start in blocks:
             rows = slice(start, start + blocks.step)
             z = _block_logits(hidden_TH[rows], weight_VH, inv_temperature, ctx.banned)

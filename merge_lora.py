@@ -5,18 +5,20 @@
 """
 
 import argparse
+import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw
+from transformers.utils import cached_file
 
 from grpo import Sample, plant
-from model import Policy, Processor, find_checkpoint, load_hf, load_trained
+from model import Policy, Processor, find_checkpoint, load_hf, load_trained, locate
 from utils import run_script
 
-# Files beside the weights that a folder needs to be opened elsewhere; written by the base model's author, so copied.
+# Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
 COMPANIONS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json", "chat_template.jinja",
 )
@@ -27,8 +29,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("run", help="run directory (its newest checkpoint) or a checkpoint")
     p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
-    p.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of log-probabilities allowed (float32)")
+    p.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of log-probabilities allowed, nats")
     return p.parse_args(argv)
+
+
+def save_processor(base: str, processor: Processor, folder: Path) -> None:
+    """Tokenizer and processor files: the base's own, with the pixel limits that the run trained with."""
+    processor.tokenizer.save_pretrained(folder)
+    for name in COMPANIONS:
+        found = cached_file(base, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+        if found:
+            shutil.copy(found, folder / name)
+    settings = folder / "preprocessor_config.json"
+    if settings.is_file():
+        kept = {k: v for k, v in json.loads(settings.read_text()).items() if k not in ("size", "min_pixels", "max_pixels")}
+        settings.write_text(json.dumps(kept | {"size": dict(processor.image_processor.size)}, indent=2) + "\n")
+    else:
+        processor.image_processor.save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -45,35 +62,33 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
 
 
 def main(args: argparse.Namespace) -> None:
-    found = find_checkpoint(args.run)
-    if found is None:
+    if find_checkpoint(args.run) is None:
         raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json)")
     out = Path(args.out)
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {args.out} exists and is not empty; choose another folder or remove it")
-    hf, processor, base = load_trained(args.run)
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise ValueError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
+    base, checkpoint, limits = locate(args.run)
+    processor = Processor(base, **limits)
+    hf, dtype = load_trained(args.run), getattr(torch, args.dtype)
+    for parameter in hf.parameters():  # rounded before the comparison, which so allows for nothing but writing and reading
+        parameter.data = parameter.data.to(dtype).float()
     expected = probe_logprobs(hf, processor)
-    hf.to(getattr(torch, args.dtype))
+    hf.to(dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
         folder = Path(temporary) / "model"
         hf.save_pretrained(folder)
-        processor.tokenizer.save_pretrained(folder)
-        processor.image_processor.save_pretrained(folder)
-        for name in COMPANIONS:
-            if (Path(base) / name).is_file():
-                shutil.copy(Path(base) / name, folder / name)
+        save_processor(base, processor, folder)
         gap = (probe_logprobs(load_hf(str(folder)), Processor(str(folder))) - expected).abs().max().item()
-        tolerance = args.tolerance if args.dtype == "float32" else 0.5
-        if not gap <= tolerance:
+        if not gap <= args.tolerance:
             raise ValueError(
-                f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over {tolerance:.0e}; "
-                f"it was not kept. Raise --tolerance only if you know why"
+                f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over --tolerance "
+                f"{args.tolerance:.0e}; it was not kept. Raise --tolerance only if you know why"
             )
         if out.exists():
             out.rmdir()
         folder.rename(out)
-    print(f"wrote {out} from {found[0]} (base {base}); largest log-probability difference {gap:.1e}")
+    print(f"wrote {out} from {checkpoint} (base {base}); largest log-probability difference {gap:.1e}")
 
 
 if __name__ == "__main__":

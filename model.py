@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import shutil
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,13 +91,15 @@ class Processor:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path)
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, ImportError) as e:
             raise ValueError(f"--model {path!r}: cannot load its tokenizer and image processor ({str(e).splitlines()[0]})") from e
         size = dict(self.image_processor.size)
         if min_pixels is not None:
             size["shortest_edge"] = min_pixels
         if max_pixels is not None:
             size["longest_edge"] = max_pixels
+        if size["shortest_edge"] < 1 or size["longest_edge"] < 1:
+            raise ValueError(f"--min-pixels {min_pixels} and --max-pixels {max_pixels} must be at least 1")
         if size["shortest_edge"] > size["longest_edge"]:
             raise ValueError(
                 f"--min-pixels {size['shortest_edge']} is over --max-pixels {size['longest_edge']}; a picture cannot meet both"
@@ -435,6 +438,11 @@ class Policy(nn.Module):
         return logp + unused, entropy
 
 
+def default_dtype(device: torch.device) -> torch.dtype:
+    """Of computation: CPUs are several times slower in bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The bare transformers model of a folder or hub id."""
     config = load_config(path)
@@ -485,6 +493,22 @@ def full_parameters(policy: Policy, trainable_only: bool = False) -> Iterator[tu
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
+
+
+def make_optimizer(policy: Policy, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
+    one (every update skipped, say) would have none, and could not be resumed."""
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay)
+    for p in trainable:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # at learning rate 0
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return optimizer
 
 
 def complete_checkpoints(out: Path) -> list[Path]:
@@ -538,14 +562,22 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
     return checkpoint, json.loads((checkpoint.parent.parent / "run.json").read_text())["args"]
 
 
-def load_trained(path: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Processor, str]:
-    """(Hugging Face model, processor, base model path) of a model folder, hub id, run directory or checkpoint."""
+def locate(path: str) -> tuple[str, Path | None, dict]:
+    """(base model, checkpoint or None, pixel limits) of a model folder, hub id, run directory or checkpoint."""
     found = find_checkpoint(path)
-    args = found[1] if found else {}
+    checkpoint, args = found if found else (None, {})
     base = args.get("model", path)
-    processor = Processor(base, args.get("min_pixels"), args.get("max_pixels"))
-    hf = load_hf(base, dtype)
-    if found:
+    load_config(base)
+    return base, checkpoint, {key: args.get(key) for key in ("min_pixels", "max_pixels")}
+
+
+def load_trained(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The Hugging Face model of a model folder, hub id, run directory or checkpoint."""
+    base, checkpoint, _ = locate(path)
+    hf = load_hf(base, torch.float32 if checkpoint else dtype)
+    if checkpoint:
         state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items()}
-        dcp.load({"model": state}, checkpoint_id=found[0], no_dist=True)  # into the tensors themselves
-    return hf, processor, base
+        with warnings.catch_warnings():  # that there is no process group is the intent
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": state}, checkpoint_id=checkpoint, no_dist=True)  # into the tensors themselves
+    return hf.to(dtype)

@@ -651,6 +651,8 @@ def _checked(result: Any, uid: str) -> dict[str, float]:
     if "reward" not in parts:
         raise ValueError(f"row {uid!r}: the reward returned {parts!r} without a total; add the key 'reward'")
     for name, value in parts.items():
+        if name in ("mean", "constant_groups"):
+            raise ValueError(f"row {uid!r}: reward part {name!r} has the name of a metric of train.py, reward/{name}; rename it")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError(
                 f"row {uid!r}: reward part {name!r} is {value!r} ({type(value).__name__}); "

@@ -33,11 +33,13 @@ from model import (
     Processor,
     VisionCache,
     complete_checkpoints,
+    default_dtype,
     full_parameters,
     load_checkpoint,
     load_config,
     load_hf,
     load_processor,
+    make_optimizer,
     resolve_attention,
     save_checkpoint,
     shard,
@@ -69,7 +71,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--min-pixels", type=int, help="enlarge smaller pictures to this many pixels (default: the processor's)")
     p.add_argument("--max-pixels", type=int, help="shrink larger pictures to this many pixels (default: the processor's)")
     # rollout
-    p.add_argument("--rollout", choices=("hf",), default="hf", help="engine")
     p.add_argument("--prompts-per-step", type=int, default=16, help="P, over all processes")
     p.add_argument("--group-size", type=int, default=8, help="G, samples per prompt")
     p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
@@ -94,7 +95,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--warmup-steps", type=int, default=0, help="steps of linear warm-up")
     p.add_argument("--weight-decay", type=float, default=0.01, help="AdamW's (0 = off)")
     p.add_argument("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm to this")
-    p.add_argument("--micro-tokens", type=int, default=16384, help="most tokens in a micro-batch")
+    p.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
     # run
     p.add_argument("--out", required=True, help="run directory")
     p.add_argument("--resume", default="no", help="no, auto (newest complete checkpoint of --out, if any) or a checkpoint's path")
@@ -138,6 +139,7 @@ def validate(args: argparse.Namespace, world: int) -> None:
     need(not args.tensorboard or importlib.util.find_spec("tensorboard") is not None,
          "--tensorboard: the tensorboard package is not installed; pip install tensorboard, or leave the flag out")
     need(args.eval_every == 0 or args.eval_data, f"--eval-every {args.eval_every} needs --eval-data")
+    need(not Path(args.out).is_file(), f"--out {args.out} is a file; give a directory")
     need(args.resume != "no" or not (Path(args.out) / "metrics.jsonl").exists(),
          f"--out {args.out} already holds a run; continue it with --resume auto, or choose another directory")
     need(args.resume in ("no", "auto") or (Path(args.resume) / "trainer.json").is_file(),
@@ -180,11 +182,16 @@ def find_start(args: argparse.Namespace) -> Path | None:
     return given
 
 
+def model_location(args: argparse.Namespace) -> str:
+    """--model as run.json keeps it: readable from any directory."""
+    return str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
+
+
 def changed_flags(args: argparse.Namespace) -> list[str]:
     """What differs from the flags that the run in --out was last started with."""
     path = Path(args.out) / "run.json"
     before = json.loads(path.read_text())["args"] if path.is_file() else {}
-    now = {key: value for key, value in vars(args).items() if key != "resume"}
+    now = {key: value for key, value in vars(args).items() if key != "resume"} | {"model": model_location(args)}
     return [f"--{k.replace('_', '-')} {before[k]} -> {v}" for k, v in now.items() if k in before and before[k] != v]
 
 
@@ -389,8 +396,7 @@ def main(args: argparse.Namespace) -> None:
     checkpoint = find_start(args)
     out = Path(args.out)
 
-    auto = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
-    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
+    dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
     cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
     args.attn = resolve_attention(args.attn, ctx.device)
@@ -399,8 +405,7 @@ def main(args: argparse.Namespace) -> None:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
     shard(policy, ctx.device, dtype)
-    trainable = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.999), weight_decay=args.weight_decay)
+    optimizer = make_optimizer(policy, args.lr, args.weight_decay)
     start = load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
@@ -408,8 +413,8 @@ def main(args: argparse.Namespace) -> None:
     engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
     changes = changed_flags(args) if checkpoint else []
     dist.barrier()  # every rank has read run.json before rank 0 writes it anew
-    log = RunLog(out, vars(args), ctx, start, args.tensorboard)
-    counts = [sum(p.numel() for p in ps) for ps in (policy.parameters(), trainable)]
+    log = RunLog(out, vars(args) | {"model": model_location(args)}, ctx, start, args.tensorboard)
+    counts = [sum(p.numel() for p in policy.parameters() if p.requires_grad >= trained) for trained in (False, True)]
     print0(
         f"{args.model}: {counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M trained, {dtype} on {ctx.world} x {ctx.device.type}, "
         f"attention {args.attn}, kernel {resolve_kernel(args.kernel, ctx.device)}\n"

@@ -138,7 +138,7 @@ class RunLog:
         write_text(out / "run.json", json.dumps(describe_run(args), indent=2) + "\n")
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
         rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= start_step]
+        kept = [row for row in rows if start_step and row.endswith("\n") and json.loads(row)["step"] <= start_step]
         write_text(self.path, "".join(kept))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -8,5 +8,5 @@ mkdir -p out
 torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct \
     --data out/geo3k_train.parquet --eval-data out/geo3k_test.parquet --out out/geo3k_7b \
     --prompts-per-step 512 --group-size 5 --minibatches 4 --steps 60 --lr 1e-6 \
-    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 16384 --grad-checkpointing \
+    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 8192 --grad-checkpointing \
     --eval-every 5 --save-every 20 --resume auto "$@"

@@ -38,6 +38,9 @@ def main(_) -> None:
                                     [-5.0] * len(response), images, "stop", "", advantage=rng.choice([-1.0, 0.5, 0.0, 2.0])))
 
     policy = Policy(load_hf(model), processor, args.freeze_vision)
+    policy.train()
+    if args.grad_checkpointing:
+        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     shard(policy, ctx.device, torch.float32)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
     mine = [r for r in rollouts if int(r.uid[1:]) % ctx.world == ctx.rank]

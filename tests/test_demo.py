@@ -55,6 +55,13 @@ def test_pictures_show_what_the_answers_say():
     assert checked > 40
 
 
+def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="is not empty and no earlier demo"):
+        demo.run_demo(tmp_path, 0, "qwen2_5_vl", short=True)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
 def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
     from types import SimpleNamespace
 

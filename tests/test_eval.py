@@ -31,8 +31,11 @@ def test_wilson_interval_equals_the_published_example():
 
 def test_mcnemar_equals_enumeration():
     for gained, lost in [(0, 0), (1, 0), (5, 1), (3, 3), (0, 8)]:
-        ours = [record("a", [1.0])] * gained + [record("a", [0.0])] * lost + [record("a", [1.0])] * 4
-        base = [record("a", [0.0])] * gained + [record("a", [1.0])] * lost + [record("a", [1.0])] * 4
+        ours = [record("a", [x]) for x in [1.0] * gained + [0.0] * lost + [1.0] * 4]
+        base = [record("a", [x]) for x in [0.0] * gained + [1.0] * lost + [1.0] * 4]
+        for i, pair in enumerate(zip(ours, base, strict=True)):
+            for side in pair:
+                side["uid"] = str(i)
         got = E.compare(ours, base)
         n = gained + lost
         as_extreme = sum(abs(sum(bits) - n / 2) >= abs(gained - n / 2) for bits in itertools.product((0, 1), repeat=n))
@@ -46,6 +49,12 @@ def test_summary_counts_per_example_and_type():
     assert s["by_answer_type"] == {"colour": {"n": 1, "accuracy": 1.0}, "count": {"n": 2, "accuracy": 0.25}}
     low, high = s["accuracy_ci95"]
     assert low < 0.5 < high
+    assert E.summarise([record("a", [12.0]), record("a", [-3.0])])["accuracy_ci95"] is None
+
+
+def test_comparison_refuses_other_examples():
+    with pytest.raises(AssertionError, match="same examples"):
+        E.compare([record("a", [1.0])], [record("b", [1.0])])
 
 
 def test_page_escapes_what_the_policy_wrote_and_limits_itself():
@@ -79,6 +88,10 @@ def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
     (["nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--samples", "2", "--temperature", "0"], "copies of one response"),
     (["TOY", "--samples", "0"], "--samples 0"),
+    (["TOY", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
+    (["TOY", "--top-p", "0"], "--top-p 0.0 must be in (0, 1]"),
+    (["TOY", "--limit", "-1"], "--limit -1"),
+    (["TOY", "--baseline", "nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
 ])
@@ -111,10 +124,13 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     """Beside the bitwise test of weights in test_train.py: the folder opens, and evaluates as the run does."""
     make_model(tmp_path / "tied", hidden=64, layers=2, vocab=448, tied=True)
     train_file = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
-    common = flags(tmp_path / "tied", train_file, tmp_path / "run")
+    common = flags(tmp_path / "tied", train_file, tmp_path / "run", "--max-pixels", 4000)
     run([sys.executable, "train.py", *common, "--steps", 1])
     run([*TORCHRUN, 2, "train.py", *common, "--steps", 2, "--resume", "auto"])
     done = run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "hf"])
+    limits = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())["size"]
+    assert limits["longest_edge"] == 4000  # the run's, not the base's
+    run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "half", "--dtype", "bfloat16"])
     assert "largest log-probability difference" in done.stdout
     texts = []
     for name in ("run", "hf"):

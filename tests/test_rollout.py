@@ -1,6 +1,5 @@
 """HFEngine against transformers' generate and against full recomputation.   pytest tests/test_rollout.py"""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from PIL import Image
 import model as M
 from demo import png
 from grpo import Sample, plant
-from rollout import HFEngine, KVCache, Prompt, Sampling, drop_long_prompts, make_prompts, sample_tokens
+from rollout import HFEngine, KVCache, Sampling, drop_long_prompts, make_prompts, sample_tokens
 
 CPU = torch.device("cpu")
 
@@ -53,7 +52,6 @@ def test_engine_logprobs_equal_the_trainers(family, loaded, examples):
     hf, processor = loaded[family]
     rollouts = HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 4, Sampling(9, temperature=0.8, seed=3))
     policy = M.Policy(hf, processor)
-    assert len({len(r.response) for r in rollouts}) >= 1
     for r in rollouts:
         micro = plant([Sample(r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)], processor.image_token_id)
         with torch.no_grad():
@@ -198,7 +196,3 @@ def test_a_prompt_that_cannot_be_encoded_names_its_example(loaded):
     with pytest.raises(ValueError, match="example 'bad'"):
         make_prompts([example("bad", "<image><image>", [Image.new("RGB", (84, 84))])], processor)
 
-
-def test_prompt_is_a_plain_record():
-    assert [f for f in Prompt.__dataclass_fields__] == ["uid", "token_ids", "images", "example"]
-    assert math.isclose(Sampling(3).temperature, 1.0)

@@ -64,7 +64,7 @@ def without_time(out):
 @pytest.mark.parametrize("family,more", [
     ("qwen2_5_vl", ["--no-freeze-vision"]),
     ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]),
-    ("qwen2_vl", ["--loss-agg", "const"]),
+    ("qwen2_vl", ["--loss-agg", "const", "--grad-checkpointing"]),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
     results = {}
@@ -144,6 +144,34 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in start)
     changed = {k for k in start if not torch.equal(start[k], weights[0][k])}
     assert changed and not any(k.startswith(("visual", "model.visual")) for k in changed)  # frozen
+
+
+def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--steps", 2, "--dtype", "bfloat16")])
+    logged = rows(tmp_path / "r")
+    assert all(row["policy/grad_norm"] > 0 and 1e-5 < row["rollout/max_abs_dlogp"] < 0.2 for row in logged)
+
+
+def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
+    flat = tmp_path / "flat.py"
+    flat.write_text("def score(response, example):\n    return -3.5\n")  # no spread, no gradient; and no proportion
+    common = flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--eval-data", shapes[1], "--reward", f"{flat}:score")
+    first = run([sys.executable, "train.py", *common, "--steps", 1, "--resume", "auto"])
+    assert "resumed" not in first.stdout
+    run([sys.executable, "train.py", *common, "--steps", 2, "--resume", "auto"])
+    logged = rows(tmp_path / "r")
+    assert [row["step"] for row in logged] == [0, 1, 2] and all(row["update/skipped"] == 1 for row in logged[1:])
+    assert logged[0]["eval/accuracy"] == logged[1]["reward/mean"] == -3.5
+    run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
+    start, end = (load_file(p / "model.safetensors") for p in (toys["qwen2_5_vl"], tmp_path / "hf"))
+    assert all(torch.equal(start[k], end[k]) for k in start)
+
+
+def test_resume_auto_before_the_first_checkpoint_starts_afresh(toys, shapes, tmp_path):
+    common = flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--eval-data", shapes[1], "--steps", 9, "--save-every", 9)
+    kill_after([sys.executable, "train.py", *common], tmp_path / "r", 1)
+    run([sys.executable, "train.py", *common, "--resume", "auto"])
+    assert [row["step"] for row in rows(tmp_path / "r")] == list(range(10))
 
 
 def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path):
