@@ -6,10 +6,14 @@
 padded   transformers' own forward on (prompt + response), right-padded, full logits of the response positions
 packed   ours, each response with a copy of its prompt (what --attn flash would compute)
 forest   ours as trained: prompt and picture once per group
-All three compute the same loss and gradients (checked first). Interleaved runs, minimum of each, one thread.
+All three compute the same loss and gradients (checked first). Interleaved runs, minimum of each, one thread; memory is
+the growth of the resident set during one update, each way in a process of its own. The vision tower is frozen and its
+features are not cached here: an update with a warm cache saves that part too.
 """
 
 import argparse
+import multiprocessing
+import resource
 import sys
 import tempfile
 import time
@@ -21,7 +25,7 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import demo  # noqa: E402
-from grpo import Branch, Tree, pack  # noqa: E402
+from grpo import Sample, pack  # noqa: E402
 from model import Policy, load_hf, load_processor  # noqa: E402
 
 
@@ -50,18 +54,19 @@ def main() -> None:
         demo.make_model(Path(folder), args.family)
         processor, hf = load_processor(folder), load_hf(folder)
     policy = Policy(hf, processor)
-    trees = []
+    samples = []
     for p in range(args.prompts):
         noise = torch.randint(0, 256, (args.picture, args.picture, 3), generator=generator, dtype=torch.uint8)
         image = processor.image(str(p), Image.fromarray(noise.numpy()))
         prompt = processor.encode([{"role": "user", "content": "<image>"}], [image])
         prompt += [draw(0, 250) for _ in range(args.prompt - len(prompt))]
-        responses = [[draw(0, 250) for _ in range(draw(args.response // 2, args.response))] for _ in range(args.group)]
-        trees.append(Tree(str(p), prompt, [image], [Branch(r, [True] * len(r), {}) for r in responses]))
-    sequences = [(tree, branch) for tree in trees for branch in tree.branches]
-    forests = pack(trees, args.micro_tokens)
-    copies = pack([Tree(tree.uid, tree.prompt, tree.images, [branch]) for tree, branch in sequences], args.micro_tokens)
-    scored = sum(len(branch.tokens) for _, branch in sequences)
+        for _ in range(args.group):
+            response = [draw(0, 250) for _ in range(draw(args.response // 2, args.response))]
+            samples.append(Sample(str(p), prompt + response, [False] * len(prompt) + [True] * len(response), {}, [image]))
+    apart = [Sample(f"{s.uid}/{i}", s.tokens, s.scored, {}, s.images) for i, s in enumerate(samples)]
+    forests = pack(samples, args.micro_tokens, processor.image_token_id)
+    copies = pack(apart, args.micro_tokens, processor.image_token_id)
+    scored = sum(sum(s.scored) for s in samples)
 
     def run_micros(micros) -> float:
         total = 0.0
@@ -74,15 +79,14 @@ def main() -> None:
     def run_padded() -> float:
         total = 0.0
         per_batch = max(1, args.micro_tokens // (args.prompt + args.response))
-        for start in range(0, len(sequences), per_batch):
-            part = sequences[start : start + per_batch]
-            length = max(len(tree.prompt) + len(branch.tokens) for tree, branch in part)
+        for start in range(0, len(samples), per_batch):
+            part = samples[start : start + per_batch]
+            length = max(len(s.tokens) for s in part)
             ids = torch.zeros(len(part), length, dtype=torch.long)
             attention = torch.zeros_like(ids)
-            for i, (tree, branch) in enumerate(part):
-                row = torch.tensor(list(tree.prompt) + list(branch.tokens))
-                ids[i, : len(row)], attention[i, : len(row)] = row, 1
-            images = [image for tree, _ in part for image in tree.images]
+            for i, s in enumerate(part):
+                ids[i, : len(s.tokens)], attention[i, : len(s.tokens)] = torch.tensor(s.tokens), 1
+            images = [image for s in part for image in s.images]
             hf.model.rope_deltas = None
             logits = hf(
                 input_ids=ids, attention_mask=attention, pixel_values=torch.cat([i.pixel_values for i in images]),
@@ -91,8 +95,9 @@ def main() -> None:
             ).logits
             logits[..., policy.banned] = -torch.inf
             loss = 0.0
-            for i, (tree, branch) in enumerate(part):
-                n, targets = len(tree.prompt), torch.tensor(branch.tokens)
+            for i, s in enumerate(part):
+                n = args.prompt
+                targets = torch.tensor(s.tokens[n:])
                 logp = logits[i, n - 1 : n - 1 + len(targets)].log_softmax(-1).gather(1, targets[:, None])
                 loss = loss - logp.sum() / scored
             loss.backward()
@@ -100,9 +105,31 @@ def main() -> None:
         return total
 
     ways = {"padded": run_padded, "packed": lambda: run_micros(copies), "forest": lambda: run_micros(forests)}
+    per_row = max(1, args.micro_tokens // (args.prompt + args.response))
+    batches = [samples[i : i + per_row] for i in range(0, len(samples), per_row)]
     computed = {
-        "padded": None, "packed": sum(m.n_tokens for m in copies), "forest": sum(m.n_tokens for m in forests),
+        "padded": sum(len(b) * max(len(s.tokens) for s in b) for b in batches),
+        "packed": sum(m.n_tokens for m in copies),
+        "forest": sum(m.n_tokens for m in forests),
     }
+    distinct = len({(s.uid, *s.tokens[: t + 1]) for s in samples for t in range(s.n_inputs)})  # what has to be computed once
+
+    def memory(way) -> float:
+        """MiB that one update adds to the resident set of a fresh process."""
+        context, queue = (c := multiprocessing.get_context("fork")), c.SimpleQueue()
+
+        def child() -> None:
+            before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            way()
+            queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+        process = context.Process(target=child)
+        process.start()
+        grown = queue.get()
+        process.join()
+        return grown / 2**20
+
+    peak = {name: memory(way) for name, way in ways.items()}  # before anything else has grown the heap
     losses, gradients = {}, {}
     for name, way in ways.items():
         policy.zero_grad()
@@ -116,11 +143,14 @@ def main() -> None:
             way()
             seconds[name] = min(seconds[name], time.perf_counter() - began)
     print(f"{args.family}, {args.prompts} prompts of {args.prompt} tokens x {args.group} responses of {args.response // 2}-{args.response}")
-    print(f"{'':8} {'seconds':>8} {'vs padded':>10} {'tokens computed':>16} {'response tok/s':>15} {'loss difference':>16} {'gradient':>9}")
+    widths = {"seconds": 9, "vs padded": 10, "tokens": 8, "useful": 7, "response tok/s": 15, "MiB": 6, "loss diff": 10, "gradient": 9}
+    columns = list(widths.items())
+    print(f"{'':8}" + "".join(f"{name:>{width}}" for name, width in columns))
     for name in ways:
-        gap = (gradients[name] - gradients["padded"]).norm() / gradients["padded"].norm()
-        print(f"{name:8} {seconds[name]:8.3f} {seconds['padded'] / seconds[name]:9.2f}x {computed[name] or '-':>16} "
-              f"{scored / seconds[name]:15.0f} {abs(losses[name] - losses['padded']):16.1e} {gap.item():9.1e}")
+        gap = (gradients[name] - gradients["padded"]).norm().item() / gradients["padded"].norm().item()
+        cells = (f"{seconds[name]:.3f}", f"{seconds['padded'] / seconds[name]:.2f}x", computed[name], f"{distinct / computed[name]:.3f}",
+                 f"{scored / seconds[name]:.0f}", f"{peak[name]:.0f}", f"{abs(losses[name] - losses['padded']):.1e}", f"{gap:.1e}")
+        print(f"{name:8}" + "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True)))
 
 
 if __name__ == "__main__":
