@@ -4,10 +4,14 @@ Axes: P prompts of a step, G samples per prompt, T packed tokens of a micro-batc
 produced).
 """
 
-from collections.abc import Sequence
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -250,21 +254,251 @@ def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> 
     return parts
 
 
-def pack(samples: Sequence[Sample], max_tokens: int, image_token: int) -> list[Micro]:
-    """Samples to micro-batches of at most max_tokens tokens: a tree per uid, best-fit decreasing. Every sample lands in
-    exactly one. ValueError for a sample that cannot fit alone, and for pictures that disagree with their tokens."""
+def pack(
+    samples: Sequence[Sample], max_tokens: int, image_token: int, rates: tuple[float, ...] | None = None,
+    count: Callable[[int], int] = lambda needed: needed,
+) -> list[Micro]:
+    """Samples to micro-batches of at most max_tokens tokens, a tree per uid. Every sample lands in exactly one.
+
+    They are as few as best-fit decreasing needs, or `count(needed)` if that is more and there are trees enough: the
+    largest number over all ranks, say. Balanced in FLOPs if `rates` (see flop_rates) are given, else in tokens.
+    ValueError for a sample that cannot fit alone, and for pictures that disagree with their tokens.
+    """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.uid, []).append(sample)
-    parts = [part for group in groups.values() for part in split_tree(group, max_tokens, image_token)]
-    bins: list[list[Sample]] = []
-    rooms: list[int] = []
-    for part, size in sorted(parts, key=lambda p: -p[1]):
-        fitting = [i for i, room in enumerate(rooms) if room >= size]
-        best = min(fitting, key=lambda i: rooms[i], default=len(bins))
-        if best == len(bins):
-            bins.append([])
-            rooms.append(max_tokens)
-        bins[best].extend(part)
-        rooms[best] -= size
-    return [plant(b, image_token) for b in bins]
+    trees = [tree for group in groups.values() for tree in split_tree(group, max_tokens, image_token)]
+    sizes = [size for _, size in trees]
+    needed = 0
+    order = np.argsort(-np.array(sizes, dtype=float), kind="stable")
+    while best_fit(order, np.zeros(len(sizes)), needed, 0.0, np.array(sizes, dtype=float), max_tokens) is None:
+        needed = max(needed + 1, -(-sum(sizes) // max_tokens))
+    k = min(max(count(needed), needed), len(trees))
+    costs = [float(size) for size in sizes]
+    if rates is not None:
+        costs = []
+        for tree, _ in trees:
+            patches = [image.grid_thw[0] * image.grid_thw[1] * image.grid_thw[2] for image in tree[0].images]
+            prompt = tree[0].scored.index(True)
+            branches = [s.n_inputs - prompt for s in tree]
+            costs.append(tree_flops(rates, prompt, patches, branches, [sum(s.scored) for s in tree]))
+    bins = balance(costs, k, sizes=sizes, max_size=max_tokens) if k else []
+    return [plant([sample for i in chosen for sample in trees[i][0]], image_token) for chosen in bins]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Balancing. N items, k bins; bin_N[i] is the bin of item i
+
+
+def balance(
+    costs: Sequence[float], k: int, cap: float | None = None, sizes: Sequence[int] | None = None, max_size: int | None = None
+) -> list[list[int]]:
+    """Partition the indices of `costs` into k bins so that the largest total cost is small. Every index is in one bin,
+    a bin's indices ascend, and bins are empty where there are fewer items than bins. Deterministic.
+
+    `cap` bounds a bin's cost and `max_size` its total of `sizes` (say tokens, where costs are FLOPs). Neither is ever
+    exceeded: ValueError for an item that exceeds one alone, and where no partition is found. The search is a heuristic,
+    so within a few percent of the bounds it can miss one that exists.
+
+    Longest first (Graham 1969), and multifit (Coffman, Garey and Johnson 1978) where bins are few items deep; then `refine`.
+    """
+    cost_N = np.asarray(costs, dtype=np.float64)
+    size_N = np.zeros(len(cost_N)) if sizes is None else np.asarray(sizes, dtype=np.float64)
+    if k < 1 or len(size_N) != len(cost_N) or (sizes is None) != (max_size is None):
+        raise ValueError(f"balance: need k >= 1, and sizes for all {len(cost_N)} costs if and only if there is a max_size; got "
+                         f"k={k}, {'no' if sizes is None else len(size_N)} sizes, max_size={max_size}")
+    limit, room = math.inf if cap is None else cap, math.inf if max_size is None else max_size
+    for what, x_N, most, name in (("cost", cost_N, limit, "cap"), ("size", size_N, room, "max_size")):
+        for i in np.flatnonzero(~(np.isfinite(x_N) & (x_N >= 0))).tolist():
+            raise ValueError(f"balance: {what} of item {i} is {x_N[i]:.12g}; it must be finite and >= 0")
+        for i in np.flatnonzero(x_N > most).tolist():
+            raise ValueError(f"balance: item {i} alone has {what} {x_N[i]:.12g}, over {name} {most:.12g}; raise {name} or leave it out")
+    target = max(cost_N.max(initial=0.0), cost_N.sum() / k) * (1 + 1e-5)
+
+    def top(x_N: np.ndarray, bin_N: np.ndarray) -> float:
+        return np.bincount(bin_N, x_N, minlength=k).max()
+
+    starts = (
+        lambda: longest_first(cost_N, k, size_N, room),
+        lambda: multifit(cost_N, k, size_N, room),
+        # The rest only look for any partition within the bounds.
+        lambda: refine(size_N, longest_first(size_N, k), k, target=room),
+        lambda: best_fit(np.argsort(-size_N, kind="stable"), cost_N, k, limit, size_N, room),
+    )
+    best, best_top = None, math.inf
+    for n, start in enumerate(starts):
+        if best is not None and (best_top <= target or len(cost_N) > 6 * k or n > 1):
+            break
+        bin_N = start()
+        if bin_N is not None and top(size_N, bin_N) <= room:
+            bin_N = refine(cost_N, bin_N, k, target, size_N, room)
+            if top(cost_N, bin_N) <= limit and top(cost_N, bin_N) < best_top:
+                best, best_top = bin_N, top(cost_N, bin_N)
+    if best is None:
+        raise ValueError(f"balance: found no way to put {len(cost_N)} items of total cost {cost_N.sum():.12g} and size {size_N.sum():.12g} "
+                         f"into {k} bins of cost <= {limit:.12g} and size <= {room:.12g}; use more bins or raise the bound")
+    bins: list[list[int]] = [[] for _ in range(k)]
+    for i, b in enumerate(best.tolist()):
+        bins[b].append(i)
+    return bins
+
+
+def longest_first(cost_N: np.ndarray, k: int, size_N: np.ndarray | None = None, room: float = math.inf) -> np.ndarray | None:
+    """The costliest item first, each to the least loaded bin that has room for it; None where none has."""
+    bin_N, used, cost = np.empty(len(cost_N), dtype=np.int64), [0.0] * k, cost_N.tolist()
+    size = [0.0] * len(cost) if size_N is None else size_N.tolist()
+    heap = [(0.0, b) for b in range(k)]
+    for i in np.argsort(-cost_N, kind="stable").tolist():
+        full = []
+        while heap and used[heap[0][1]] + size[i] > room:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, b = heap[0]
+        heapq.heapreplace(heap, (load + cost[i], b))
+        bin_N[i] = b
+        used[b] += size[i]
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bin_N
+
+
+def best_fit(order: np.ndarray, cost_N: np.ndarray, k: int, cap: float, size_N: np.ndarray, room: float) -> np.ndarray | None:
+    """Items in `order`, each to the bin that it fills best without exceeding `cap` or `room`; None where one fits nowhere."""
+    bin_N, cost, size = np.empty(len(cost_N), dtype=np.int64), cost_N.tolist(), size_N.tolist()
+    left = [(cap, room, b) for b in range(k)]  # ascending: what each bin has left
+    for i in order.tolist():
+        j = bisect_left(left, (cost[i],))
+        while j < k and left[j][1] < size[i]:
+            j += 1
+        if j == k:
+            return None
+        cost_left, size_left, b = left.pop(j)
+        insort(left, (cost_left - cost[i], size_left - size[i], b))
+        bin_N[i] = b
+    return bin_N
+
+
+def multifit(cost_N: np.ndarray, k: int, size_N: np.ndarray, room: float, steps: int = 10) -> np.ndarray | None:
+    """Bisect for the smallest cap at which best fit of the costliest first succeeds."""
+    order, low = np.argsort(-cost_N, kind="stable"), max(cost_N.max(initial=0.0), cost_N.sum() / k)
+    best, high = None, 2 * low  # without sizes, best fit succeeds at twice the lower bound
+    for step in range(steps):
+        cap = high if step == 0 else (low + high) / 2
+        bin_N = best_fit(order, cost_N, k, cap, size_N, room)
+        if bin_N is not None:
+            best, high = bin_N, np.bincount(bin_N, cost_N, minlength=k).max()
+        elif step == 0:
+            break
+        else:
+            low = cap
+    return best
+
+
+def refine(
+    cost_N: np.ndarray, bin_N: np.ndarray, k: int, target: float, size_N: np.ndarray | None = None, room: float = math.inf
+) -> np.ndarray:
+    """Lower the largest bin until it is at most `target`, or nothing helps any more, or the work is spent (tens of ms).
+
+    A round pairs the heaviest bins with lighter ones. Each pair swaps the items whose difference comes closest to half
+    of its gap, if that narrows it, all pairs at once. A bin is a row of cells, and some are empty: swapping with an empty
+    cell is a move. First one cell against one, then, as long as bins are few cells deep, two against two.
+    """
+    count = np.bincount(bin_N, minlength=k)
+    by_bin = np.argsort(bin_N, kind="stable")
+    width = count.max(initial=0) + 2
+    cells = np.full((k, width), len(cost_N))  # item of each cell; N: empty
+    cells[bin_N[by_bin], np.arange(len(cost_N)) - np.repeat(count.cumsum() - count, count)] = by_bin
+    cost = np.append(cost_N, 0.0)
+    size = None if size_N is None or room == math.inf else np.append(size_N, 0.0)
+    load = cost[cells].sum(1)
+    work = 2 << 20
+    for choice in (np.arange(width)[:, None], np.stack(np.triu_indices(width, 1), 1)):  # (C, 1), then (C, 2) columns
+        pairs = min(k // 2, (1 << 16) // len(choice) ** 2)
+        if len(choice) <= width:
+            pairs = min(k // 2, max(pairs, 1))
+        stale, best = 0, load.max(initial=0.0)
+        while pairs and best > target and stale < 24 and work > 0:
+            order = np.argsort(load, kind="stable")
+            heavy = order[::-1][:pairs]
+            light = np.roll(order[: k - pairs], -stale * pairs)[:pairs]
+            half = (load[heavy] - load[light]) / 2
+            miss = cost[cells[heavy]][:, choice].sum(2)[:, :, None] - cost[cells[light]][:, choice].sum(2)[:, None, :]
+            miss -= half[:, None, None]
+            np.abs(miss, out=miss)
+            if size is not None:
+                moved = size[cells[heavy]][:, choice].sum(2)[:, :, None] - size[cells[light]][:, choice].sum(2)[:, None, :]
+                low, high = size[cells[heavy]].sum(1) - room, room - size[cells[light]].sum(1)
+                miss[(moved < low[:, None, None]) | (moved > high[:, None, None])] = math.inf
+            miss = miss.reshape(pairs, -1)
+            pick = miss.argmin(1)
+            good = miss[np.arange(pairs), pick] < half * (1 - 1e-9)
+            heavy, light, pick = heavy[good], light[good], pick[good]
+            give, take = choice[pick // len(choice)], choice[pick % len(choice)]
+            given, taken = cells[heavy[:, None], give], cells[light[:, None], take]
+            cells[heavy[:, None], give], cells[light[:, None], take] = taken, given
+            load[heavy], load[light] = cost[cells[heavy]].sum(1), cost[cells[light]].sum(1)
+            work -= miss.size
+            stale = 0 if load.max() < best else stale + 1
+            best = min(best, load.max())
+    bin_N = np.empty_like(bin_N)
+    rows, columns = np.nonzero(cells < len(cost_N))
+    bin_N[cells[rows, columns]] = rows
+    return bin_N
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a sequence costs: forward FLOPs, 2 per multiply-add
+
+
+def flop_rates(config: Any) -> tuple[float, ...]:
+    """FLOPs per language token, per attention pair of it, per scored token, per patch and per attention pair of the
+    vision tower with its share of pictures seen whole; then that of windows, and the patches of a window.
+
+    For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows) and Qwen3-VL (deepstack). Norms, activations,
+    rotary embeddings and softmax are left out: they multiply no matrices.
+    """
+    t, v = config.text_config, config.vision_config
+    heads = t.num_attention_heads
+    head_dim = getattr(t, "head_dim", None) or t.hidden_size // heads
+    matrices = t.hidden_size * head_dim * (2 * heads + 2 * t.num_key_value_heads) + 3 * t.hidden_size * t.intermediate_size
+    width = getattr(v, "embed_dim", v.hidden_size)  # Qwen2-VL alone calls its output hidden_size
+    inner = v.intermediate_size if hasattr(v, "intermediate_size") else int(width * v.mlp_ratio)
+    windows = hasattr(v, "fullatt_block_indexes")
+    whole = len(set(v.fullatt_block_indexes)) if windows else v.depth
+    block = 4 * width * width + (3 if windows else 2) * width * inner
+    merged = width * v.spatial_merge_size**2
+    mergers = 1 + len(getattr(v, "deepstack_visual_indexes", ()))
+    merger = mergers * merged * (merged + getattr(v, "out_hidden_size", v.hidden_size)) / v.spatial_merge_size**2
+    patch = v.in_channels * v.temporal_patch_size * v.patch_size**2 * width + v.depth * block + merger
+    side = v.window_size // v.patch_size // v.spatial_merge_size * v.spatial_merge_size if windows else 0
+    return (
+        2.0 * t.num_hidden_layers * matrices, 4.0 * t.num_hidden_layers * heads * head_dim, 2.0 * t.hidden_size * t.vocab_size,
+        2.0 * patch, 4.0 * whole * width, 4.0 * (v.depth - whole) * width, side**2,
+    )
+
+
+def tree_flops(
+    config: Any, prompt_tokens: int, image_patches: Sequence[int], branches: Sequence[int], scored: Sequence[int],
+    *, train_vision: bool = False,
+) -> float:
+    """Forward FLOPs of a prompt with its pictures, counted once, and of its branches. `prompt_tokens` include the image
+    tokens; a branch of b tokens attends to the prompt and itself; the head runs on the sum of `scored` tokens.
+
+    Balancing wants what an update costs, which is three forwards (one, and two for the backward) except for a frozen
+    tower: unless `train_vision`, the tower counts a third. Leave out pictures whose features are at hand. Windows are
+    taken as full, so pictures whose sides are not whole windows count slightly too much. For many calls pass
+    `flop_rates(config)` in place of the config.
+    """
+    rates = config if isinstance(config, tuple) else flop_rates(config)
+    token, pair, head, patch, whole_pair, window_pair, window = rates
+    pairs = prompt_tokens * (prompt_tokens + 1) / 2 + sum(b * prompt_tokens + b * (b + 1) / 2 for b in branches)
+    vision = sum(p * (patch + whole_pair * p + window_pair * min(p, window)) for p in image_patches)
+    return token * (prompt_tokens + sum(branches)) + pair * pairs + head * sum(scored) + vision / (1 if train_vision else 3)
+
+
+def sequence_flops(
+    config: Any, text_tokens: int, image_patches: Sequence[int], response_tokens: int, *, train_vision: bool = False
+) -> float:
+    """`tree_flops` of one sequence: text_tokens are all of its language tokens, response_tokens those that are scored."""
+    return tree_flops(config, text_tokens, image_patches, (), (response_tokens,), train_vision=train_vision)

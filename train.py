@@ -215,8 +215,11 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def pack_minibatch(rollouts: Sequence[Rollout], args: argparse.Namespace, processor: Processor, device: torch.device) -> list[grpo.Micro]:
-    """Micro-batches of this rank's part of a minibatch; the same number on every rank."""
+def pack_minibatch(
+    rollouts: Sequence[Rollout], args: argparse.Namespace, processor: Processor, device: torch.device,
+    rates: tuple[float, ...] | None = None,
+) -> list[grpo.Micro]:
+    """Micro-batches of this rank's part of a minibatch, even in FLOPs; the same number on every rank."""
     used = [r for r in rollouts if args.truncated == "keep" or r.finish_reason != "length"]
     total = all_sum({"tokens": sum(sum(r.loss_mask) for r in used), "sequences": len(used)})
     samples = []
@@ -228,12 +231,16 @@ def pack_minibatch(rollouts: Sequence[Rollout], args: argparse.Namespace, proces
         values = {"advantage": [r.advantage] * n, "weight": [weight] * n, "engine_logp": r.logprobs}
         uid = r.uid if args.attn != "flash" else f"{r.uid}/{r.sample}"  # flash attention knows no branches
         samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, values, r.images))
-    micros = grpo.pack(samples, args.micro_tokens, processor.image_token_id)
-    count = torch.tensor(len(micros), device=device)
-    dist.all_reduce(count, dist.ReduceOp.MAX)
+    wanted = torch.zeros(1, dtype=torch.long, device=device)
+
+    def over_ranks(needed: int) -> int:
+        dist.all_reduce(wanted.fill_(needed), dist.ReduceOp.MAX)
+        return int(wanted)
+
+    micros = grpo.pack(samples, args.micro_tokens, processor.image_token_id, rates, over_ranks)
     eos = processor.eos_ids[0]
     idle = grpo.Sample("idle", [eos, eos], [False, True], {"advantage": [0.0], "weight": [0.0], "engine_logp": [0.0]})
-    while len(micros) < int(count):  # collectives must match: a rank with less work adds a forward of weight 0
+    while len(micros) < int(wanted):  # collectives must match: a rank with less work adds a forward of weight 0
         micros.append(grpo.plant([idle], processor.image_token_id))
     return micros
 
@@ -425,6 +432,10 @@ def main(args: argparse.Namespace) -> None:
     )
 
     timers = Timers()
+    # A trained tower costs three times a frozen one's forward; a cached one nothing: the engine has just filled the cache.
+    vision = 0.0 if cache else 1.0 if args.freeze_vision else 3.0
+    rates = grpo.flop_rates(policy.hf.config)
+    rates = (*rates[:3], *(vision * rate for rate in rates[3:6]), rates[6])
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
 
     def run_eval(step: int) -> dict[str, float]:
@@ -478,7 +489,7 @@ def main(args: argparse.Namespace) -> None:
         # 4. pack: prompt and pictures once for all samples of a group
         share = len(rollouts) // args.minibatches
         minibatches = [
-            pack_minibatch(rollouts[k * share : (k + 1) * share], args, processor, ctx.device) for k in range(args.minibatches)
+            pack_minibatch(rollouts[k * share : (k + 1) * share], args, processor, ctx.device, rates) for k in range(args.minibatches)
         ]
 
         # 5. update

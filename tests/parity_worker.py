@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
+import grpo  # noqa: E402
 import train  # noqa: E402
 from model import Policy, load_hf, load_processor, shard  # noqa: E402
 from rollout import Rollout  # noqa: E402
@@ -44,7 +45,7 @@ def main(_) -> None:
     shard(policy, ctx.device, torch.float32)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
     mine = [r for r in rollouts if int(r.uid[1:]) % ctx.world == ctx.rank]
-    micros = train.pack_minibatch(mine, args, processor, ctx.device)
+    micros = train.pack_minibatch(mine, args, processor, ctx.device, grpo.flop_rates(policy.hf.config))
     args.max_grad_norm = 1e9  # the gradients themselves, unclipped
     metrics = train.update(policy, optimizer, [micros], args, ctx)
     gradients = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}

@@ -171,6 +171,18 @@ def test_each_scored_token_has_just_its_context_once_within_the_cap(samples, cap
     assert sorted(seen) == sorted(v for s in samples for v in s.values["id"])
 
 
+@settings(max_examples=40, deadline=None)
+@given(groups(), st.integers(22, 60), st.integers(0, 6))
+def test_all_ranks_can_be_given_the_same_number_of_micro_batches(samples, cap, extra):
+    needs = []
+    fewest = pack(samples, cap, IMAGE)
+    more = pack(samples, cap, IMAGE, count=lambda n: needs.append(n) or n + extra)
+    assert needs == [len(fewest)] and len(fewest) <= len(more) <= len(fewest) + extra
+    assert sorted(v for m in more for v in m.values["id"].tolist()) == sorted(v for s in samples for v in s.values["id"])
+    assert all(0 < m.n_tokens <= cap for m in more) and sum(m.n_tokens for m in fewest) <= sum(m.n_tokens for m in more)
+    assert pack([], cap, IMAGE, count=lambda n: n + 2) == []
+
+
 @settings(max_examples=60, deadline=None)
 @given(groups())
 def test_a_tree_is_as_small_as_a_trie(samples):
