@@ -28,10 +28,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo import Micro, dense_mask
+from grpo import Micro
 from kernels import linear_logprob
 
 IMAGE_MARK = "<image>"
@@ -283,12 +283,13 @@ def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image
     return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
 
 
-def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, forest=None) -> torch.Tensor:
-    """Last hidden states. embeds (B, T, H), positions (3, B, T); either mask (B or 1, 1, T, keys) bool or a forest of one
-    row; -> (B, T, H)."""
+def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> torch.Tensor:
+    """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
+    keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
     text_model = hf.model.language_model
     # Given as a finished mask per layer type, so that transformers derives nothing from positions or padding. The
     # families that do not know the mapping take the 4-D mask itself.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device) if plan is not None else mask  # not looked at
     types = set(getattr(text_model.config, "layer_types", None) or ())
     extra = {"deepstack_visual_embeds": list(deep), "visual_pos_masks": image_mask} if len(deep) else {}
     out = text_model(
@@ -298,7 +299,7 @@ def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, 
         past_key_values=cache,
         use_cache=cache is not None,
         **extra,
-        **({"forest": forest} if forest is not None else {}),
+        **({"plan": plan} if plan is not None else {}),
     )
     return out.last_hidden_state
 
@@ -323,7 +324,7 @@ def resolve_attention(choice: str, device: torch.device) -> str:
 class ForestAttention:
     """How the tokens of one Micro attend, prepared once for all layers: each sees itself and its ancestors.
 
-    sdpa   a dense boolean mask; the reference, and what the CPU runs. Memory grows with T squared.
+    sdpa   torch's own, run by run against the keys on the way from the root: no masked pair is computed. For the CPU.
     flex   torch's flex_attention with a block mask: blocks without a visible pair are skipped. Compiled on a GPU.
     flash  variable-length flash attention over root-to-leaf sequences; only for forests whose trees do not branch.
     """
@@ -332,7 +333,19 @@ class ForestAttention:
         self.backend, end_T = backend, micro.end_T
         n = len(end_T)
         if backend == "sdpa":
-            self.mask = dense_mask(end_T)[None, None]
+            # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
+            starts = [start for start, _ in micro.runs]
+            bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
+            self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+            piece = {a: i for i, a in enumerate(bounds)}
+            way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
+            self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
+            for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
+                own = list(range(piece[start], piece[stop]))
+                for i, p in enumerate(own):
+                    way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
+                self.ways.append((way[before] + own, len(own)))
+            self.causal: dict[tuple[int, int], torch.Tensor] = {}
         elif backend == "flex":
             from torch.nn.attention.flex_attention import create_block_mask
 
@@ -348,12 +361,24 @@ class ForestAttention:
             self.longest = int(bounds.diff().max())
             self.cu_seqlens = bounds.to(end_T.device)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""
         if self.backend == "sdpa":
-            groups = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=scale)
+            # split and cat rather than slices, whose backward would fill a tensor of all T tokens for each
+            q, k, v = (x.split(self.pieces, dim=2) for x in (query, key, value))
+            out = []
+            for way, own in self.ways:
+                mine = torch.cat([q[i] for i in way[-own:]], dim=2)
+                keys, values = (repeat_kv(torch.cat([x[i] for i in way], dim=2), query.shape[1] // key.shape[1]) for x in (k, v))
+                rows, columns = mine.shape[2], keys.shape[2]
+                mask = None
+                if rows < columns:  # below a trunk: all of it, and the run up to each token
+                    mask = self.causal.get((rows, columns))
+                    if mask is None:
+                        mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril_(columns - rows)
+                        self.causal[rows, columns] = mask
+                out.append(F.scaled_dot_product_attention(mine, keys, values, mask, is_causal=mask is None, scale=scale))
+            return torch.cat(out, dim=2)
         if self.backend == "flex":
             n, pad = query.shape[2], (0, 0, 0, self.padded - query.shape[2])
             query, key, value = (F.pad(x, pad) for x in (query, key, value))
@@ -387,11 +412,11 @@ def _varlen(query, key, value, cu_seqlens, longest, scale):
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **causal)
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, forest=None, **kwargs):
-    """What transformers calls in each layer, by the name "forest": ours inside a packed forward, its own sdpa elsewhere."""
-    if forest is None:
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, plan=None, **kwargs):
+    """What transformers calls in each layer, by the name "planned": the forward's plan, or else transformers' own sdpa."""
+    if plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return forest(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    return plan(module.layer_idx, query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -431,7 +456,7 @@ class Policy(nn.Module):
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
         hidden = language_hidden(
             self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
-            forest=ForestAttention(self.attention, micro),
+            plan=ForestAttention(self.attention, micro),
         )[0]
         head = self.hf.get_output_embeddings().weight
         logp, entropy = linear_logprob(hidden[micro.src_K], head, micro.target_K, temperature, self.banned)
@@ -447,10 +472,10 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The bare transformers model of a folder or hub id."""
     config = load_config(path)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
-    transformers.AttentionInterface.register("forest", _attention)
-    transformers.AttentionMaskInterface.register("forest", sdpa_mask)  # for forwards that are not packed
+    transformers.AttentionInterface.register("planned", _attention)
+    transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan
     model_class = getattr(transformers, FAMILIES[config.model_type].model_class)
-    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="forest")
+    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -499,7 +524,8 @@ def make_optimizer(policy: Policy, lr: float, weight_decay: float) -> torch.opti
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
     one (every update skipped, say) would have none, and could not be resumed."""
     trainable = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay)
+    # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
+    optimizer = torch.optim.AdamW(trainable, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
     for p in trainable:
         p.grad = torch.zeros_like(p)
     optimizer.step()  # at learning rate 0

@@ -129,6 +129,54 @@ class KVCache:
             buffers[:] = [b.index_select(0, rows) for b in buffers]
 
 
+class SharedPrompts:
+    """Attention of rows being decoded below prompts whose keys and values are held once, not once per row.
+
+    Rows lie in slots, `width` per prompt, so that the prompt's part of attention is one product for all its rows; the
+    responses' part has a cache of its own. All rows have responses of equal length, so only prompts need a mask.
+    """
+
+    def __init__(self, cache: KVCache, valid_PL: torch.Tensor, width: int):
+        self.layers = {i: [b[:, :, : cache.length] for b in buffers] for i, buffers in cache.layers.items()}
+        self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
+        self.width = width
+        self.slot_B = torch.arange(len(valid_PL) * width, device=valid_PL.device)
+        self.full = True  # every slot holds a row
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Keep these rows, in increasing order; prompts and slots without any are closed."""
+        prompt_B = (self.slot_B // self.width)[rows]
+        kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
+        first_P = count_P.cumsum(0) - count_P
+        if len(kept_P) < len(self.bias_P11L):
+            self.layers = {i: [b.index_select(0, kept_P) for b in buffers] for i, buffers in self.layers.items()}
+            self.bias_P11L = self.bias_P11L[kept_P]
+        self.width = int(count_P.max())
+        self.slot_B = prompt_B * self.width + torch.arange(len(rows), device=rows.device) - first_P[prompt_B]
+        self.full = len(rows) == len(kept_P) * self.width
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """query (B, heads, 1, D); key and value (B, kv heads, response tokens, D) -> (B, heads, 1, D)."""
+        prompt_key, prompt_value = self.layers[layer]
+        (n, kv, length, dim), (p, repeat) = key.shape, (len(prompt_key), query.shape[1] // key.shape[1])
+        query = (query * scale).reshape(n, kv, repeat, dim)
+        slots = query if self.full else query.new_zeros(p * self.width, kv, repeat, dim).index_copy_(0, self.slot_B, query)
+        above = slots.view(p, self.width, kv, repeat, dim).transpose(1, 2).reshape(p, kv, self.width * repeat, dim)
+        above = above @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype)
+        above = above.view(p, kv, self.width, repeat, -1).transpose(1, 2).reshape(p * self.width, kv, repeat, -1)
+        if not self.full:
+            above = above[self.slot_B]
+        split = [above.shape[-1], length]
+        weights = torch.cat([above, query @ key.transpose(2, 3)], dim=-1).float().softmax(dim=-1).to(query.dtype)
+        above, own = weights.split(split, dim=-1)
+        out = own @ value
+        if not self.full:
+            above = above.new_zeros(p * self.width, kv, repeat, split[0]).index_copy_(0, self.slot_B, above)
+        above = above.reshape(p, self.width, kv, repeat, -1).transpose(1, 2).reshape(p, kv, self.width * repeat, -1) @ prompt_value
+        above = above.view(p, kv, self.width, repeat, dim).transpose(1, 2).reshape(p * self.width, kv, repeat, dim)
+        return (out + (above if self.full else above[self.slot_B])).view(n, kv * repeat, 1, dim)
+
+
 def sample_tokens(logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row by inverting the cumulative distribution at uniform_B in [0, 1); returns ids and logprobs (B,).
 
@@ -227,12 +275,11 @@ class HFEngine:
         return hidden[:, -1], valid, positions.amax(dim=(0, 2)) + 1
 
     def _generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[list[Rollout]]:
-        cache = KVCache()
-        hidden, valid, position_B = self._prefill(prompts, cache)
+        prompt_cache, cache = KVCache(), KVCache()
+        hidden, valid, position_B = self._prefill(prompts, prompt_cache)
+        shared = SharedPrompts(prompt_cache, valid, n)
         rows = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
-        if n > 1:
-            cache.take(rows)
-        hidden, valid, position_B = hidden[rows], valid[rows], position_B[rows]
+        hidden, position_B = hidden[rows], position_B[rows]
         generators = [
             torch.Generator().manual_seed(derive_seed(sampling.seed, prompt.uid, i)) for prompt in prompts for i in range(n)
         ]
@@ -257,11 +304,11 @@ class HFEngine:
             if bool(ended.any()):
                 keep = (~ended).nonzero()[:, 0]
                 cache.take(keep)
-                alive, token_B, valid, position_B = alive[keep], token_B[keep], valid[keep], position_B[keep]
-            valid = torch.cat([valid, valid.new_ones(len(alive), 1)], dim=1)
+                shared.take(keep)
+                alive, token_B, position_B = alive[keep], token_B[keep], position_B[keep]
             embeds = self.hf.get_input_embeddings()(token_B[:, None])
             hidden = language_hidden(
-                self.hf, embeds, position_B[None, :, None].expand(3, -1, -1), valid[:, None, None], cache=cache
+                self.hf, embeds, position_B[None, :, None].expand(3, -1, -1), cache=cache, plan=shared
             )[:, 0]
             cache.length += 1
             position_B = position_B + 1
