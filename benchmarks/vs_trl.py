@@ -1,0 +1,510 @@
+"""Our loop against TRL's GRPOTrainer on the CPU: same toy Qwen2.5-VL, pictures, group size, lengths, reward and optimizer.
+
+    pip install -r requirements-dev.txt
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py                  # equality, then speed and memory
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only equality --json equality.json
+    OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only speed --configs B --steps 8
+
+Equality: TRL samples a batch; its responses are cut to different lengths and its old log-probabilities are shifted, so that
+ratios clip. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are compared with ours,
+which come from the same pixels, token ids and advantages, for the three loss aggregations, vision tower frozen and trained.
+
+Speed: each side lives in a fresh process of its own, with one thread; they take their steps in turn, and the minimum of each
+part counts. The end token cannot be sampled on either side, so both make exactly rollouts x new tokens. TRL's step is taken
+from on_step_begin to on_step_end: its data loading and logging are not counted, ours (decoding pictures, metrics) is.
+  generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
+  train      loss, backward, clipping, AdamW
+  rest       pictures and prompts, rewards, advantages, packing, copying the weights to the engine
+Memory: peak resident set of each process above what it held before its first step.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import multiprocessing as mp
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+import demo  # noqa: E402
+import grpo  # noqa: E402
+import train  # noqa: E402
+from model import ImageInput, Policy, VisionCache, full_parameters, load_hf, load_processor, make_optimizer, shard  # noqa: E402
+from prepare_data import Example  # noqa: E402
+from reward import score_batch  # noqa: E402
+from rollout import HFEngine, Rollout, Sampling, make_prompts  # noqa: E402
+from utils import derive_seed, dist_setup  # noqa: E402
+
+LR, MAX_GRAD_NORM = 1e-4, 1.0
+LOSS_TYPES = {"token": "dapo", "seq": "grpo", "const": "dr_grpo"}  # ours -> TRL's
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int
+    layers: int
+    pixels: int  # a side
+    prompts: int
+    group: int
+    new_tokens: int
+    micro_tokens: int  # our budget of a micro-batch
+    speed_bar: float  # how many times faster than TRL the whole step must be
+    memory_bar: float | None  # at most this share of TRL's memory
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts * self.group
+
+
+CONFIGS = {
+    "A": Config(64, 3, 112, 2, 8, 32, 1024, 1.5, None),
+    "B": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),
+}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("--only", choices=("equality", "speed"), help="leave the other part out")
+    p.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS), help="of the speed part")
+    p.add_argument("--steps", type=int, default=8, help="steps of each side; the first is a warm-up and not counted")
+    p.add_argument("--prompts", type=int, help="prompts a step, instead of the configuration's")
+    p.add_argument("--group", type=int, help="responses per prompt, instead of the configuration's")
+    p.add_argument("--new-tokens", type=int, help="tokens of each response, instead of the configuration's")
+    p.add_argument("--micro-tokens", type=int, help="our token budget of a micro-batch, instead of the configuration's")
+    p.add_argument("--trl-accumulation", type=int, default=1, help="micro-batches into which TRL cuts its rollouts")
+    p.add_argument("--trl-checkpointing", action="store_true", help="TRL's gradient checkpointing, its default (here: off, faster)")
+    p.add_argument("--profile", metavar="FILE", help="write a cProfile of our steps (they are slower under it)")
+    p.add_argument("--json", metavar="FILE", help="write all numbers there")
+    return p.parse_args(argv)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What both sides share
+
+
+def checksum(text: str) -> float:
+    """A reward that costs nothing and differs between samples: a fraction made of the characters' codes."""
+    return sum(i * ord(c) for i, c in enumerate(text, 1)) % 997 / 997
+
+
+def our_reward(response: str, example: Example, finish_reason: str = "stop") -> dict[str, float]:
+    return {"reward": checksum(response)}
+
+
+def their_reward(completions: list[list[dict]], **_: object) -> list[float]:
+    return [checksum(completion[0]["content"]) for completion in completions]
+
+
+def examples(n: int, pixels: int) -> list[Example]:
+    """Rows of the shapes task with their pictures enlarged."""
+    found = []
+    for row in demo.shapes_rows(n, "train", seed=0):
+        picture = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB").resize((pixels, pixels))
+        extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
+        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [demo.png(picture)], truth, extra))
+    return found
+
+
+def silent_ids(processor) -> list[int]:
+    """What neither side may sample in the speed part: vision placeholders and the end token."""
+    return sorted({*processor.banned_ids, *processor.eos_ids})
+
+
+class Clock:
+    """Seconds per name since the last `pop`."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def wrap(self, name: str, function: Callable) -> Callable:
+        def timed(*args, **kwargs):
+            with self(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def pop(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def status_kib(field: str) -> int:
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts afresh from what is resident now
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRL's side
+
+
+def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
+    """GRPOTrainer without vLLM, KL term, evaluation, logging and files."""
+    import datasets
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from trl import GRPOConfig, GRPOTrainer
+
+    class PicturesOnly(transformers.Qwen2_5_VLProcessor):
+        """Without the video processor, which needs torchvision."""
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
+
+        def check_argument_for_proper_class(self, *_) -> None:
+            pass
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")  # what TRL asks for
+    processor = PicturesOnly(Qwen2VLImageProcessorPil.from_pretrained(model), tokenizer, chat_template=tokenizer.chat_template)
+    settings = {
+        "output_dir": str(out), "use_cpu": True, "bf16": False, "use_vllm": False, "beta": 0.0, "temperature": 1.0, "top_k": 0,
+        "learning_rate": LR, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM,
+        "gradient_checkpointing": False, "num_iterations": 1, "report_to": "none", "logging_strategy": "no", "save_strategy": "no",
+        "disable_tqdm": True, "shuffle_dataset": False, "seed": 0,
+    }
+    hf = load_hf(str(model))
+    freeze = changes.pop("freeze_vision", True)
+    hf.model.visual.requires_grad_(not freeze)
+    data = datasets.Dataset.from_dict({
+        "prompt": [[{"role": "user", "content": row.messages[0]["content"].removeprefix("<image>")}] for row in rows],
+        "image": [Image.open(io.BytesIO(row.images[0])) for row in rows],
+    })
+    config = GRPOConfig(**(settings | changes))
+    trainer = GRPOTrainer(model=hf, reward_funcs=their_reward, args=config, train_dataset=data, processing_class=processor)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
+    import transformers
+
+    torch.set_num_threads(1)
+    clock, made = Clock(), []
+
+    class Turns(transformers.TrainerCallback):
+        """One step whenever the other end of the pipe asks for it."""
+
+        def on_step_begin(self, *_, **__) -> None:
+            pipe.recv()
+            clock.pop()
+            if not made:
+                self.before = status_kib("VmRSS")
+                reset_peak()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_, **__) -> None:
+            step, seconds = time.perf_counter() - self.began, clock.pop()
+            pipe.send({"step": step, "generate": seconds["generate"], "train": step - seconds["prepare"],
+                       "rest": seconds["prepare"] - seconds["generate"], "tokens": made[-1],
+                       "kib": status_kib("VmHWM") - self.before, "peak_kib": status_kib("VmHWM")})
+
+    with tempfile.TemporaryDirectory() as out:
+        silent = silent_ids(load_processor(str(model)))
+        trainer = make_trainer(
+            model, examples(config.prompts * args.steps, config.pixels), Path(out), max_steps=args.steps,
+            per_device_train_batch_size=config.rollouts // args.trl_accumulation, gradient_accumulation_steps=args.trl_accumulation,
+            num_generations=config.group, max_completion_length=config.new_tokens, generation_kwargs={"suppress_tokens": silent},
+            gradient_checkpointing=args.trl_checkpointing,
+        )
+        generate = clock.wrap("generate", trainer.model.generate)
+
+        def counted(*positional, **named):
+            ids = generate(*positional, **named)
+            made.append(int(ids.shape[0] * (ids.shape[1] - named["input_ids"].shape[1])))
+            return ids
+
+        trainer.model.generate = counted
+        trainer._prepare_inputs = clock.wrap("prepare", trainer._prepare_inputs)
+        trainer.add_callback(Turns())
+        pipe.send("ready")
+        trainer.train()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Our side
+
+
+def our_args(config: Config, **changes) -> argparse.Namespace:
+    """The flags of train.py, as parsed."""
+    named = {"prompts-per-step": config.prompts, "group-size": config.group, "max-new-tokens": config.new_tokens, "lr": LR,
+             "micro-tokens": config.micro_tokens, "max-grad-norm": MAX_GRAD_NORM, "weight-decay": 0.0} | changes
+    flags = [str(part) for name, value in named.items() for part in (f"--{name}", value)]
+    return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags])
+
+
+def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    ctx, flags, processor = dist_setup(), our_args(config), load_processor(str(model))
+    rows = examples(config.prompts * args.steps, config.pixels)
+    by_uid = {row.uid: row for row in rows}
+    cache = VisionCache(flags.vision_cache_gb * 2**30)
+    policy = Policy(load_hf(str(model)), processor, cache=cache)
+    policy.banned = torch.tensor(silent_ids(processor))
+    policy.train()
+    shard(policy, ctx.device, torch.float32)
+    optimizer = make_optimizer(policy, flags.lr, flags.weight_decay)
+    engine = HFEngine(load_hf(str(model)), processor, ctx.device, flags.rollout_rows, cache)
+    engine.banned = policy.banned
+    clock = Clock()
+
+    def step(number: int) -> int:
+        """The numbered parts of a step of train.py."""
+        with clock("prompts"):
+            prompts = make_prompts(rows[number * config.prompts : (number + 1) * config.prompts], processor)
+        with clock("generate"):
+            sampling = Sampling(config.new_tokens, 1.0, 1.0, derive_seed(0, "sample", number))
+            engine.wake()
+            rollouts = engine.generate(prompts, config.group, sampling)
+            engine.sleep()
+        parts = score_batch([r.text for r in rollouts], [by_uid[r.uid] for r in rollouts], our_reward, [r.finish_reason for r in rollouts])
+        for r, rewards in zip(rollouts, parts, strict=True):
+            r.rewards = rewards
+        rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, config.group)
+        for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, "grpo").flatten().tolist(), strict=True):
+            r.advantage = advantage
+        train.rollout_metrics(rollouts, rewards_PG)
+        with clock("pack"):
+            minibatches = [train.pack_minibatch(rollouts, flags, processor, ctx.device, grpo.flop_rates(policy.hf.config))]
+        with clock("train"):
+            train.update(policy, optimizer, minibatches, flags, ctx)
+        with clock("sync"):
+            engine.load_weights(full_parameters(policy, trainable_only=True))
+        assert all(r.advantage != 0.0 for r in rollouts), "a rollout without a gradient would cost us no forward"
+        return sum(len(r.response) for r in rollouts)
+
+    pipe.send("ready")
+    before, profile = status_kib("VmRSS"), None
+    reset_peak()
+    for number in range(args.steps):
+        pipe.recv()
+        if args.profile and number == 1:
+            import cProfile
+
+            profile = cProfile.Profile()
+        clock.pop()
+        began = time.perf_counter()
+        tokens = profile.runcall(step, number) if profile else step(number)
+        seconds, whole = clock.pop(), time.perf_counter() - began
+        pipe.send({"step": whole, "generate": seconds["generate"], "train": seconds["train"],
+                   "rest": whole - seconds["generate"] - seconds["train"], "tokens": tokens,
+                   "kib": status_kib("VmHWM") - before, "peak_kib": status_kib("VmHWM")})
+    if profile:
+        profile.dump_stats(args.profile)
+
+
+def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
+    """Both sides in turn; minima of the seconds, and the memory."""
+    context, measured = mp.get_context("spawn"), {"trl": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        demo.make_model(model, hidden=config.hidden, layers=config.layers)
+        pipes = {}
+        for side, worker in (("trl", their_worker), ("ours", our_worker)):
+            pipes[side], far = context.Pipe()
+            context.Process(target=worker, args=(far, model, config, args), daemon=True).start()
+            far.close()
+            pipes[side].recv()  # ready
+        for _ in range(args.steps):
+            for side, pipe in pipes.items():
+                pipe.send("step")
+                measured[side].append(pipe.recv())
+        parameters = sum(p.numel() for p in load_hf(str(model)).parameters())
+    tokens = {row["tokens"] for rows in measured.values() for row in rows}
+    assert tokens == {config.rollouts * config.new_tokens}, f"the sides made different numbers of tokens: {tokens}"
+    best = {side: {part: min(row[part] for row in rows[1:]) for part in ("step", "generate", "train", "rest")}
+            | {"mib": rows[-1]["kib"] / 1024, "peak_mib": rows[-1]["peak_kib"] / 1024} for side, rows in measured.items()}
+    ratio = {part: best["trl"][part] / best["ours"][part] for part in best["ours"]}
+    print(f"\n{name}: {parameters / 1e6:.2f} M parameters (hidden {config.hidden}, {config.layers} layers), {config.pixels}-pixel "
+          f"pictures, {config.prompts} prompts x {config.group} = {config.rollouts} rollouts of {config.new_tokens} tokens; minima of "
+          f"{args.steps - 1} interleaved steps, one thread")
+    print(f"{'seconds':22} {'TRL':>8} {'ours':>8} {'ratio':>7}")
+    for part in ("step", "generate", "train", "rest"):
+        print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x")
+    print(f"{'MiB over the start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of TRL's")
+    print(f"{'MiB in all':22} {best['trl']['peak_mib']:8.1f} {best['ours']['peak_mib']:8.1f} {1 / ratio['peak_mib']:6.2f} of TRL's")
+    verdicts = [f"step at least {config.speed_bar}x faster: {'yes' if ratio['step'] >= config.speed_bar else 'NO'}"]
+    if config.memory_bar:
+        verdicts.append(f"memory at most {config.memory_bar} of TRL's: {'yes' if 1 / ratio['mib'] <= config.memory_bar else 'NO'}")
+    print("; ".join(verdicts), flush=True)
+    return {"parameters": parameters, "best": best, "ratio": ratio, "rows": measured}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Equality
+
+
+class _Caught(Exception):
+    """TRL's loop has done what we wanted from it."""
+
+
+def their_gradients(model: Path, out: Path, agg: str, freeze: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+    """TRL's own batch with what it computes on it: everything (rows, columns), and the gradients by name."""
+    import transformers
+
+    got: dict = {}
+
+    class Stop(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__) -> None:
+            raise _Caught
+
+    trainer = make_trainer(
+        model, examples(4, 84), out, max_steps=1, per_device_train_batch_size=16, num_generations=4, max_completion_length=12,
+        loss_type=LOSS_TYPES[agg], freeze_vision=freeze, max_grad_norm=0.0,
+    )
+    score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
+
+    def scored(*args, **kwargs):
+        out = score(*args, **kwargs)
+        got["logp"], got["entropy"] = out[0].detach().clone(), out[1].detach().clone()
+        return out
+
+    def loss(hf, inputs):
+        """On the batch as sampled, but for lengths and old log-probabilities."""
+        lengths = torch.arange(len(inputs["completion_ids"])) % 12 + 1
+        inputs["completion_mask"] = inputs["completion_mask"] * (torch.arange(inputs["completion_ids"].shape[1]) < lengths[:, None])
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        with torch.no_grad():
+            trainer.model.eval()
+            loss_of(hf, inputs)
+            trainer.model.train()
+        shift = torch.randn(got["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
+        # advantages per token are allowed; the loss is linear in them, so that their gradient is each token's loss / advantage
+        per_token = inputs["advantages"][:, None].expand_as(shift).clone().requires_grad_()
+        inputs |= {"old_per_token_logps": got["logp"] + shift, "advantages": per_token}
+        total = loss_of(hf, inputs)
+        got.update(inputs, loss=total.detach())
+        return total
+
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, loss
+    trainer.add_callback(Stop())
+    try:
+        trainer.train()
+    except _Caught:
+        pass
+    got["per_token_loss"] = (got["advantages"] * got["advantages"].grad).detach()
+    return got, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+def compare(model: Path, agg: str, freeze: bool) -> dict[str, float]:
+    """Largest differences of log-probabilities, per-token losses and gradients between TRL and us on TRL's batch."""
+    if not torch.distributed.is_initialized():
+        dist_setup()
+    with tempfile.TemporaryDirectory() as out:
+        theirs, their_grads = their_gradients(model, Path(out), agg, freeze)
+    processor = load_processor(str(model))
+    n, width = theirs["completion_ids"].shape
+    mask = theirs["completion_mask"].bool()
+    patches = theirs["image_grid_thw"].prod(dim=1).tolist()
+    rollouts, uids = [], {}
+    for b, pixels in enumerate(theirs["pixel_values"].split(patches)):
+        prompt = theirs["prompt_ids"][b][theirs["prompt_mask"][b].bool()].tolist()
+        response = theirs["completion_ids"][b][mask[b]].tolist()
+        key = hashlib.sha1(pixels.numpy().tobytes()).hexdigest()
+        uid = uids.setdefault((key, tuple(prompt)), f"prompt-{len(uids)}")
+        index = [float(b * width + t) for t in range(len(response))]  # where TRL has it; travels as the engine's log-probability
+        image = ImageInput(key, pixels, tuple(theirs["image_grid_thw"][b].tolist()), len(pixels) // processor.merge_size**2)
+        rollouts.append(Rollout(uid, b, prompt + response, len(prompt), [True] * len(response), index, [image], "stop", ""))
+        rollouts[-1].advantage = theirs["advantages"][b, 0].item()
+    config = Config(0, 0, 0, 4, 4, 12, 150, 0, None)  # micro-batches so small that prompts are spread over several
+    flags = our_args(config, **{"loss-agg": agg})
+    policy = Policy(load_hf(str(model)), processor, freeze)
+    policy.banned = torch.zeros(0, dtype=torch.long)  # TRL bans tokens from sampling, but not from the normaliser of its loss
+    policy.train()
+    shard(policy, torch.device("cpu"), torch.float32)
+    ours = {name: torch.zeros(n * width) for name in ("logp", "entropy", "per_token_loss")}
+    loss, clipped, micros = 0.0, 0.0, train.pack_minibatch(rollouts, flags, processor, torch.device("cpu"))
+    for micro in micros:
+        at = micro.values["engine_logp"].long()
+        logp, entropy = policy(micro)
+        old = theirs["old_per_token_logps"].flatten()[at]
+        loss_K, indicators = grpo.policy_loss(logp, old, micro.values["advantage"], 0.2, 0.2)
+        weighted = micro.values["weight"] * loss_K
+        weighted.sum().backward()
+        loss, clipped = loss + weighted.sum().item(), clipped + indicators["clipped"].sum().item()
+        for name, value in (("logp", logp), ("entropy", entropy), ("per_token_loss", weighted)):
+            ours[name][at] = value.detach()
+    gradients = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
+    assert gradients.keys() == their_grads.keys(), sorted(gradients.keys() ^ their_grads.keys())
+    real = mask.flatten()
+    scale = real.sum()  # the weights are near 1 / tokens; without them a difference is one of a token's loss
+    differences = {
+        "logp": (ours["logp"] - theirs["logp"].flatten())[real].abs().max(),
+        "entropy": (ours["entropy"] - theirs["entropy"].flatten())[real].abs().max(),
+        "per_token_loss": (ours["per_token_loss"] - theirs["per_token_loss"].flatten())[real].abs().max() * scale,
+        "loss": abs(loss - theirs["loss"].item()),
+        "gradient_max": max((gradients[k] - g).abs().max() for k, g in their_grads.items()),
+        "gradient_relative": max((gradients[k] - g).norm() / g.norm().clamp(min=1e-6) for k, g in their_grads.items()),
+    }
+    seen = {"tokens": scale, "clipped": clipped, "prompts": len(uids), "micro_batches": len(micros), "parameters": len(gradients),
+            "gradient_norm": torch.stack([g.norm() for g in their_grads.values()]).norm(), "loss_size": abs(loss)}
+    return {name: float(value) for name, value in (differences | seen).items()}
+
+
+def equality() -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        demo.make_model(Path(folder), hidden=64, layers=2)
+        print(f"{'loss':18} {'tower':8} {'logp':>9} {'entropy':>9} {'tok. loss':>9} {'loss':>9} {'gradient':>9} {'relative':>9}   on")
+        for freeze in (True, False):
+            for agg, theirs in LOSS_TYPES.items():
+                d = compare(Path(folder), agg, freeze)
+                results[f"{agg}/{'frozen' if freeze else 'trained'}"] = d
+                print(f"{agg + ' = ' + theirs:18} {'frozen' if freeze else 'trained':8} {d['logp']:9.1e} {d['entropy']:9.1e} "
+                      f"{d['per_token_loss']:9.1e} {d['loss']:9.1e} {d['gradient_max']:9.1e} {d['gradient_relative']:9.1e}   "
+                      f"{d['tokens']:.0f} tokens ({d['clipped']:.0f} clipped), {d['parameters']:.0f} parameters, "
+                      f"gradient norm {d['gradient_norm']:.2f}", flush=True)
+    return results
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    import transformers
+    import trl
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+                "trl": trl.__version__}
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
+    results: dict = {"versions": versions}
+    if args.only != "speed":
+        results["equality"] = equality()
+    if args.only != "equality":
+        changed = {k: getattr(args, k) for k in ("prompts", "group", "new_tokens", "micro_tokens") if getattr(args, k) is not None}
+        for name in args.configs:
+            results[name] = speed(name, Config(**(vars(CONFIGS[name]) | changed)), args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as train.py ends: gloo's threads must not meet a dying interpreter

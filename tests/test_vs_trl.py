@@ -1,0 +1,38 @@
+"""Losses and gradients against TRL's GRPOTrainer on TRL's own batch.   pytest tests/test_vs_trl.py"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
+    """In a process of its own: TRL and accelerate leave traces in whatever process they run in."""
+    out = tmp_path_factory.mktemp("vs_trl") / "equality.json"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "benchmarks/vs_trl.py", "--only", "equality", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["equality"]
+
+
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+@pytest.mark.parametrize("agg", ["token", "seq", "const"])
+def test_losses_and_gradients_equal_trls(agg, tower, differences):
+    d = differences[f"{agg}/{tower}"]
+    for name in ("logp", "entropy", "per_token_loss", "loss", "gradient_max", "gradient_relative"):
+        assert d[name] < 1e-5, f"{name}: {d[name]}"
+    # and there was something to compare: clipped tokens, several prompts and micro-batches, gradients of some size
+    assert 0 < d["clipped"] < d["tokens"] and d["prompts"] == 4 and d["micro_batches"] > 1
+    assert d["gradient_norm"] > 0.1 and d["loss_size"] > 1e-4
+
+
+def test_training_the_tower_adds_its_gradients(differences):
+    assert differences["token/trained"]["parameters"] > differences["token/frozen"]["parameters"]
