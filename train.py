@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
-                   help="attention of the update: sdpa (dense mask), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
+                   help="attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
     p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
     p.add_argument("--kernel", choices=("auto", "torch"), default="auto", help="implementation of the policy head")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
