@@ -247,7 +247,7 @@ USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "ang
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 60, batch: int = 32) -> None:
+def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 80, batch: int = 32) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
@@ -367,7 +367,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
 
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 60))
+    n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 80))
     base, start, run, final = out / "base", out / "start", out / "run", out / "final"
     train, test = out / "train.parquet", out / "test.parquet"
     sh("data", "prepare_data.py", "shapes", "--n", n_train, "--split", "train", "--seed", seed, "--out", train)
@@ -421,7 +421,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
     warm.add_argument("--see-steps", type=int, default=700, help="steps with honest answers")
-    warm.add_argument("--habit-steps", type=int, default=60, help="steps with a lazy annotator's answers")
+    warm.add_argument("--habit-steps", type=int, default=80, help="steps with a lazy annotator's answers")
     run.add_argument("--short", action="store_true", help="minutes become seconds: every stage runs, little is learnt")
     return p.parse_args(argv)
 
