@@ -73,7 +73,8 @@ class Config:
 
 CONFIGS = {
     "A": Config(64, 3, 112, 2, 8, 32, 1024, 1.5, None),
-    "B": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),
+    "B": Config(256, 4, 224, 4, 8, 32, 1300, 2.5, 0.6),
+    "C": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),  # B with longer responses, which have less to share
 }
 
 
