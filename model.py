@@ -439,6 +439,7 @@ class Policy(nn.Module):
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
         family = FAMILIES[hf.config.model_type]
         self.visual = [hf.get_submodule(family.vision)]  # in a list: not a second registration
+        hf.requires_grad_(True)
         hf.get_submodule(family.vision).requires_grad_(not freeze_vision)
 
     def forward(self, micro: Micro, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

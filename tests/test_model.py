@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from conftest import FAMILIES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import model as M
 from grpo import Sample, pack, plant
@@ -79,6 +81,28 @@ def test_packed_equals_separate(family, budget, loaded, samples_of):
         if parameter.grad is not None:
             error = (parameter.grad - gradients[name]).norm() / parameter.grad.norm().clamp(min=1e-8)
             assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_forests_equal_separate_forwards(data, loaded, picture):
+    """Any number of prompts, pictures and responses, responses that begin alike, any budget that holds the longest."""
+    hf, processor = loaded[data.draw(st.sampled_from(FAMILIES))]
+    samples = []
+    for uid in "abc"[: data.draw(st.integers(1, 3))]:
+        sizes = data.draw(st.lists(st.sampled_from([(84, 84), (60, 97), (130, 56)]), max_size=3))
+        images = [processor.image(f"{uid}{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
+        responses = data.draw(st.lists(st.lists(st.integers(20, 22), min_size=1, max_size=7), min_size=1, max_size=4))
+        samples += make_samples(processor, images, responses, uid)
+    policy = M.Policy(hf, processor)
+    budget = max(s.n_inputs for s in samples) + data.draw(st.integers(0, 60))
+    with torch.no_grad():
+        for micro in pack(samples, budget, processor.image_token_id):
+            logp, _ = policy(micro)
+            for name in micro.values["name"].unique().tolist():
+                sample = next(s for s in samples if s.values["name"][0] == name)
+                want = separately(hf, processor, sample, policy.banned)
+                torch.testing.assert_close(logp[micro.values["name"] == name], want, rtol=0, atol=2e-6)
 
 
 def test_a_response_sees_its_own_prompt_only(loaded, samples_of):
