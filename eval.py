@@ -1,6 +1,6 @@
 """Evaluate a model folder, a hub id, a run or a checkpoint: greedy accuracy per answer type, and a page to look at.
 
-    python eval.py runs/geo3k --data geo3k_test.parquet --out runs/geo3k/eval
+    python eval.py out/geo3k --data geo3k_test.parquet --out out/geo3k/eval
     python eval.py MODEL --data F --out DIR --baseline BASE     # the same prompts through both, compared pairwise
     python eval.py MODEL --data F --out DIR --samples 8         # avg@8 and pass@8 at --temperature
     python eval.py MODEL --data F --out DIR --blank-images      # what is right without looking?

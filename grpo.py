@@ -118,7 +118,7 @@ class Sample:
     tokens: Sequence[int]
     scored: Sequence[bool]
     values: dict[str, Sequence[float]]
-    images: Sequence[Any] = ()  # in the order of their tokens; each has `key` and `n_tokens`
+    images: Sequence[Any] = ()  # in the order of their tokens; each has `key` and `n_tokens` (and `grid_thw`, see pack)
 
     def __post_init__(self):
         last = max((t for t, s in enumerate(self.scored) if s), default=0)
@@ -155,7 +155,7 @@ class Micro:
 
 
 def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
-    """The attention mask of a forest, (T, T) bool, [query, key]."""
+    """The attention mask of a forest, (T, T) bool, [query, key]: the definition that the back ends are tested against."""
     position_T = torch.arange(len(end_T), device=end_T.device)
     return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
 
@@ -254,6 +254,13 @@ def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> 
     return parts
 
 
+def _cost_of_tree(tree: Sequence[Sample], rates: tuple[float, ...]) -> float:
+    """FLOPs of a tree, its branches taken to part at the end of the prompt."""
+    prompt = tree[0].scored.index(True)
+    patches = [math.prod(image.grid_thw) for image in tree[0].images]
+    return tree_flops(rates, prompt, patches, [s.n_inputs - prompt for s in tree], [sum(s.scored) for s in tree])
+
+
 def pack(
     samples: Sequence[Sample], max_tokens: int, image_token: int, rates: tuple[float, ...] | None = None,
     count: Callable[[int], int] = lambda needed: needed,
@@ -269,19 +276,12 @@ def pack(
         groups.setdefault(sample.uid, []).append(sample)
     trees = [tree for group in groups.values() for tree in split_tree(group, max_tokens, image_token)]
     sizes = [size for _, size in trees]
-    needed = 0
-    order = np.argsort(-np.array(sizes, dtype=float), kind="stable")
-    while best_fit(order, np.zeros(len(sizes)), needed, 0.0, np.array(sizes, dtype=float), max_tokens) is None:
+    size_N, free_N = np.array(sizes, dtype=float), np.zeros(len(sizes))
+    order, needed = np.argsort(-size_N, kind="stable"), 0
+    while best_fit(order, free_N, needed, 0.0, size_N, max_tokens) is None:
         needed = max(needed + 1, -(-sum(sizes) // max_tokens))
     k = min(max(count(needed), needed), len(trees))
-    costs = [float(size) for size in sizes]
-    if rates is not None:
-        costs = []
-        for tree, _ in trees:
-            patches = [image.grid_thw[0] * image.grid_thw[1] * image.grid_thw[2] for image in tree[0].images]
-            prompt = tree[0].scored.index(True)
-            branches = [s.n_inputs - prompt for s in tree]
-            costs.append(tree_flops(rates, prompt, patches, branches, [sum(s.scored) for s in tree]))
+    costs = sizes if rates is None else [_cost_of_tree(tree, rates) for tree, _ in trees]
     bins = balance(costs, k, sizes=sizes, max_size=max_tokens) if k else []
     return [plant([sample for i in chosen for sample in trees[i][0]], image_token) for chosen in bins]
 

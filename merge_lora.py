@@ -1,7 +1,7 @@
 """A run or one of its checkpoints -> one Hugging Face folder, checked for parity.
 
-    python merge_lora.py runs/geo3k --out models/geo3k
-    python merge_lora.py runs/geo3k/checkpoints/step_000100 --out models/geo3k-100
+    python merge_lora.py out/geo3k --out out/geo3k-hf
+    python merge_lora.py out/geo3k/checkpoints/step_000100 --out out/geo3k-hf-100
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Reinforcement learning of a vision-language model.
 
-1 process:  python train.py --model demo/start --data demo/train.parquet --out runs/shapes
-8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --out runs/geo3k
+1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes
+8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --out out/geo3k
 
 Each step: rollout, reward, advantage, pack, update, sync, report. How it differs from the GRPO paper (arXiv:2402.03300):
 (1) every token counts alike in the loss (--loss-agg token), not every sequence; (2) there is no KL term and so no
