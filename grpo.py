@@ -82,6 +82,32 @@ def policy_loss(
     return loss_K, indicators
 
 
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What the update minimises, as the policy head evaluates it: block by block, where log-probabilities are at hand.
+
+    Called with logp_K and entropy_K of scored tokens and `values`, each (K,): advantage and weight; old_logp unless the
+    data is on policy, where the old policy is the current one. Returns the weighted loss of each token, whose plain sum
+    is the loss, and policy_loss's indicators. `per_token`: no token's loss depends on another token, so blocks may end
+    anywhere; otherwise they hold whole sequences, told apart by values["sequence"].
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+
+    @property
+    def per_token(self) -> bool:
+        return True
+
+    def __call__(
+        self, logp_K: torch.Tensor, entropy_K: torch.Tensor, values: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        old_logp_K = values.get("old_logp", logp_K.detach())
+        loss_K, indicators = policy_loss(logp_K, old_logp_K, values["advantage"], self.clip_low, self.clip_high, self.dual_clip)
+        return values["weight"] * loss_K, indicators
+
+
 LOSS_AGGREGATIONS = ("token", "seq", "const")
 
 
@@ -142,7 +168,7 @@ class Micro:
     images: list[Any]  # in the order of their tokens in ids_T
     src_K: torch.Tensor  # (K,) int64, position in T
     target_K: torch.Tensor  # (K,) int64, token ids
-    values: dict[str, torch.Tensor]  # each (K,) float32
+    values: dict[str, torch.Tensor]  # each (K,) float32; "sequence" (K,) int64 numbers the samples, ascending
 
     @property
     def n_tokens(self) -> int:
@@ -205,9 +231,10 @@ def plant(samples: Sequence[Sample], image_token: int) -> Micro:
     end: list[int] = []
     runs, images, src, target = [], [], [], []
     values: dict[str, list[float]] = {}
+    sequence: list[int] = []
     path: list[int] = []  # positions of the last sample's inputs
     last = -1
-    for i in sorted(range(len(samples)), key=lambda i: (samples[i].uid, identities[i])):
+    for n, i in enumerate(sorted(range(len(samples)), key=lambda i: (samples[i].uid, identities[i]))):
         sample, tokens = samples[i], identities[i]
         shared = _common(identities[last], tokens) if last >= 0 and samples[last].uid == sample.uid else 0
         for position in path[shared:]:  # what is not shared ends here
@@ -222,13 +249,15 @@ def plant(samples: Sequence[Sample], image_token: int) -> Micro:
             if scored:
                 src.append(path[t - 1])
                 target.append(sample.tokens[t])
+                sequence.append(n)
         for name, column in sample.values.items():
             values.setdefault(name, []).extend(column)
         last = i
     for position in path:
         end[position] = len(ids)
-    ids_T, end_T, src_K, target_K = (torch.tensor(x, dtype=torch.long) for x in (ids, end, src, target))
-    return Micro(ids_T, end_T, runs, images, src_K, target_K, {k: torch.tensor(v, dtype=torch.float32) for k, v in values.items()})
+    ids_T, end_T, src_K, target_K, sequence_K = (torch.tensor(x, dtype=torch.long) for x in (ids, end, src, target, sequence))
+    columns = {name: torch.tensor(column, dtype=torch.float32) for name, column in values.items()}
+    return Micro(ids_T, end_T, runs, images, src_K, target_K, columns | {"sequence": sequence_K})
 
 
 def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> list[tuple[list[Sample], int]]:

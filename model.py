@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from grpo import Micro
-from kernels import linear_logprob
+from kernels import fused_policy_loss, linear_logprob
 
 IMAGE_MARK = "<image>"
 
@@ -442,8 +442,12 @@ class Policy(nn.Module):
         hf.requires_grad_(True)
         hf.get_submodule(family.vision).requires_grad_(not freeze_vision)
 
-    def forward(self, micro: Micro, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> logp_K (nats, at the sampling temperature) and entropy_K, fp32."""
+    def forward(self, micro: Micro, temperature: float = 1.0, loss: Callable | None = None) -> tuple[torch.Tensor, ...]:
+        """-> logp_K (nats, at the sampling temperature) and entropy_K, fp32, both differentiable.
+
+        With a loss (a grpo.PolicyLoss) -> the loss of the micro-batch, and logp_K and entropy_K without gradient: the
+        cheaper way to train, see kernels.fused_policy_loss.
+        """
         positions = micro_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
         features, deep, image_mask, unused = None, [], None, 0.0
@@ -460,8 +464,12 @@ class Policy(nn.Module):
             plan=ForestAttention(self.attention, micro),
         )[0]
         head = self.hf.get_output_embeddings().weight
-        logp, entropy = linear_logprob(hidden[micro.src_K], head, micro.target_K, temperature, self.banned)
-        return logp + unused, entropy
+        scored = (hidden[micro.src_K], head, micro.target_K)
+        if loss is None:
+            logp, entropy = linear_logprob(*scored, temperature, self.banned)
+            return logp + unused, entropy
+        total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned)
+        return total + unused, logp, entropy
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -270,6 +270,7 @@ def probe_memory(policy: Policy, longest: Example, processor: Processor, args: a
 
 def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context) -> dict[str, float]:
     """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks."""
+    policy_loss = grpo.PolicyLoss(args.clip_low, args.clip_high, args.dual_clip)
     on_policy = args.epochs * args.minibatches == 1
     if not on_policy:
         with torch.no_grad():
@@ -281,19 +282,15 @@ def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args,
         for micros in minibatches:
             optimizer.zero_grad(set_to_none=True)
             for micro in micros:
-                logp, entropy = policy(micro, args.temperature)
-                v = {name: value.to(logp.device) for name, value in micro.values.items()}
-                old_logp = logp.detach() if on_policy else v["old_logp"]
-                loss_K, indicators = grpo.policy_loss(
-                    logp, old_logp, v["advantage"], args.clip_low, args.clip_high, args.dual_clip
-                )
-                loss = (v["weight"] * loss_K).sum()
+                micro = micro.to(ctx.device)
+                loss, logp, entropy = policy(micro, args.temperature, policy_loss)
                 loss.backward()
-                real = v["weight"] > 0
-                gap = (logp.detach() - v["engine_logp"])[real]
+                _, indicators = policy_loss(logp, entropy, micro.values)
+                real = micro.values["weight"] > 0
+                gap = (logp - micro.values["engine_logp"])[real]
                 sums["loss"] += loss.item()
                 sums["tokens"] += real.sum().item()
-                sums["entropy"] += entropy.detach()[real].sum().item()
+                sums["entropy"] += entropy[real].sum().item()
                 sums["clipped"] += indicators["clipped"][real].sum().item()
                 sums["kl"] += indicators["kl"][real].sum().item()
                 if epoch == 0 and on_policy and len(gap):  # later passes have moved away from the engine's weights
