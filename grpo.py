@@ -1,4 +1,4 @@
-"""The algorithm: advantages, loss and packing, as pure functions. No model, no I/O, no process group.
+"""The algorithms: advantages, losses and packing, as pure functions. No model, no I/O, no process group.
 
 Axes: P prompts of a step, G samples per prompt, T packed tokens of a micro-batch, K scored tokens (the ones the policy
 produced).
@@ -17,43 +17,133 @@ import torch
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages
 
+GROUP_METHODS = ("grpo", "dr_grpo", "rloo")  # compare the samples of one prompt, so they need two
+ADVANTAGES = (*GROUP_METHODS, "reinforce++", "gae")
+NORM_STD = {"grpo": "group", "dr_grpo": "none", "rloo": "none", "reinforce++": "batch", "gae": "batch"}  # as published
 
-def group_advantages(rewards_PG: torch.Tensor, method: str = "grpo") -> torch.Tensor:
-    """Advantage of each sample against the other samples of its prompt; (P, G) in, (P, G) float64 out.
 
-    grpo      (r - mean) / (std + 1e-6), std with Bessel's correction     DeepSeekMath, arXiv:2402.03300, section 4.1
-    dr_grpo   r - mean                                                    arXiv:2503.20783, section 3.2
-    rloo      r - mean of the other G - 1                                 arXiv:2402.14740, equation 8
+def group_advantages(
+    rewards_PG: torch.Tensor, method: str = "grpo", norm_std: str | None = None, moments: tuple[float, float] | None = None
+) -> torch.Tensor:
+    """Advantage of each sample from the rewards alone; (P, G) in, (P, G) float64 out.
 
-    A group whose rewards are all equal gets exactly 0. That is decided by comparing the rewards, because
-    r - mean(r) of equal floats need not be 0 and dividing by a tiny std would blow it up.
+    grpo          (r - mean) / (std + 1e-6), std with Bessel's correction     DeepSeekMath, arXiv:2402.03300, section 4.1
+    dr_grpo       r - mean                                                    arXiv:2503.20783, section 3.2
+    rloo          r - mean of the other G - 1                                 arXiv:2402.14740, equation 8
+    reinforce++   (r - batch mean) / batch std; no group needed               arXiv:2501.03262, section 3
+
+    `norm_std` overrides what the difference is divided by: the group's std of rewards ("group"), the std of the
+    differences of all samples of the step ("batch": with method grpo this is REINFORCE++ with baseline), or nothing
+    ("none"). `moments` are the (mean, std) of the differences over all ranks, where this one holds only a part.
+
+    A group whose rewards are all equal gets exactly 0 from a group method. That is decided by comparing the rewards,
+    because r - mean(r) of equal floats need not be 0 and dividing by a tiny std would blow it up.
     """
     if rewards_PG.ndim != 2:
         raise ValueError(f"group_advantages: rewards must be (P, G), got shape {tuple(rewards_PG.shape)}")
-    n_samples = rewards_PG.shape[1]
-    if n_samples < 2:
+    if method not in (*GROUP_METHODS, "reinforce++"):
+        raise ValueError(f"group_advantages: unknown method {method!r}; known: {', '.join((*GROUP_METHODS, 'reinforce++'))}")
+    n_samples, by_group = rewards_PG.shape[1], method in GROUP_METHODS
+    if by_group and n_samples < 2:
         raise ValueError(f"group_advantages: method {method!r} compares samples of one prompt, got G={n_samples}; use >= 2")
     if not torch.isfinite(rewards_PG).all():
         p, g = (~torch.isfinite(rewards_PG)).nonzero()[0].tolist()
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
+    norm_std = NORM_STD[method] if norm_std is None else norm_std
     r = rewards_PG.double()
-    centred = r - r.mean(dim=1, keepdim=True)
-    if method == "grpo":
-        advantages = centred / (r.std(dim=1, keepdim=True) + 1e-6)
-    elif method == "dr_grpo":
-        advantages = centred
-    elif method == "rloo":
-        advantages = centred * (n_samples / (n_samples - 1))
-    else:
-        raise ValueError(f"group_advantages: unknown method {method!r}; known: {', '.join(ADVANTAGES)}")
-    constant = r.amax(dim=1, keepdim=True) == r.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(constant, 0.0)
+    difference = r - r.mean(dim=1, keepdim=True) if by_group else r
+    if method == "rloo":
+        difference = difference * (n_samples / (n_samples - 1))
+    if norm_std == "group":
+        difference = difference / (r.std(dim=1, keepdim=True) + 1e-6)
+    elif norm_std == "batch":
+        mean, std = (difference.mean().item(), difference.std().item()) if moments is None else moments
+        # A group method's differences have mean 0 as they are; subtracting its rounding error would give constant groups one
+        difference = whiten(difference, 0.0 if by_group else mean, std)
+    elif norm_std != "none":
+        raise ValueError(f"group_advantages: unknown norm_std {norm_std!r}; known: group, batch, none")
+    if by_group:
+        difference = difference.masked_fill(r.amax(dim=1, keepdim=True) == r.amin(dim=1, keepdim=True), 0.0)
+    return difference
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+def whiten(x: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    """(x - mean) / std; all zero where std is no more than the rounding of the mean: nothing differs, so nothing is learnt."""
+    if not std > 1e-9 * max(1.0, abs(mean)):
+        return torch.zeros_like(x)
+    return (x - mean) / std
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimates and returns of tokens; all (..., T), float64 out.      arXiv:1506.02438, equation 16
+
+    delta_t = r_t + gamma V_{t+1} - V_t,   A_t = sum_l (gamma lam)^l delta_{t+l},   return_t = A_t + V_t
+
+    rewards[t] is what token t earned, values[t] the expectation before it. Tokens outside the mask (padding, what an
+    environment wrote) are passed over: the token before them continues at the next one in the mask. They get 0. After
+    the last token comes nothing: V = 0. With values 0 and lam 1 these are plain discounted rewards-to-go.
+    """
+    if not rewards.shape == values.shape == mask.shape:
+        raise ValueError(f"gae: rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)} must agree")
+    rewards, values, mask = rewards.double(), values.double(), mask.bool()
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = (torch.zeros_like(values[..., 0]) for _ in range(2))
+    for t in reversed(range(rewards.shape[-1])):
+        delta = rewards[..., t] + gamma * next_value - values[..., t]
+        advantage = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(mask[..., t], advantage, next_advantage)
+        next_value = torch.where(mask[..., t], values[..., t], next_value)
+        advantages[..., t] = torch.where(mask[..., t], advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft penalty of a long response, in [-1, 0]: 0 up to max_length - buffer tokens, then linearly down to -1 at
+    max_length.                                                                             arXiv:2503.14476, equation 13
+    """
+    return min(0.0, max(-1.0, (max_length - buffer - length) / buffer))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Distance to a reference policy
+
+KL_KINDS = ("k1", "k2", "k3", "abs")
+
+
+def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate of KL(policy || reference) from each sampled token; any shape.     Schulman 2020, joschu.net/blog/kl-approx.html
+
+    With d = logp - ref_logp:   k1  d     k2  d^2 / 2     k3  exp(-d) - 1 + d     abs  |d|
+
+    k1 and k3 are unbiased as values, k3 is never negative and varies less. As a term of the loss it is the gradient that
+    counts: k2's is unbiased on policy, k3's is GRPO's choice, k1's is 0 on average, so k1 belongs into the reward.
+    """
+    d = logp - ref_logp
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d * d / 2
+    if kind == "k3":
+        return (-d).exp() - 1 + d
+    if kind == "abs":
+        return d.abs()
+    raise ValueError(f"kl: unknown kind {kind!r}; known: {', '.join(KL_KINDS)}")
+
+
+def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon: float) -> float:
+    """The KL coefficient after a step of so many samples, moved towards the one that keeps the KL at its target:
+    coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon).                arXiv:1909.08593, section 2.2
+    """
+    error = min(0.2, max(-0.2, measured / target - 1))
+    return coef * (1 + error * samples / horizon)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loss
+
+LOSSES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 
 
 def policy_loss(
@@ -63,22 +153,50 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    kind: str = "clip",
+    sequence_K: torch.Tensor | None = None,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped surrogate of each token: -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).   PPO, arXiv:1707.06347
+    """Loss of each token, all (K,), with ratio = exp(logp - old_logp) and sg = no gradient:
 
-    Unequal bounds are DAPO's clip-higher (arXiv:2503.14476). With `dual_clip` c > 1 the loss of a token with A < 0 is
-    at most -c * A (arXiv:1912.09729). All (K,); returns loss_K and per-token indicators "clipped" and "kl" (the k3
-    estimate of KL(old || new), >= 0).
+    clip        -min(ratio A, clip(ratio, 1 - low, 1 + high) A)       PPO, arXiv:1707.06347, eq. 7; unequal bounds are DAPO's
+                                                                      clip-higher, arXiv:2503.14476, eq. 10
+    gspo        the same with one ratio for a whole response, exp(mean of its logp - old_logp)   arXiv:2507.18071, eq. 5 and 7
+    cispo       -sg(clip(ratio, 1 - low, 1 + high)) A logp            MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; low 1 = no bound
+    sapo        -(4 / tau) sigmoid(tau (ratio - 1)) A                 arXiv:2511.20347, section 3; tau_positive where A > 0
+    reinforce   -A logp                                               Williams 1992; right on policy only
+
+    With `dual_clip` c > 1 the loss of a clip or gspo token with A < 0 is at most -c A (arXiv:1912.09729). gspo needs
+    `sequence_K`, integers that tell neighbouring responses apart. Returns loss_K and per-token indicators "clipped" and
+    "kl" (the k3 estimate of KL(old || new), >= 0).
     """
     log_ratio = logp_K - old_logp_K
     ratio = log_ratio.exp()
-    unclipped = -advantage_K * ratio
-    clipped = -advantage_K * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_K = torch.maximum(unclipped, clipped)
-    if dual_clip is not None:
-        loss_K = torch.where(advantage_K < 0, torch.minimum(loss_K, -dual_clip * advantage_K), loss_K)
     with torch.no_grad():
-        indicators = {"clipped": (clipped > unclipped).float(), "kl": ratio - 1 - log_ratio}
+        indicators = {"clipped": torch.zeros_like(ratio), "kl": ratio - 1 - log_ratio}
+    if kind == "gspo":
+        assert sequence_K is not None, "gspo needs to know which tokens make a response"
+        _, index_K, count = sequence_K.unique_consecutive(return_inverse=True, return_counts=True)
+        ratio = (torch.zeros_like(log_ratio[: len(count)]).index_add(0, index_K, log_ratio) / count).exp()[index_K]
+    if kind in ("clip", "gspo"):
+        unclipped = -advantage_K * ratio
+        clipped = -advantage_K * ratio.clamp(1 - clip_low, 1 + clip_high)
+        loss_K = torch.maximum(unclipped, clipped)
+        if dual_clip is not None:
+            loss_K = torch.where(advantage_K < 0, torch.minimum(loss_K, -dual_clip * advantage_K), loss_K)
+        indicators["clipped"] = (clipped > unclipped).to(ratio.dtype)
+    elif kind == "cispo":
+        weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+        loss_K = -weight * advantage_K * logp_K
+        indicators["clipped"] = (weight != ratio).to(ratio.dtype)
+    elif kind == "sapo":
+        tau = torch.full_like(advantage_K, tau_negative).masked_fill(advantage_K > 0, tau_positive)
+        loss_K = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage_K
+    elif kind == "reinforce":
+        loss_K = -advantage_K * logp_K
+    else:
+        raise ValueError(f"policy_loss: unknown kind {kind!r}; known: {', '.join(LOSSES)}")
     return loss_K, indicators
 
 
@@ -86,27 +204,87 @@ def policy_loss(
 class PolicyLoss:
     """What the update minimises, as the policy head evaluates it: block by block, where log-probabilities are at hand.
 
+    weight (policy_loss + kl_coef kl(logp, ref_logp) - entropy_coef entropy)
+
     Called with logp_K and entropy_K of scored tokens and `values`, each (K,): advantage and weight; old_logp unless the
-    data is on policy, where the old policy is the current one. Returns the weighted loss of each token, whose plain sum
-    is the loss, and policy_loss's indicators. `per_token`: no token's loss depends on another token, so blocks may end
-    anywhere; otherwise they hold whole sequences, told apart by values["sequence"].
+    data is on policy, where the old policy is the current one; ref_logp with a `kl`; sequence. Returns the weighted loss
+    of each token, whose plain sum is the loss, and policy_loss's indicators. `per_token`: no token's loss depends on
+    another token, so blocks may end anywhere; otherwise they hold whole sequences, told apart by values["sequence"].
     """
 
+    kind: str = "clip"  # one of LOSSES
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    kl: str | None = None  # one of KL_KINDS: the estimate of the KL term in the loss
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
 
     @property
     def per_token(self) -> bool:
-        return True
+        return self.kind != "gspo"
 
     def __call__(
         self, logp_K: torch.Tensor, entropy_K: torch.Tensor, values: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        old_logp_K = values.get("old_logp", logp_K.detach())
-        loss_K, indicators = policy_loss(logp_K, old_logp_K, values["advantage"], self.clip_low, self.clip_high, self.dual_clip)
+        loss_K, indicators = policy_loss(
+            logp_K, values.get("old_logp", logp_K.detach()), values["advantage"], self.clip_low, self.clip_high, self.dual_clip,
+            self.kind, values.get("sequence"), self.sapo_tau_positive, self.sapo_tau_negative,
+        )
+        if self.kl is not None:
+            loss_K = loss_K + self.kl_coef * kl(logp_K, values["ref_logp"], self.kl)
+        if self.entropy_coef:
+            loss_K = loss_K - self.entropy_coef * entropy_K
         return values["weight"] * loss_K, indicators
 
+
+def value_loss(
+    value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error of each value; with `clip` the larger of that and of the value kept within `clip` of its old
+    one. All (K,); returns loss_K and which tokens were clipped.        OpenAI baselines' ppo2; see arXiv:2005.12729, section 3
+    """
+    loss_K = (value_K - return_K) ** 2
+    if clip is None:
+        return loss_K / 2, torch.zeros_like(value_K)
+    near_K = old_value_K + (value_K - old_value_K).clamp(-clip, clip)
+    clipped_K = (near_K - return_K) ** 2
+    return torch.maximum(loss_K, clipped_K) / 2, (clipped_K > loss_K).to(value_K.dtype).detach()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithms: names for settings of train.py's knobs
+
+GRPO: dict[str, Any] = {
+    "adv": "grpo", "norm_std": None, "loss": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "loss_agg": "token",
+    "truncated": "keep", "sample_rounds": 1, "kl": "k3", "kl_in": "loss", "kl_coef": 0.0, "entropy_coef": 0.0,
+    "epochs": 1, "minibatches": 1,
+}
+PRESETS: dict[str, dict[str, Any]] = {  # what differs from grpo
+    "grpo": {},
+    "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
+    "dapo": {"clip_high": 0.28, "sample_rounds": 10, "truncated": "penalise"},
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq"},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"loss": "sapo", "loss_agg": "seq"},
+    "rloo": {"adv": "rloo", "loss": "reinforce", "loss_agg": "const"},
+    "reinforce++": {"adv": "reinforce++", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
+    "ppo": {"adv": "gae", "epochs": 4, "entropy_coef": 0.01},
+}
+
+
+def resolve_preset(algo: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All knobs of an algorithm: the one given if it is not None, else the preset's, else GRPO's."""
+    knobs = {name: default if given.get(name) is None else given[name] for name, default in (GRPO | PRESETS[algo]).items()}
+    if knobs["norm_std"] is None:
+        knobs["norm_std"] = NORM_STD[knobs["adv"]]
+    return knobs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a token weighs
 
 LOSS_AGGREGATIONS = ("token", "seq", "const")
 

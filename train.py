@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together by the hf engine")
     # algorithm
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
-    p.add_argument("--adv", choices=grpo.ADVANTAGES, default="grpo", help="advantage within a group")
+    p.add_argument("--adv", choices=grpo.GROUP_METHODS, default="grpo", help="advantage within a group")
     p.add_argument("--clip-low", type=float, default=0.2, help="ratio is clipped below 1 - this")
     p.add_argument("--clip-high", type=float, default=0.2, help="ratio is clipped above 1 + this")
     p.add_argument("--dual-clip", type=float, help="bound on the loss of a token with negative advantage, > 1 (default: off)")
@@ -270,7 +270,7 @@ def probe_memory(policy: Policy, longest: Example, processor: Processor, args: a
 
 def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context) -> dict[str, float]:
     """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks."""
-    policy_loss = grpo.PolicyLoss(args.clip_low, args.clip_high, args.dual_clip)
+    policy_loss = grpo.PolicyLoss(clip_low=args.clip_low, clip_high=args.clip_high, dual_clip=args.dual_clip)
     on_policy = args.epochs * args.minibatches == 1
     if not on_policy:
         with torch.no_grad():
