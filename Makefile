@@ -30,6 +30,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) benchmarks/packing.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) benchmarks/balance.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) benchmarks/policy_head.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) benchmarks/vs_trl.py
 
 clean:

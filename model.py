@@ -428,11 +428,11 @@ class Policy(nn.Module):
 
     def __init__(
         self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
-        cache: VisionCache | None = None,
+        cache: VisionCache | None = None, kernel: str = "auto",
     ):
         super().__init__()
         assert cache is None or freeze_vision, "features of a tower that trains go stale"
-        self.hf, self.attention, self.cache = hf, attention, cache
+        self.hf, self.attention, self.cache, self.kernel = hf, attention, cache, kernel
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.freeze_vision = freeze_vision
@@ -466,9 +466,9 @@ class Policy(nn.Module):
         head = self.hf.get_output_embeddings().weight
         scored = (hidden[micro.src_K], head, micro.target_K)
         if loss is None:
-            logp, entropy = linear_logprob(*scored, temperature, self.banned)
+            logp, entropy = linear_logprob(*scored, temperature, self.banned, self.kernel)
             return logp + unused, entropy
-        total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned)
+        total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned, self.kernel)
         return total + unused, logp, entropy
 
 

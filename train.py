@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import grpo
 from eval import evaluate, rollout_page, summarise
-from kernels import resolve_kernel
+from kernels import KERNELS, resolve_kernel
 from model import (
     ATTENTION,
     Policy,
@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
                    help="attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
     p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
-    p.add_argument("--kernel", choices=("auto", "torch"), default="auto", help="implementation of the policy head")
+    p.add_argument("--kernel", choices=KERNELS, default="auto", help="policy head: Triton kernels (GPU) or plain torch")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
     # data
     p.add_argument("--data", required=True, help="training parquet file(s), see prepare_data.py")
@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together by the hf engine")
     # algorithm
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
-    p.add_argument("--adv", choices=grpo.GROUP_METHODS, default="grpo", help="advantage within a group")
+    p.add_argument("--adv", choices=grpo.ADVANTAGES, default="grpo", help="advantage within a group")
     p.add_argument("--clip-low", type=float, default=0.2, help="ratio is clipped below 1 - this")
     p.add_argument("--clip-high", type=float, default=0.2, help="ratio is clipped above 1 + this")
     p.add_argument("--dual-clip", type=float, help="bound on the loss of a token with negative advantage, > 1 (default: off)")
@@ -381,6 +381,7 @@ def main(args: argparse.Namespace) -> None:
     # --- set-up: first everything that can be wrong, then everything that takes long -----------------------------------
     ctx = dist_setup()
     validate(args, ctx.world)
+    args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
     load_config(args.model)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
@@ -403,8 +404,7 @@ def main(args: argparse.Namespace) -> None:
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
     cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
-    args.attn = resolve_attention(args.attn, ctx.device)
-    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache)
+    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache, args.kernel)
     if args.grad_checkpointing:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
@@ -421,7 +421,7 @@ def main(args: argparse.Namespace) -> None:
     counts = [sum(p.numel() for p in policy.parameters() if p.requires_grad >= trained) for trained in (False, True)]
     print0(
         f"{args.model}: {counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M trained, {dtype} on {ctx.world} x {ctx.device.type}, "
-        f"attention {args.attn}, kernel {resolve_kernel(args.kernel, ctx.device)}\n"
+        f"attention {args.attn}, kernel {args.kernel}\n"
         f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
         f"{args.epochs * args.minibatches} update(s) a step" + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")

@@ -443,14 +443,14 @@ def compare(model: Path, agg: str, freeze: bool) -> dict[str, float]:
     loss, clipped, micros = 0.0, 0.0, train.pack_minibatch(rollouts, flags, processor, torch.device("cpu"))
     for micro in micros:
         at = micro.values["engine_logp"].long()
-        logp, entropy = policy(micro)
-        old = theirs["old_per_token_logps"].flatten()[at]
-        loss_K, indicators = grpo.policy_loss(logp, old, micro.values["advantage"], 0.2, 0.2)
-        weighted = micro.values["weight"] * loss_K
-        weighted.sum().backward()
-        loss, clipped = loss + weighted.sum().item(), clipped + indicators["clipped"].sum().item()
+        micro.values["old_logp"] = theirs["old_per_token_logps"].flatten()[at]
+        policy_loss = grpo.PolicyLoss(clip_low=0.2, clip_high=0.2)
+        total, logp, entropy = policy(micro, 1.0, policy_loss)
+        total.backward()
+        weighted, indicators = policy_loss(logp, entropy, micro.values)
+        loss, clipped = loss + total.item(), clipped + indicators["clipped"].sum().item()
         for name, value in (("logp", logp), ("entropy", entropy), ("per_token_loss", weighted)):
-            ours[name][at] = value.detach()
+            ours[name][at] = value
     gradients = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
     assert gradients.keys() == their_grads.keys(), sorted(gradients.keys() ^ their_grads.keys())
     real = mask.flatten()

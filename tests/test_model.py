@@ -8,8 +8,9 @@ from conftest import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import demo
 import model as M
-from grpo import Sample, pack, plant
+from grpo import PolicyLoss, Sample, pack, plant
 
 QUESTION = "What is this odd thing, and why? "
 
@@ -309,3 +310,34 @@ def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
     assert small.image("a", picture(400, 400)).n_tokens <= 4
     large = M.load_processor(str(toys["qwen2_5_vl"]), min_pixels=280 * 280)
     assert large.image("a", picture(40, 40)).n_tokens >= 100
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, samples_of, tmp_path):
+    """The fused head on a real forest, head and embedding tied or not, with the vocabulary's padding rows banned."""
+    demo.make_model(tmp_path, "qwen2_5_vl", seed=1, hidden=64, layers=1, vocab=448, tied=tied)
+    hf, processor = M.load_hf(str(tmp_path)), M.load_processor(str(tmp_path))
+    policy = M.Policy(hf, processor, freeze_vision=False, kernel=kernel)
+    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
+    n = len(micro.target_K)
+    micro.values |= {"advantage": torch.randn(n), "weight": torch.rand(n), "old_logp": torch.randn(n) * 0.1 - 6.0}
+    loss = PolicyLoss(dual_clip=2.0, entropy_coef=0.05)
+    results = []
+    for fused in (True, False):
+        policy.zero_grad()
+        if fused:
+            total, logp, entropy = policy(micro, 0.9, loss)
+        else:
+            policy.kernel = "torch"
+            logp, entropy = policy(micro, 0.9)
+            total = loss(logp, entropy, micro.values)[0].sum()
+        total.backward()
+        results.append((total.detach(), logp.detach(), {name: p.grad.clone() for name, p in policy.named_parameters()}))
+    (total, logp, gradients), (want, want_logp, exact) = results
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logp, want_logp, rtol=0, atol=5e-6)
+    head = "hf.model.language_model.embed_tokens.weight" if tied else "hf.lm_head.weight"
+    assert exact[head].abs().max() > 0 and ("hf.lm_head.weight" in exact) == (not tied)
+    for name, gradient in gradients.items():
+        assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm() + 1e-9, name

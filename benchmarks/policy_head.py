@@ -1,0 +1,285 @@
+"""The policy head against its peers: time, extra memory and error, in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/policy_head.py                        # a CPU: 512 tokens, H 256, V 32768, fp32
+    python benchmarks/policy_head.py                                          # a GPU: 16384 tokens, H 3584, V 152064, bf16
+    python benchmarks/policy_head.py --shape 512,896,151936 --repeats 3
+
+score    log-probabilities (and entropy, where a peer gives it) without gradients
+frozen   loss and the gradient of the hidden states: LoRA, or a head that is not trained
+full     loss and the gradients of hidden states and weight
+The loss is the same weighted sum of log-probabilities everywhere, except torch's own op, which knows only the mean cross
+entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it, the two
+gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are against
+float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. Peers that are not
+installed or cannot run here are listed with the reason. Liger comes with requirements-dev.txt; for the others:
+pip install cut-cross-entropy; pip install ray tensordict hydra-core codetiming torchdata peft pybind11 pylatexenc wandb
+and, without its pins, pip install --no-deps verl.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import kernels  # noqa: E402
+from grpo import PolicyLoss  # noqa: E402
+
+GPU = torch.cuda.is_available()
+
+
+def parse_args() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("--shape", default="16384,3584,152064" if GPU else "512,256,32768", help="tokens, hidden size, vocabulary")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if GPU else "float32", help="of the inputs")
+    p.add_argument("--repeats", type=int, default=10 if GPU else 6, help="interleaved runs; the minimum counts")
+    p.add_argument("--only", help="comma-separated names; default: all")
+    p.add_argument("--block-rows", help="GPU: also time ours with these many rows a block, e.g. 1024,4096")
+    return p.parse_args()
+
+
+# --- Contenders: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) -------------------------
+
+
+def ours_fused(kernel: str) -> Callable:
+    def run(hidden, weight, targets, coefficients):
+        values = {"advantage": -coefficients, "weight": torch.ones_like(coefficients)}
+        return kernels.fused_policy_loss(hidden, weight, targets, PolicyLoss(), values, kernel=kernel)
+
+    return run
+
+
+def ours_recompute(kernel: str) -> Callable:
+    def run(hidden, weight, targets, coefficients):
+        logp, entropy = kernels.linear_logprob(hidden, weight, targets, kernel=kernel)
+        return (coefficients * logp).sum(), logp, entropy
+
+    return run
+
+
+def ours_tiles(hidden, weight, targets, coefficients):
+    """Scoring by cuBLAS blocks and the row kernel, the alternative to the all-Triton kernel."""
+    scorable, kernels.scorable = kernels.scorable, lambda *_: False
+    try:
+        return ours_recompute("triton")(hidden, weight, targets, coefficients)
+    finally:
+        kernels.scorable = scorable
+
+
+def naive(hidden, weight, targets, coefficients):
+    logp_NV = (hidden @ weight.t()).float().log_softmax(-1)
+    logp = logp_NV.gather(1, targets[:, None])[:, 0]
+    return (coefficients * logp).sum(), logp, -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def naive_16bit(hidden, weight, targets, coefficients):
+    """What bf16 logits cost in accuracy: the softmax, too, in the inputs' dtype."""
+    logp_NV = (hidden @ weight.t()).log_softmax(-1)
+    logp = logp_NV.gather(1, targets[:, None])[:, 0]
+    return (coefficients * logp.float()).sum(), logp, -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def torch_native() -> Callable:
+    # Its own choice of chunks, good on a GPU, takes 20 times as long on a CPU as 256 rows do, its best there.
+    options = torch.nn.LinearCrossEntropyOptions(**({} if GPU else {"batch_chunk_size": 256}))
+    return lambda hidden, weight, targets, _: (F.linear_cross_entropy(hidden, weight, targets, options=options), None, None)
+
+
+def trl() -> Callable:
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+
+    def run(hidden, weight, targets, coefficients):
+        logp, entropy, *_ = function.apply(hidden, weight, None, targets, 1.0, 32768, None, 1.0, ("entropy",))
+        return (coefficients * logp).sum(), logp, entropy
+
+    return run
+
+
+def liger() -> Callable:
+    function = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy").LigerFusedLinearScaledCrossEntropyFunction
+
+    def run(hidden, weight, targets, coefficients):
+        nll, entropy = function.apply(hidden, weight, targets, 1.0, -100, 1, True)
+        return -(coefficients * nll).sum(), -nll, entropy
+
+    return run
+
+
+def apple() -> Callable:
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    if not GPU:
+        raise RuntimeError("its kernels need a GPU")
+
+    def run(hidden, weight, targets, coefficients):
+        nll = function(hidden, weight, targets, reduction="none", filter_eps=None)
+        return -(coefficients * nll).sum(), -nll, None
+
+    return run
+
+
+def verl() -> Callable:
+    module = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
+
+    def run(hidden, weight, targets, coefficients):
+        logp, entropy = module(hidden[None], weight, targets[None])
+        return (coefficients * logp[0]).sum(), logp[0], entropy[0]
+
+    return run
+
+
+def contenders(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]:
+    """Those that can run here, and a line for each that cannot."""
+    kernel = "triton" if GPU else "torch"
+    makers = {
+        "ours fused loss": lambda: ours_fused(kernel),
+        "ours any loss": lambda: ours_recompute(kernel),
+        **({"ours cuBLAS tiles": lambda: ours_tiles, "ours plain torch": lambda: ours_fused("torch")} if GPU else {}),
+        "naive": lambda: naive, "naive 16-bit logits": lambda: naive_16bit, "torch linear_cross_entropy": torch_native,
+        "TRL chunked": trl, "Liger scaled CE": liger, "Apple CCE": apple, "verl FusedLinearForPPO": verl,
+    }
+    found, missing = {}, []
+    for name, make in makers.items():
+        if names and name not in names:
+            continue
+        try:
+            found[name] = make()
+        except (ImportError, AttributeError, RuntimeError) as error:
+            missing.append(f"{name}: {error}")
+    return found, missing
+
+
+# --- Measuring ----------------------------------------------------------------------------------------------------------
+
+
+def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    n, h, v = shape
+    g = torch.Generator().manual_seed(0)
+    device = "cuda" if GPU else "cpu"
+    hidden = torch.randn(n, h, generator=g).to(device, dtype)
+    weight = (torch.randn(v, h, generator=g) * (4.0 / h**0.5)).to(device, dtype)  # logits of standard deviation 4
+    return hidden, weight, torch.randint(0, v, (n,), generator=g).to(device), (torch.randn(n, generator=g) / n).to(device)
+
+
+def run_once(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) -> tuple:
+    hidden, weight, targets, coefficients = inputs
+    if mode == "score":
+        with torch.no_grad():
+            return function(hidden, weight, targets, coefficients)
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_(mode == "full")
+    loss, logp, entropy = function(hidden, weight, targets, coefficients)
+    loss.backward()
+    return logp, entropy, hidden.grad, weight.grad
+
+
+def seconds(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) -> float:
+    if GPU:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run_once(function, inputs, mode)
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_mib(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Of one full pass, above what was there before."""
+    function = contenders([name])[0][name]
+    inputs = problem(shape, dtype)
+    run_once(function, problem((4, shape[1], 64), dtype), "full")  # libraries load, threads start
+    if GPU:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_once(function, inputs, "full")
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    torch.set_num_threads(1)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here (Linux)
+    run_once(function, inputs, "full")
+    return (resident("VmHWM") - before) / 2**10
+
+
+def resident(field: str) -> int:
+    """KiB of this process: VmRSS now, VmHWM at its peak."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+
+
+def errors(function: Callable, inputs: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> list[float | None]:
+    """(max |logp|, max |entropy|, relative of the hidden gradient, of the weight's) against float64."""
+    logp, entropy, *gradients = run_once(function, inputs, "full")
+    out = []
+    for got, want in zip((logp, entropy), exact[:2], strict=True):
+        out.append(None if got is None else (got.double().cpu() - want).abs().max().item())
+    for got, want in zip(gradients, exact[2:], strict=True):
+        out.append(None if logp is None else ((got.double().cpu() - want).norm() / want.norm()).item())
+    return out
+
+
+def main() -> None:
+    args = parse_args()
+    if not GPU:
+        torch.set_num_threads(1)
+    shape = tuple(int(x) for x in args.shape.split(","))
+    dtype = getattr(torch, args.dtype)
+    found, missing = contenders(args.only.split(",") if args.only else None)
+    if dtype == torch.float32:
+        found.pop("naive 16-bit logits", None)
+    inputs = problem(shape, dtype)
+    where = torch.cuda.get_device_name() if GPU else "CPU, one thread"
+    print(f"{shape[0]} tokens, H {shape[1]}, V {shape[2]}, {args.dtype}, {where}, torch {torch.__version__}")
+
+    modes = ("score", "frozen", "full")
+    best: dict[tuple[str, str], float] = {}
+    for repeat in range(args.repeats + 1):
+        for mode in modes:
+            for name in list(found):
+                try:
+                    took = seconds(found[name], inputs, mode)
+                except (torch.OutOfMemoryError, RuntimeError, NotImplementedError) as error:
+                    missing.append(f"{name}: {mode} failed: {str(error).splitlines()[0]}")
+                    del found[name]
+                    continue
+                if repeat:  # the first one warms up
+                    best[name, mode] = min(took, best.get((name, mode), took))
+
+    # float64 on part of the problem where the whole is too large for it
+    small = (min(shape[0], 512), shape[1], shape[2] if shape[0] * shape[2] <= 1 << 27 else 32768)
+    part = problem(small, dtype)
+    exact = run_once(naive_64, tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in part), "full")
+    context = multiprocessing.get_context("spawn")
+    print(f"{'':28}" + "".join(f"{mode + ', ' + ('ms' if GPU else 's'):>12}" for mode in modes) + f"{'extra MiB':>12}"
+          + "".join(f"{what:>10}" for what in ("logp", "entropy", "d hidden", "d weight")))
+    for name, function in found.items():
+        with context.Pool(1) as pool:
+            peak = pool.apply(peak_mib, (name, shape, dtype))
+        times = "".join(f"{best[name, mode] * (1e3 if GPU else 1):>12.{2 if GPU else 3}f}" for mode in modes)
+        print(f"{name:28}{times}{peak:>12.0f}"
+              + "".join(f"{'-':>10}" if e is None else f"{e:>10.1e}" for e in errors(function, part, exact)))
+    for line in missing:
+        print(f"not run: {line}")
+    ours = best.get(("ours fused loss", "full"))
+    for name in ("TRL chunked", "torch linear_cross_entropy", "verl FusedLinearForPPO"):
+        if ours and (name, "full") in best:
+            print(f"full pass, ours / {name}: {ours / best[name, 'full']:.2f}")
+    for rows in map(int, (args.block_rows or "").split(",")) if GPU and args.block_rows else ():
+        kernels.GPU_BLOCK_ROWS = rows
+        took = [min(seconds(ours_fused("triton"), inputs, mode) for _ in range(args.repeats)) for mode in ("frozen", "full")]
+        print(f"ours, {rows} rows a block: frozen {took[0] * 1e3:.2f} ms, full {took[1] * 1e3:.2f} ms")
+
+
+def naive_64(hidden, weight, targets, coefficients):
+    logp_NV = (hidden @ weight.t()).log_softmax(-1)
+    logp = logp_NV.gather(1, targets[:, None])[:, 0]
+    return (coefficients * logp).sum(), logp.detach(), -(logp_NV.exp() * logp_NV).sum(-1).detach()
+
+
+if __name__ == "__main__":
+    main()
