@@ -290,7 +290,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, config.group)
         for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, "grpo").flatten().tolist(), strict=True):
             r.advantage = advantage
-        train.rollout_metrics(rollouts, rewards_PG)
+        train.rollout_metrics(rollouts, config.group)
         with clock("pack"):
             minibatches = [train.pack_minibatch(rollouts, flags, processor, ctx.device, grpo.flop_rates(policy.hf.config))]
         with clock("train"):

@@ -61,27 +61,70 @@ def without_time(out):
 # --- one process and two agree ------------------------------------------------------------------------------------------
 
 
+def parity(toy, tmp_path, *cases, worlds=(1, 2)):
+    """Results of the worker for each number of processes: {world: [one per case]}."""
+    flags = [flag for case in cases for flag in ("/", *case.split())][1:]
+    results = {}
+    for world in worlds:
+        out = tmp_path / f"{world}.pt"
+        run([*TORCHRUN, world, "tests/parity_worker.py", toy, out, *flags])
+        results[world] = torch.load(out)
+    return results
+
+
+def assert_equal_updates(one, two, what):
+    assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50, what
+    assert one["metrics"].keys() == two["metrics"].keys()
+    for key in one["metrics"].keys() - {"update/skipped", "rollout/max_abs_dlogp"}:
+        assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-6), (what, key)
+    for key in ("loss/policy", "loss/value"):
+        assert one["metrics"].get(key, 0.0) == pytest.approx(two["metrics"].get(key, 0.0), rel=1e-6, abs=1e-6), (what, key)
+    assert one["gradients"].keys() == two["gradients"].keys() and one["metrics"]["policy/grad_norm"] > 1e-3
+    largest = max(g.norm() for g in one["gradients"].values())
+    for name, gradient in one["gradients"].items():
+        error = (gradient - two["gradients"][name]).norm() / gradient.norm().clamp(min=1e-4 * largest)
+        assert error < 1e-5, f"{what}, {name}: relative difference {error:.1e}"
+
+
 @pytest.mark.parametrize("family,more", [
-    ("qwen2_5_vl", ["--no-freeze-vision"]),
-    ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]),
-    ("qwen2_vl", ["--loss-agg", "const", "--grad-checkpointing"]),
+    ("qwen2_5_vl", "--no-freeze-vision"),
+    ("qwen3_vl", "--no-freeze-vision --loss-agg seq"),
+    ("qwen2_vl", "--loss-agg const --grad-checkpointing"),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
-    results = {}
-    for world in (1, 2):
-        out = tmp_path / f"{world}.pt"
-        run([*TORCHRUN, world, "tests/parity_worker.py", toys[family], out, "--micro-tokens", 130, *more])
-        results[world] = torch.load(out)
-    one, two = results[1], results[2]
+    results = parity(toys[family], tmp_path, f"--micro-tokens 130 {more}")
+    one, two = results[1][0], results[2][0]
     assert two["micros"] > 1
-    assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50
-    for key in ("loss/policy", "policy/grad_norm", "policy/entropy", "rollout/kl"):
-        assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-7), key
-    assert one["gradients"].keys() == two["gradients"].keys()
     assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
-    for name, gradient in one["gradients"].items():
-        error = (gradient - two["gradients"][name]).norm() / gradient.norm().clamp(min=1e-8)
-        assert error < 1e-5, f"{name}: relative difference {error:.1e}"
+    assert_equal_updates(one, two, more)
+
+
+ALGORITHMS = [
+    "--algo dapo --truncated mask", "--algo gspo", "--algo cispo --clip-high 0.1", "--algo sapo", "--algo rloo",
+    "--algo grpo --norm-std batch --dual-clip 1.2", "--algo reinforce++", "--algo reinforce++ --kl-coef 0", "--algo grpo --kl-coef 0.1",
+    "--algo rloo --kl-coef 0.1 --kl-in reward", "--algo grpo --entropy-coef 0.05",
+    "--algo ppo --epochs 1", "--algo ppo --epochs 1 --critic separate --kl-coef 0.1 --kl-in reward --no-freeze-vision",
+]
+
+
+def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_path):
+    small, whole = ([f"{case} --micro-tokens {n}" for case in ALGORITHMS] for n in (130, 4000))
+    results = parity(toys["qwen2_5_vl"], tmp_path, *small, worlds=(2,)) | parity(toys["qwen2_5_vl"], tmp_path, *small, *whole, worlds=(1,))
+    gradients = []
+    for i, case in enumerate(ALGORITHMS):
+        two, one, packed = results[2][i], results[1][i], results[1][len(ALGORITHMS) + i]
+        assert two["micros"] > 1 and packed["micros"] == 1
+        assert_equal_updates(one, two, f"{case} on two processes")
+        assert_equal_updates(one, packed, f"{case} in one micro-batch")
+        names = one["gradients"].keys()
+        assert ("policy.value_head.weight" in names) == ("--algo ppo" in case and "separate" not in case)
+        assert ("critic.value_head.weight" in names) == ("separate" in case) and not any(n.startswith("reference") for n in names)
+        gradients.append(one["gradients"]["policy.hf.model.language_model.layers.0.mlp.up_proj.weight"])
+        if "kl-coef 0.1" in case:
+            assert one["metrics"]["policy/kl_ref"] > 1e-4
+    # and the cases differ from each other: no flag was without effect
+    for i, a in enumerate(gradients):
+        assert all((a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
 
 
 # --- killed and resumed -------------------------------------------------------------------------------------------------
