@@ -159,11 +159,19 @@ def kill_after(command, out, step):
     process.wait()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, shapes, tmp_path):
+# All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
+EVERYTHING = ("--algo ppo --epochs 1 --critic-lr 1e-3 --critic-warmup-steps 1 --kl-coef 0.1 --kl-in reward --kl-target 0.01 "
+              "--kl-horizon 50 --ref-every 4 --sample-rounds 4 --truncated penalise").split()
+
+
+@pytest.mark.parametrize("world,more", [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (1, EVERYTHING)], ids=["1", "2", "everything"])
+def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
-    common = ["--eval-data", shapes[1], "--steps", 12, "--save-every", 3, "--eval-every", 5, "--minibatches", 2, "--epochs", 2,
-              "--schedule", "cosine", "--warmup-steps", 2]
+    uneven = tmp_path / "uneven.py"  # four prompts of five have a signal
+    uneven.write_text("def score(response, example):\n    flat = sum(map(ord, example.uid)) % 5 == 0\n"
+                      "    return 0.5 if flat else (len(response) * 7919 % 5) / 4\n")
+    common = ["--eval-data", shapes[1], "--steps", 12, "--save-every", 3, "--eval-every", 5, "--minibatches", 2,
+              "--schedule", "cosine", "--warmup-steps", 2, "--reward", f"{uneven}:score", *more]
     command = {name: [*launch, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / name, *common)] for name in ("whole", "cut")}
     run(command["whole"])
     kill_after(command["cut"], tmp_path / "cut", 7)
@@ -177,7 +185,11 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     done = run([*command["cut"], "--resume", "auto"])
     assert f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout and "changed since" not in done.stdout
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
-    assert any(row.get("loss/policy") for row in rows(tmp_path / "whole"))
+    logged = rows(tmp_path / "whole")
+    assert any(row.get("loss/policy") for row in logged)
+    if more is EVERYTHING:  # the state was there to be lost
+        assert {row["sampling/rounds"] for row in logged[1:]} > {1} and logged[-1]["progress/epoch"] > 2
+        assert len({row["kl/coef"] for row in logged[1:]}) > 6 and logged[-1]["policy/kl_ref"] > 0 and logged[-1]["value/mean"] != 0
     weights = []
     for name in ("whole", "cut"):
         run([sys.executable, "merge_lora.py", tmp_path / name, "--out", tmp_path / f"{name}-hf"])
@@ -187,6 +199,19 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in start)
     changed = {k for k in start if not torch.equal(start[k], weights[0][k])}
     assert changed and not any(k.startswith(("visual", "model.visual")) for k in changed)  # frozen
+
+
+def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, tmp_path):
+    def command(out, steps, *more):
+        ppo = ["--algo", "ppo", "--critic", "separate", "--critic-lr", "1e-3", "--epochs", 1, "--save-every", 1, "--steps", steps]
+        return [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / out, *ppo, *more)]
+
+    run(command("whole", 3))
+    run(command("cut", 2))
+    refused = run([*command("cut", 3, "--critic", "head"), "--resume", "auto"], check=False)
+    assert refused.returncode == 1 and "it holds ['critic'], but --adv gae, --critic head" in refused.stderr
+    run([*command("cut", 3), "--resume", "auto"])
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole") and rows(tmp_path / "cut")[-1]["value/grad_norm"] > 0
 
 
 def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
@@ -298,6 +323,19 @@ CASES = [
     ("good", {"--resume": "elsewhere"}, "--resume elsewhere"),
     ("good", {"--reward": "nowhere.py:score"}, "no file 'nowhere.py'"),
     ("good", {"--dual-clip": "0.5"}, "--dual-clip 0.5: must be above 1"),
+    ("good", {"--group-size": "1", "--algo": "rloo"}, "--group-size 1: --adv rloo compares samples .* at least 2"),
+    ("good", {"--group-size": "1", "--algo": "ppo", "--sample-rounds": "2"}, "--group-size 1: --sample-rounds 2"),
+    ("good", {"--clip-low": "1"}, "--clip-low 1.0: must be in .0, 1., or 1 with --loss cispo"),
+    ("good", {"--algo": "ppo", "--loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae"),
+    ("good", {"--algo": "rloo", "--epochs": "2"}, "--loss reinforce is right for one update a step only.*--loss clip"),
+    ("good", {"--algo": "ppo", "--norm-std": "group"}, "--norm-std group: --adv gae knows no groups"),
+    ("good", {"--kl-target": "0.1"}, "--kl-target 0.1 with --kl-coef 0.0"),
+    ("good", {"--ref-every": "5"}, "--ref-every 5 refreshes a reference that only --kl-coef"),
+    ("good", {"--gamma": "1.5"}, "--gamma 1.5 and --lam 0.95 must be in"),
+    ("good", {"--entropy-coef": "-1"}, "--entropy-coef -1.0: must not be negative"),
+    ("good", {"--critic-warmup-steps": "2"}, "--critic-warmup-steps 2: --adv grpo has no critic"),
+    ("good", {"--overlong-buffer": "9"}, "--overlong-buffer 9: must be between 1 and --max-new-tokens 4"),
+    ("good", {"--target-kl": "0"}, "--target-kl 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
     ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
     ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
