@@ -3,11 +3,12 @@
 1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes
 8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --out out/geo3k
 
-Each step: rollout, reward, advantage, pack, update, sync, report. How it differs from the GRPO paper (arXiv:2402.03300):
-(1) every token counts alike in the loss (--loss-agg token), not every sequence; (2) there is no KL term and so no
-reference model; (3) with one update per step the old policy is the current one, so no separate pass computes its
-log-probabilities; (4) a group whose rewards are all equal has no gradient and costs no forward; (5) a prompt and its
-pictures are computed once for all of its responses.
+Each step: rollout, reward, advantage, pack, update, sync, report. --algo names an algorithm: settings of flags that may also
+be given one by one. How the default differs from the GRPO paper (arXiv:2402.03300): (1) every token counts alike in the loss
+(--loss-agg token), not every sequence; (2) without --kl-coef there is no KL term and so no reference model; (3) with one
+update per step the old policy is the current one, so no separate pass computes its log-probabilities; (4) a group whose
+rewards are all equal has no gradient and costs no forward; (5) a prompt and its pictures are computed once for all of its
+responses.
 
 Axes: P prompts of a step, G samples per prompt, T packed tokens, K scored tokens.
 """
