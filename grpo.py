@@ -8,7 +8,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -347,15 +347,26 @@ class Micro:
     src_K: torch.Tensor  # (K,) int64, position in T
     target_K: torch.Tensor  # (K,) int64, token ids
     values: dict[str, torch.Tensor]  # each (K,) float32; "sequence" (K,) int64 numbers the samples, ascending
+    samples: list[Sample] = field(default_factory=list)  # by that number
 
     @property
     def n_tokens(self) -> int:
         return self.ids_T.shape[0]
 
+    def put(self, name: str, column_K: torch.Tensor) -> None:
+        """Add a column, and give each sample its part of it."""
+        self.values[name] = column_K
+        for sample, part in zip(self.samples, column_K.split([sum(s.scored) for s in self.samples]), strict=True):
+            sample.values[name] = part.tolist()
+
+    def take(self, name: str) -> None:
+        """Add a column that the samples have been given."""
+        self.values[name] = torch.tensor([x for sample in self.samples for x in sample.values[name]], dtype=torch.float32)
+
     def to(self, device: torch.device) -> "Micro":
         values = {name: value.to(device) for name, value in self.values.items()}
         ids, end, src, target = (t.to(device) for t in (self.ids_T, self.end_T, self.src_K, self.target_K))
-        return Micro(ids, end, self.runs, self.images, src, target, values)
+        return Micro(ids, end, self.runs, self.images, src, target, values, self.samples)
 
 
 def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
@@ -412,7 +423,8 @@ def plant(samples: Sequence[Sample], image_token: int) -> Micro:
     sequence: list[int] = []
     path: list[int] = []  # positions of the last sample's inputs
     last = -1
-    for n, i in enumerate(sorted(range(len(samples)), key=lambda i: (samples[i].uid, identities[i]))):
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].uid, identities[i]))
+    for n, i in enumerate(order):
         sample, tokens = samples[i], identities[i]
         shared = _common(identities[last], tokens) if last >= 0 and samples[last].uid == sample.uid else 0
         for position in path[shared:]:  # what is not shared ends here
@@ -435,7 +447,7 @@ def plant(samples: Sequence[Sample], image_token: int) -> Micro:
         end[position] = len(ids)
     ids_T, end_T, src_K, target_K, sequence_K = (torch.tensor(x, dtype=torch.long) for x in (ids, end, src, target, sequence))
     columns = {name: torch.tensor(column, dtype=torch.float32) for name, column in values.items()}
-    return Micro(ids_T, end_T, runs, images, src_K, target_K, columns | {"sequence": sequence_K})
+    return Micro(ids_T, end_T, runs, images, src_K, target_K, columns | {"sequence": sequence_K}, [samples[i] for i in order])
 
 
 def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> list[tuple[list[Sample], int]]:

@@ -26,7 +26,7 @@ import transformers
 from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -424,11 +424,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 
 
 class Policy(nn.Module):
-    """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its scored tokens out."""
+    """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its scored tokens out; with a
+    value head also the expected return before each of them. The head starts at 0, and so do the values."""
 
     def __init__(
         self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
-        cache: VisionCache | None = None, kernel: str = "auto",
+        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False,
     ):
         super().__init__()
         assert cache is None or freeze_vision, "features of a tower that trains go stale"
@@ -441,13 +442,13 @@ class Policy(nn.Module):
         self.visual = [hf.get_submodule(family.vision)]  # in a list: not a second registration
         hf.requires_grad_(True)
         hf.get_submodule(family.vision).requires_grad_(not freeze_vision)
+        if value_head:
+            self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, micro: Micro, temperature: float = 1.0, loss: Callable | None = None) -> tuple[torch.Tensor, ...]:
-        """-> logp_K (nats, at the sampling temperature) and entropy_K, fp32, both differentiable.
-
-        With a loss (a grpo.PolicyLoss) -> the loss of the micro-batch, and logp_K and entropy_K without gradient: the
-        cheaper way to train, see kernels.fused_policy_loss.
-        """
+    def hidden(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The states that the scored tokens are predicted from, (K, H); and a 0 to add to the loss."""
         positions = micro_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
         features, deep, image_mask, unused = None, [], None, 0.0
@@ -463,13 +464,41 @@ class Policy(nn.Module):
             self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
             plan=ForestAttention(self.attention, micro),
         )[0]
-        head = self.hf.get_output_embeddings().weight
-        scored = (hidden[micro.src_K], head, micro.target_K)
+        return hidden[micro.src_K], unused
+
+    def values(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        """(K,) in fp32, whatever the trunk computes in: returns are regressed, and bfloat16 has three digits."""
+        return hidden_KH.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
+
+    def forward(self, micro: Micro, temperature: float = 1.0, loss: Callable | None = None) -> tuple[torch.Tensor, ...]:
+        """-> logp_K (nats, at the sampling temperature) and entropy_K, fp32, both differentiable.
+
+        With a loss (a grpo.PolicyLoss) -> the loss of the micro-batch, and logp_K and entropy_K without gradient: the
+        cheaper way to train, see kernels.fused_policy_loss. With a value head -> also value_K, last, differentiable.
+        """
+        hidden_KH, unused = self.hidden(micro)
+        micro = micro.to(self.banned.device)
+        values = (self.values(hidden_KH),) if hasattr(self, "value_head") else ()
+        scored = (hidden_KH, self.hf.get_output_embeddings().weight, micro.target_K)
         if loss is None:
             logp, entropy = linear_logprob(*scored, temperature, self.banned, self.kernel)
-            return logp + unused, entropy
+            return logp + unused, entropy, *values
         total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned, self.kernel)
-        return total + unused, logp, entropy
+        return total + unused, logp, entropy, *values
+
+
+class Critic(Policy):
+    """A copy of the model that only predicts returns: a micro-batch in, value_K out."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs, value_head=True)
+        head = self.hf.get_output_embeddings().weight
+        if head is not self.hf.get_input_embeddings().weight:
+            head.requires_grad_(False)  # never used
+
+    def forward(self, micro: Micro) -> torch.Tensor:
+        hidden_KH, unused = self.hidden(micro)
+        return self.values(hidden_KH) + unused
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -491,12 +520,15 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 # FSDP2
 
 
-def shard(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> None:
+def shard(
+    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False
+) -> None:
     """Shard in place over all ranks; always, also on one, so that there is a single code path.
 
     Each language block is a unit of its own. Everything else - embeddings, head, norms, vision tower - is one unit that
     stays gathered between forward and backward: tied weights stay tied, and a micro-batch without pictures skips no
-    collective.
+    collective. What is `frozen` has no backward after which to let go of that unit, so it does so after the forward;
+    with `offload` its shards wait in the memory of the CPU.
     """
     policy.to(device)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -505,9 +537,10 @@ def shard(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> N
     blocks = policy.hf.model.language_model.layers
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
+    place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=frozen)
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
     # both calls are needed, on every unit: the second alone leaves the averaging to a reduce op that gloo lacks.
     for module in policy.modules():
@@ -517,33 +550,51 @@ def shard(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> N
 
 
 def full_parameters(policy: Policy, trainable_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) of each parameter, gathered one at a time. All ranks must consume it together."""
+    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time; not of a value head, which
+    no engine knows. All ranks must consume it together."""
     for name, parameter in policy.named_parameters():
-        if trainable_only and not parameter.requires_grad:
+        if not name.startswith("hf.") or (trainable_only and not parameter.requires_grad):
             continue
         tensor = parameter.detach()
         yield name.removeprefix("hf."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """Weights of one model into another, shard by shard; both are sharded alike. A value head is left out."""
+    found = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if name.startswith("hf."):
+            parameter.to_local().copy_(found[name].to_local())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
 
 
-def make_optimizer(policy: Policy, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def make_optimizer(policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None) -> torch.optim.AdamW:
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
-    one (every update skipped, say) would have none, and could not be resumed."""
-    trainable = [p for p in policy.parameters() if p.requires_grad]
+    one (every update skipped, say) would have none, and could not be resumed. A value head is a second group, with a
+    learning rate of its own if `head_lr` is given."""
+    named = [(n, p) for n, p in policy.named_parameters() if p.requires_grad]
+    trainable = [p for _, p in named]
+    groups = [{"params": [p for n, p in named if n.startswith("value_head.") == head]} for head in (False, True)]
+    groups = [group for group in groups if group["params"]]
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    optimizer = torch.optim.AdamW(trainable, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
     for p in trainable:
         p.grad = torch.zeros_like(p)
     optimizer.step()  # at learning rate 0
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         state["step"].zero_()
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(optimizer, lr, head_lr)
     return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None) -> None:
+    for group, rate in zip(optimizer.param_groups, (lr, lr if head_lr is None else head_lr), strict=False):
+        group["lr"] = rate
 
 
 def complete_checkpoints(out: Path) -> list[Path]:
@@ -551,11 +602,26 @@ def complete_checkpoints(out: Path) -> list[Path]:
     return sorted(p for p in (out / "checkpoints").glob("step_*") if (p / "trainer.json").is_file())
 
 
-def save_checkpoint(out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    """Model, optimizer and position, sharded. Written under a temporary name and renamed when complete, so that a
+def _state(policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, tuple[Policy, torch.optim.Optimizer | None]]) -> dict:
+    """What a checkpoint holds, by reference: {"model", "optimizer"} of the policy, and as much of each other model."""
+    model, optim = get_state_dict(policy, optimizer)
+    state = {"model": model, "optimizer": optim}
+    for name, (other, its_optimizer) in others.items():
+        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer)
+        state[name] = {"model": model} | ({} if its_optimizer is None else {"optimizer": optim})
+    return state
+
+
+def save_checkpoint(
+    out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
+    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None, position: dict | None = None,
+) -> None:
+    """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
     killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed.
 
-    Random state is not stored because there is none: every draw is seeded from (seed, purpose, step, ...).
+    `others` are models beside the policy that have changed, each with its optimizer if it has one; `position` is what
+    else the next step depends on. Random state is not stored because there is none: every draw is seeded from (seed,
+    purpose, step, ...).
     """
     final = out / "checkpoints" / f"step_{step:06d}"
     temporary = final.with_name("." + final.name)
@@ -563,10 +629,11 @@ def save_checkpoint(out: Path, step: int, policy: Policy, optimizer: torch.optim
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+    dcp.save(_state(policy, optimizer, others or {}), checkpoint_id=temporary)
     if dist.get_rank() == 0:
-        (temporary / "trainer.json").write_text(json.dumps({"step": step, "world": dist.get_world_size()}) + "\n")
+        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else [])])
+        trainer = {"step": step, "world": dist.get_world_size(), "parts": parts, **(position or {})}
+        (temporary / "trainer.json").write_text(json.dumps(trainer) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
         for old in complete_checkpoints(out)[:-keep]:
@@ -574,12 +641,19 @@ def save_checkpoint(out: Path, step: int, policy: Policy, optimizer: torch.optim
     dist.barrier()
 
 
-def load_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-    """Restore model and optimizer in place, on any number of ranks; returns the step."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return json.loads((path / "trainer.json").read_text())["step"]
+def load_checkpoint(
+    path: Path, policy: Policy, optimizer: torch.optim.Optimizer,
+    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None,
+) -> dict:
+    """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
+    state = _state(policy, optimizer, others or {})
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for name, (other, its_optimizer) in (others or {}).items():
+        part = state[name]
+        set_state_dict(other, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"],
+                       optim_state_dict=part.get("optimizer", {}))
+    return json.loads((path / "trainer.json").read_text())
 
 
 def find_checkpoint(path: str) -> tuple[Path, dict] | None:

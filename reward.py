@@ -645,7 +645,7 @@ def _reward_of(example: Any) -> Callable[[str, Any, str], dict[str, float]]:
     return REWARDS[task]
 
 
-def _checked(result: Any, uid: str) -> dict[str, float]:
+def _checked(result: Any, uid: str, response: str) -> dict[str, float]:
     """A number, or a dict of numbers with the total under "reward", as a dict of finite floats."""
     parts = result if isinstance(result, dict) else {"reward": result}
     if "reward" not in parts:
@@ -655,7 +655,7 @@ def _checked(result: Any, uid: str) -> dict[str, float]:
             raise ValueError(f"row {uid!r}: reward part {name!r} has the name of a metric of train.py, reward/{name}; rename it")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError(
-                f"row {uid!r}: reward part {name!r} is {value!r} ({type(value).__name__}); "
+                f"row {uid!r}: reward part {name!r} is {value!r} ({type(value).__name__}) for the response {response[:80]!r}; "
                 "return a finite number (for a tensor: float(x))"
             )
     return {str(name): float(value) for name, value in parts.items()}
@@ -666,7 +666,7 @@ def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[s
 
     `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
     """
-    return _checked(_reward_of(example)(response, example, finish_reason), example.uid)
+    return _checked(_reward_of(example)(response, example, finish_reason), example.uid, response)
 
 
 def load_reward(spec: str | None) -> Callable[..., dict[str, float]]:
@@ -697,7 +697,7 @@ def load_reward(spec: str | None) -> Callable[..., dict[str, float]]:
         raise ValueError(f"--reward {spec!r}: {name} must take (response, example): {error}") from error
 
     def custom(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
-        return _checked(function(response, example), example.uid)
+        return _checked(function(response, example), example.uid, response)
 
     return custom
 

@@ -46,7 +46,7 @@ class Rollout:
     text: str
     rewards: dict[str, float] = field(default_factory=dict)  # named parts; "reward" is the total
     advantage: float = 0.0
-    old_logprobs: list[float] | None = None  # the trainer's, before the update; None while it is on policy
+    columns: dict[str, list[float]] = field(default_factory=dict)  # per token under the mask: what the loss reads
     turns: int = 1
 
     @property

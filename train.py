@@ -3,11 +3,12 @@
 1 process:  python train.py --model demo/start --data demo/train.parquet --out out/shapes
 8 GPUs:     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --out out/geo3k
 
-Each step: rollout, reward, advantage, pack, update, sync, report. How it differs from the GRPO paper (arXiv:2402.03300):
-(1) every token counts alike in the loss (--loss-agg token), not every sequence; (2) there is no KL term and so no
-reference model; (3) with one update per step the old policy is the current one, so no separate pass computes its
-log-probabilities; (4) a group whose rewards are all equal has no gradient and costs no forward; (5) a prompt and its
-pictures are computed once for all of its responses.
+Each step: rollout, reward, advantage, pack, update, sync, report. --algo names an algorithm: settings of flags that may also
+be given one by one. How the default differs from the GRPO paper (arXiv:2402.03300): (1) every token counts alike in the loss
+(--loss-agg token), not every sequence; (2) without --kl-coef there is no KL term and so no reference model; (3) with one
+update per step the old policy is the current one, so no separate pass computes its log-probabilities; (4) a group whose
+rewards are all equal has no gradient and costs no forward; (5) a prompt and its pictures are computed once for all of its
+responses.
 
 Axes: P prompts of a step, G samples per prompt, T packed tokens, K scored tokens.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 import grpo
@@ -29,10 +31,12 @@ from eval import evaluate, rollout_page, summarise
 from kernels import KERNELS, resolve_kernel
 from model import (
     ATTENTION,
+    Critic,
     Policy,
     Processor,
     VisionCache,
     complete_checkpoints,
+    copy_weights,
     default_dtype,
     full_parameters,
     load_checkpoint,
@@ -42,12 +46,13 @@ from model import (
     make_optimizer,
     resolve_attention,
     save_checkpoint,
+    set_learning_rate,
     shard,
 )
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
 from rollout import HFEngine, Rollout, Sampling, drop_long_prompts, make_prompts
-from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, print0, run_script, write_text
+from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, gather_dicts, print0, run_script, write_text
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -77,17 +82,42 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of all log-probabilities")
     p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off; the loss knows nothing of it)")
     p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together by the hf engine")
-    # algorithm
+    # algorithm: --algo presets the flags that say (preset), and what is given here wins
+    p.add_argument("--algo", choices=tuple(grpo.PRESETS), default="grpo", help="named settings of the flags below, see grpo.PRESETS")
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
-    p.add_argument("--adv", choices=grpo.ADVANTAGES, default="grpo", help="advantage within a group")
-    p.add_argument("--clip-low", type=float, default=0.2, help="ratio is clipped below 1 - this")
-    p.add_argument("--clip-high", type=float, default=0.2, help="ratio is clipped above 1 + this")
+    p.add_argument("--adv", choices=grpo.ADVANTAGES, help="advantage: within a group, against the step, or by a critic (preset)")
+    p.add_argument("--norm-std", choices=("group", "batch", "none"), help="standard deviation that divides advantages (preset)")
+    p.add_argument("--loss", choices=grpo.LOSSES, help="what the advantage weighs, see grpo.policy_loss (preset)")
+    p.add_argument("--clip-low", type=float, help="ratio is clipped below 1 - this (preset)")
+    p.add_argument("--clip-high", type=float, help="ratio is clipped above 1 + this (preset)")
     p.add_argument("--dual-clip", type=float, help="bound on the loss of a token with negative advantage, > 1 (default: off)")
-    p.add_argument("--loss-agg", choices=grpo.LOSS_AGGREGATIONS, default="token",
-                   help="what counts alike: tokens, sequences, or tokens over a constant")
-    p.add_argument("--truncated", choices=("keep", "mask"), default="keep", help="responses cut at --max-new-tokens: train on them or not")
-    p.add_argument("--epochs", type=int, default=1, help="passes over the rollouts of a step")
-    p.add_argument("--minibatches", type=int, default=1, help="optimizer steps per pass")
+    p.add_argument("--sapo-tau-positive", type=float, default=1.0, help="sapo: steepness of the gate where the advantage is positive")
+    p.add_argument("--sapo-tau-negative", type=float, default=1.05, help="sapo: the same where it is not")
+    p.add_argument("--loss-agg", choices=grpo.LOSS_AGGREGATIONS,
+                   help="what counts alike: tokens, sequences, or tokens over a constant (preset)")
+    p.add_argument("--truncated", choices=("keep", "mask", "penalise"),
+                   help="responses cut at --max-new-tokens: train on them, do not, or lower the reward of overlong ones (preset)")
+    p.add_argument("--overlong-buffer", type=int, help="penalise: last tokens, over which the penalty grows to 1 (default: a fifth)")
+    p.add_argument("--sample-rounds", type=int, help="sample until all groups have unequal rewards, so often at most (1 = off; preset)")
+    p.add_argument("--epochs", type=int, help="passes over the rollouts of a step (preset)")
+    p.add_argument("--minibatches", type=int, help="optimizer steps per pass (preset)")
+    p.add_argument("--target-kl", type=float, help="end a step's updates once KL(old, current) exceeds this (default: off)")
+    p.add_argument("--entropy-coef", type=float, help="weight of the entropy bonus (preset)")
+    p.add_argument("--kl-coef", type=float, help="weight of the KL to the reference policy (0 = no reference; preset)")
+    p.add_argument("--kl", choices=grpo.KL_KINDS, help="its estimator (preset)")
+    p.add_argument("--kl-in", choices=("loss", "reward"), help="where it counts (preset)")
+    p.add_argument("--kl-target", type=float, help="adapt --kl-coef to keep the KL near this, nats a token (default: constant)")
+    p.add_argument("--kl-horizon", type=float, default=10000, help="samples in which the adaptive coefficient can change by about a fifth")
+    p.add_argument("--ref-every", type=int, default=0, help="steps between copies of the policy into the reference (0 = it stays --model)")
+    p.add_argument("--ref-offload", action=flag, default=False, help="keep the reference in the memory of the CPU between uses (GPU only)")
+    # PPO's critic, with --adv gae
+    p.add_argument("--critic", choices=("head", "separate"), default="head", help="value head on the policy, or on a copy of the model")
+    p.add_argument("--critic-lr", type=float, default=1e-5, help="peak learning rate of the value head or the separate critic")
+    p.add_argument("--critic-warmup-steps", type=int, default=0, help="first steps in which the policy stays as it is")
+    p.add_argument("--gamma", type=float, default=0.99, help="discount per token; for long responses use 1")
+    p.add_argument("--lam", type=float, default=0.95, help="lambda of the advantage estimate (1 = whole returns, 0 = one step)")
+    p.add_argument("--value-coef", type=float, default=0.5, help="weight of the value loss")
+    p.add_argument("--value-clip", type=float, default=0.2, help="values are clipped to this around the old ones (0 = off)")
     # optimisation
     p.add_argument("--steps", type=int, required=True, help="rollout steps of the whole run")
     p.add_argument("--lr", type=float, default=1e-6, help="peak learning rate")
@@ -105,7 +135,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--sample-every", type=int, default=10, help="steps between printed and stored rollouts (0 = never)")
     p.add_argument("--tensorboard", action=flag, default=False, help="write OUT/tensorboard too")
     p.add_argument("--seed", type=int, default=0, help="of data order and sampling")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    vars(args).update(grpo.resolve_preset(args.algo, vars(args)))
+    if args.overlong_buffer is None:
+        args.overlong_buffer = max(1, args.max_new_tokens // 5)
+    return args
+
+
+def describe_algorithm(args: argparse.Namespace) -> str:
+    """The preset as resolved, with what was given against it marked."""
+    preset = grpo.resolve_preset(args.algo, {})
+    shown = [f"{name.replace('_', '-')} {getattr(args, name)}{'' if getattr(args, name) == value else f' (preset: {value})'}"
+             for name, value in preset.items()]
+    return f"algorithm {args.algo}: " + ", ".join(shown)
+
+
+def scores_first(args: argparse.Namespace) -> bool:
+    """Do advantages need the trainer's log-probabilities or values, so that all rollouts are scored before the update?"""
+    return args.adv == "gae" or (args.kl_coef > 0 and args.kl_in == "reward")
 
 
 def validate(args: argparse.Namespace, world: int) -> None:
@@ -115,14 +162,20 @@ def validate(args: argparse.Namespace, world: int) -> None:
         if not ok:
             raise ValueError(message)
 
-    counts = "prompts_per_step max_new_tokens max_prompt_tokens micro_tokens rollout_rows epochs minibatches steps save_every keep"
-    for name in counts.split():
+    counts = "prompts_per_step group_size max_new_tokens max_prompt_tokens micro_tokens rollout_rows sample_rounds epochs minibatches"
+    for name in (*counts.split(), "steps", "save_every", "keep"):
         value = getattr(args, name)
         need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay", "vision_cache_gb"):
+    for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay", "vision_cache_gb", "entropy_coef", "kl_coef", "ref_every",
+                 "critic_warmup_steps", "value_coef", "value_clip"):
         value = getattr(args, name)
         need(value >= 0, f"--{name.replace('_', '-')} {value}: must not be negative")
-    need(args.group_size >= 2, f"--group-size {args.group_size}: --adv {args.adv} compares samples of one prompt; use at least 2")
+    need(args.group_size >= 2 or args.adv not in grpo.GROUP_METHODS,
+         f"--group-size {args.group_size}: --adv {args.adv} compares samples of one prompt; use at least 2")
+    need(args.group_size >= 2 or args.sample_rounds == 1,
+         f"--group-size {args.group_size}: --sample-rounds {args.sample_rounds} looks for unequal rewards in a group; use at least 2")
+    need(args.norm_std != "group" or args.adv in grpo.GROUP_METHODS,
+         f"--norm-std group: --adv {args.adv} knows no groups; use batch or none")
     share = world * args.minibatches
     need(
         args.prompts_per_step % share == 0,
@@ -131,9 +184,30 @@ def validate(args: argparse.Namespace, world: int) -> None:
     )
     need(args.temperature > 0, f"--temperature {args.temperature}: training samples, so it must be above 0")
     need(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be in (0, 1]")
-    need(0 < args.clip_low < 1, f"--clip-low {args.clip_low}: must be in (0, 1)")
+    need(0 < args.clip_low < 1 or (args.loss == "cispo" and args.clip_low == 1),
+         f"--clip-low {args.clip_low}: must be in (0, 1), or 1 with --loss cispo for no bound")
     need(args.clip_high > 0, f"--clip-high {args.clip_high}: must be above 0")
     need(args.dual_clip is None or args.dual_clip > 1, f"--dual-clip {args.dual_clip}: must be above 1")
+    per_token = args.adv == "gae" or (args.adv == "reinforce++" and scores_first(args))
+    need(args.loss != "gspo" or not per_token,
+         f"--loss gspo weighs a response as a whole, but --adv {args.adv}{'' if args.adv == 'gae' else ' --kl-in reward'} has an advantage "
+         f"per token; use --loss clip")
+    updates = args.epochs * args.minibatches
+    need(args.loss != "reinforce" or updates == 1,
+         f"--loss reinforce is right for one update a step only, not for --epochs {args.epochs} x --minibatches {args.minibatches}; "
+         f"use --loss clip")
+    need(args.sapo_tau_positive > 0 and args.sapo_tau_negative > 0,
+         f"--sapo-tau-positive {args.sapo_tau_positive} and --sapo-tau-negative {args.sapo_tau_negative} must be above 0")
+    need(1 <= args.overlong_buffer <= args.max_new_tokens,
+         f"--overlong-buffer {args.overlong_buffer}: must be between 1 and --max-new-tokens {args.max_new_tokens}")
+    need(args.target_kl is None or args.target_kl > 0, f"--target-kl {args.target_kl}: must be above 0; leave it out to turn it off")
+    need(args.kl_target is None or (args.kl_target > 0 and args.kl_coef > 0 and args.kl_horizon > 0),
+         f"--kl-target {args.kl_target} with --kl-coef {args.kl_coef} and --kl-horizon {args.kl_horizon}: all must be above 0")
+    need(args.ref_every == 0 or args.kl_coef > 0, f"--ref-every {args.ref_every} refreshes a reference that only --kl-coef above 0 has")
+    need(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, f"--gamma {args.gamma} and --lam {args.lam} must be in [0, 1]")
+    need(args.critic_lr > 0, f"--critic-lr {args.critic_lr}: must be above 0")
+    need(args.critic_warmup_steps == 0 or args.adv == "gae",
+         f"--critic-warmup-steps {args.critic_warmup_steps}: --adv {args.adv} has no critic")
     need(args.lr > 0 and args.max_grad_norm > 0, f"--lr {args.lr} and --max-grad-norm {args.max_grad_norm} must be above 0")
     need(args.warmup_steps <= args.steps, f"--warmup-steps {args.warmup_steps} exceeds --steps {args.steps}")
     need(not args.tensorboard or importlib.util.find_spec("tensorboard") is not None,
@@ -169,17 +243,28 @@ def find_start(args: argparse.Namespace) -> Path | None:
     """The checkpoint to continue from, if any."""
     out = Path(args.out)
     newest = (complete_checkpoints(out) or [None])[-1]
-    if args.resume == "auto":
-        return newest
     if args.resume == "no":
         return None
-    given = Path(args.resume)
+    given = newest if args.resume == "auto" else Path(args.resume)
+    if given is None:
+        return None
+    held, wanted = json.loads((given / "trainer.json").read_text()).get("parts", []), checkpoint_parts(args)
+    if held != wanted:
+        raise ValueError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic} and "
+                         f"--ref-every {args.ref_every} need {wanted or 'the policy alone'}; keep the run's flags, or start a new one")
     if newest is not None and newest.resolve() != given.resolve():
         raise ValueError(
             f"--resume {args.resume} is not the newest checkpoint of --out {args.out}, which is {newest.name}; two histories "
             f"must not mix: choose another --out, or delete the later checkpoints"
         )
     return given
+
+
+def checkpoint_parts(args: argparse.Namespace) -> list[str]:
+    """What a checkpoint holds beside the policy. A reference that is never refreshed is --model, and is read from there."""
+    parts = {"critic": args.adv == "gae" and args.critic == "separate", "reference": args.kl_coef > 0 and args.ref_every > 0,
+             "value_head": args.adv == "gae" and args.critic == "head"}
+    return [name for name, held in parts.items() if held]
 
 
 def model_location(args: argparse.Namespace) -> str:
@@ -195,14 +280,15 @@ def changed_flags(args: argparse.Namespace) -> list[str]:
     return [f"--{k.replace('_', '-')} {before[k]} -> {v}" for k, v in now.items() if k in before and before[k] != v]
 
 
-def batch_of(step: int, n_examples: int, per_step: int, seed: int) -> list[int]:
-    """Indices of the examples of a step, a function of the step alone, so that resuming needs no stored position.
+def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
+    """Indices of the examples of the batch at a 0-based position of the data, a function of it alone. The position is the
+    step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
 
     Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
     per_epoch = n_examples // per_step
-    epoch, position = divmod(step, per_epoch)
+    epoch, batch = divmod(position, per_epoch)
     order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
-    return order[position * per_step : (position + 1) * per_step].tolist()
+    return order[batch * per_step : (batch + 1) * per_step].tolist()
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -215,22 +301,37 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def is_used(r: Rollout, args: argparse.Namespace) -> bool:
+    """Does the loss count this response?"""
+    return args.truncated != "mask" or r.finish_reason != "length"
+
+
+def choose_groups(signals: dict[tuple[int, int], bool], n: int) -> list[tuple[int, int]]:
+    """The n groups to train on, by (round, place in the batch): the first whose rewards are unequal, and where there are
+    too few of them, the first others."""
+    return sorted(sorted(signals, key=lambda key: (not signals[key], key))[:n])
+
+
 def pack_minibatch(
     rollouts: Sequence[Rollout], args: argparse.Namespace, processor: Processor, device: torch.device,
     rates: tuple[float, ...] | None = None,
 ) -> list[grpo.Micro]:
     """Micro-batches of this rank's part of a minibatch, even in FLOPs; the same number on every rank."""
-    used = [r for r in rollouts if args.truncated == "keep" or r.finish_reason != "length"]
-    total = all_sum({"tokens": sum(sum(r.loss_mask) for r in used), "sequences": len(used)})
+    total = all_sum({"tokens": sum(sum(r.loss_mask) for r in rollouts if is_used(r, args)),
+                     "sequences": sum(is_used(r, args) for r in rollouts)})
     samples = []
-    for r in used:
-        if r.advantage == 0.0:  # no gradient, so no forward; its tokens stay in the normaliser
-            continue
+    for r in rollouts:
         n = sum(r.loss_mask)
-        weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens)
-        values = {"advantage": [r.advantage] * n, "weight": [weight] * n, "engine_logp": r.logprobs}
+        advantages = r.columns.get("advantage", [r.advantage] * n)
+        # Without an advantage there is no gradient, so no forward; its tokens stay in the normaliser
+        pulled = any(advantages) or args.entropy_coef > 0 or (args.kl_coef > 0 and args.kl_in == "loss")
+        if not scores_first(args) and not (pulled and is_used(r, args)):
+            continue
+        weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens) if is_used(
+            r, args) else 0.0
+        r.columns |= {"advantage": advantages, "weight": [weight] * n, "engine_logp": r.logprobs}
         uid = r.uid if args.attn != "flash" else f"{r.uid}/{r.sample}"  # flash attention knows no branches
-        samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, values, r.images))
+        samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, r.columns, r.images))
     wanted = torch.zeros(1, dtype=torch.long, device=device)
 
     def over_ranks(needed: int) -> int:
@@ -239,9 +340,9 @@ def pack_minibatch(
 
     micros = grpo.pack(samples, args.micro_tokens, processor.image_token_id, rates, over_ranks)
     eos = processor.eos_ids[0]
-    idle = grpo.Sample("idle", [eos, eos], [False, True], {"advantage": [0.0], "weight": [0.0], "engine_logp": [0.0]})
     while len(micros) < int(wanted):  # collectives must match: a rank with less work adds a forward of weight 0
-        micros.append(grpo.plant([idle], processor.image_token_id))
+        nothing = {name: [0.0] for name in ("advantage", "return", "weight", "engine_logp")}
+        micros.append(grpo.plant([grpo.Sample("idle", [eos, eos], [False, True], nothing)], processor.image_token_id))
     return micros
 
 
@@ -257,8 +358,7 @@ def probe_memory(policy: Policy, longest: Example, processor: Processor, args: a
         room -= n
     micro = max(grpo.pack(samples, args.micro_tokens, processor.image_token_id), key=lambda m: m.n_tokens)
     try:
-        logp, entropy = policy(micro, args.temperature)
-        (0.0 * (logp + entropy).sum()).backward()
+        (0.0 * sum(policy(micro, args.temperature)).sum()).backward()
     except torch.OutOfMemoryError as e:
         raise ValueError(f"--micro-tokens {args.micro_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this GPU's "
                          f"memory ({str(e).splitlines()[0]}); lower it, or turn on --grad-checkpointing") from e
@@ -268,49 +368,161 @@ def probe_memory(policy: Policy, longest: Example, processor: Processor, args: a
     return micro.n_tokens
 
 
-def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context) -> dict[str, float]:
-    """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks."""
-    policy_loss = grpo.PolicyLoss(clip_low=args.clip_low, clip_high=args.clip_high, dual_clip=args.dual_clip)
+@torch.no_grad()
+def score(minibatches: list[list[grpo.Micro]], args, policy: Policy | None, reference: Policy | None, critic: Critic | None = None) -> None:
+    """Adds what the loss compares with, under the weights before the update, to micro-batches and their rollouts: old_logp,
+    value (from the policy's head or the critic) and ref_logp. A model that is None is left out."""
+    for micro in (m for micros in minibatches for m in micros):
+        value = ()
+        if policy is not None:
+            logp, _, *value = policy(micro, args.temperature)
+            micro.put("old_logp", logp.cpu())
+        if critic is not None:
+            value = (critic(micro),)
+        for value_K in value:
+            micro.put("value", value_K.cpu())
+        if reference is not None:  # a policy with adapters will be its own: switch them off for this forward
+            micro.put("ref_logp", reference(micro, args.temperature)[0].cpu())
+    for model in (policy, critic):  # no backward follows that would let go of the gathered weights, which an update would leave stale
+        if isinstance(model, FSDPModule):
+            model.reshard()
+
+
+def global_moments(x: torch.Tensor) -> tuple[float, float]:
+    """Mean and standard deviation (Bessel's correction) of the entries of all ranks, in float64."""
+    total = all_sum({"n": float(x.numel()), "sum": x.double().sum().item()})
+    mean = total["sum"] / max(1.0, total["n"])
+    squares = all_sum({"squares": ((x.double() - mean) ** 2).sum().item()})["squares"]
+    return mean, math.sqrt(squares / (total["n"] - 1)) if total["n"] > 1 else 0.0
+
+
+def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coef: float) -> dict[str, float]:
+    """Fills r.advantage and the columns advantage and, for a critic, return, of this rank's rollouts (whole groups)."""
+    rewards = [r.rewards["reward"] for r in rollouts]
+    penalties = [torch.zeros(sum(r.loss_mask), dtype=torch.float64) for r in rollouts]
+    if kl_coef > 0 and args.kl_in == "reward":
+        for i, r in enumerate(rollouts):
+            logp, ref_logp = (torch.tensor(r.columns[name], dtype=torch.float64) for name in ("old_logp", "ref_logp"))
+            penalties[i] = kl_coef * grpo.kl(logp, ref_logp, args.kl)
+
+    if args.adv in grpo.GROUP_METHODS:  # one advantage a response: its penalties are summed
+        total = torch.tensor([x - p.sum().item() for x, p in zip(rewards, penalties, strict=True)], dtype=torch.float64)
+        rewards_PG = total.view(len(rollouts) // args.group_size, args.group_size)
+        moments = None
+        if args.norm_std == "batch":
+            moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none"))
+        for r, a in zip(rollouts, grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments).flatten().tolist(), strict=True):
+            r.advantage, r.columns["advantage"] = a, [a] * sum(r.loss_mask)
+        return {}
+
+    # One a token: the reward comes with the last one, penalties with each. REINFORCE++ is the case without values.
+    by_critic = args.adv == "gae"
+    width = max((len(p) for p in penalties), default=1)
+    rewards_BT, values_BT = torch.zeros(2, len(rollouts), width, dtype=torch.float64)
+    mask_BT = torch.zeros(len(rollouts), width, dtype=torch.bool)
+    for i, (r, penalty) in enumerate(zip(rollouts, penalties, strict=True)):
+        n = len(penalty)
+        rewards_BT[i, :n] = -penalty
+        rewards_BT[i, n - 1] += rewards[i]
+        mask_BT[i, :n] = True
+        if by_critic:
+            values_BT[i, :n] = torch.tensor(r.columns["value"], dtype=torch.float64)
+    gamma, lam = (args.gamma, args.lam) if by_critic else (1.0, 1.0)
+    advantages_BT, returns_BT = grpo.gae(rewards_BT, values_BT, mask_BT, gamma, lam)
+    counted_BT = mask_BT & torch.tensor([is_used(r, args) for r in rollouts], dtype=torch.bool)[:, None]
+    if args.norm_std == "batch":
+        advantages_BT = grpo.whiten(advantages_BT, *global_moments(advantages_BT[counted_BT]))
+    for r, advantages, returns, penalty in zip(rollouts, advantages_BT.tolist(), returns_BT.tolist(), penalties, strict=True):
+        n = len(penalty)
+        r.columns |= {"advantage": advantages[:n], "return": returns[:n]}
+        r.advantage = sum(advantages[:n]) / n  # what reports show
+    if not by_critic:
+        return {}
+    returns_K, values_K = returns_BT[counted_BT], values_BT[counted_BT]
+    (_, spread), (_, error) = global_moments(returns_K), global_moments(returns_K - values_K)
+    return {"value/mean": global_moments(values_K)[0], "value/explained_variance": 1 - (error / spread) ** 2 if spread > 0 else 0.0}
+
+
+def clipped_step(model: Policy, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
+    """The global gradient norm before clipping, and whether there was a step. A norm of 0 means that nothing had a
+    gradient; stepping would move the weights by momentum and decay alone. All ranks see the same norm."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+    good = math.isfinite(norm) and norm > 0
+    if good:
+        optimizer.step()
+    return norm, good
+
+
+def update(
+    policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context, kl_coef: float = 0.0,
+    reference: Policy | None = None, critic: Critic | None = None, critic_optimizer=None, warming: bool = False,
+) -> dict[str, float]:
+    """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks. While `warming`, only values
+    are learnt."""
+    policy_loss = grpo.PolicyLoss(
+        args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl if reference is not None and args.kl_in == "loss" else None,
+        kl_coef, args.entropy_coef, args.sapo_tau_positive, args.sapo_tau_negative,
+    )
     on_policy = args.epochs * args.minibatches == 1
-    if not on_policy:
-        with torch.no_grad():
-            for micro in (m for micros in minibatches for m in micros):
-                micro.values["old_logp"] = policy(micro, args.temperature)[0].cpu()
-    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "mismatch_kl"), 0.0)
-    max_gap, norms, skipped = 0.0, [], 0
-    for epoch in range(args.epochs):
-        for micros in minibatches:
-            optimizer.zero_grad(set_to_none=True)
-            for micro in micros:
-                micro = micro.to(ctx.device)
-                loss, logp, entropy = policy(micro, args.temperature, policy_loss)
-                loss.backward()
-                _, indicators = policy_loss(logp, entropy, micro.values)
-                real = micro.values["weight"] > 0
-                gap = (logp - micro.values["engine_logp"])[real]
-                sums["loss"] += loss.item()
-                sums["tokens"] += real.sum().item()
-                sums["entropy"] += entropy[real].sum().item()
-                sums["clipped"] += indicators["clipped"][real].sum().item()
-                sums["kl"] += indicators["kl"][real].sum().item()
-                if epoch == 0 and on_policy and len(gap):  # later passes have moved away from the engine's weights
-                    sums["mismatch_kl"] += (gap.exp() - 1 - gap).sum().item()
-                    max_gap = max(max_gap, gap.abs().max().item())
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
-            norms.append(norm)
-            # The norm is global, so all ranks decide alike. A norm of 0 means that no group had a gradient; stepping
-            # would move the weights by momentum and decay alone.
-            if math.isfinite(norm) and norm > 0:
-                optimizer.step()
-            else:
-                skipped += 1
+    if not scores_first(args):
+        score(minibatches, args, None if on_policy else policy, reference)
+    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "kl_ref", "mismatch_kl", "value_loss", "value_clipped"), 0.0)
+    max_gap, norms, critic_norms, skipped, stopped = 0.0, [], [], 0, 0
+    for epoch, micros in ((epoch, micros) for epoch in range(args.epochs) for micros in minibatches):
+        optimizer.zero_grad(set_to_none=True)
+        if critic is not None:
+            critic_optimizer.zero_grad(set_to_none=True)
+        here = {"kl": 0.0, "tokens": 0.0}
+        for micro in micros:
+            micro = micro.to(ctx.device)
+            loss, logp, entropy, *value = policy(micro, args.temperature, policy_loss)
+            real = micro.values["weight"] > 0
+            sums["loss"] += loss.item()
+            if critic is not None:
+                value = [critic(micro)]
+            if value:
+                value_K, value_clipped = grpo.value_loss(value[0], micro.values["value"], micro.values["return"], args.value_clip or None)
+                value_total = (micro.values["weight"] * value_K).sum()
+                sums["value_loss"] += value_total.item()
+                sums["value_clipped"] += value_clipped[real].sum().item()
+                if critic is None:
+                    loss = loss + args.value_coef * value_total
+                else:
+                    (args.value_coef * value_total).backward()
+            loss.backward()
+            _, indicators = policy_loss(logp, entropy, micro.values)
+            gap = (logp - micro.values["engine_logp"])[real]
+            here["tokens"] += real.sum().item()
+            here["kl"] += indicators["kl"][real].sum().item()
+            sums["entropy"] += entropy[real].sum().item()
+            sums["clipped"] += indicators["clipped"][real].sum().item()
+            if reference is not None:
+                sums["kl_ref"] += grpo.kl(logp, micro.values["ref_logp"], "k3")[real].sum().item()
+            if epoch == 0 and on_policy and len(gap):  # later passes have moved away from the engine's weights
+                sums["mismatch_kl"] += (gap.exp() - 1 - gap).sum().item()
+                max_gap = max(max_gap, gap.abs().max().item())
+        sums["kl"], sums["tokens"] = sums["kl"] + here["kl"], sums["tokens"] + here["tokens"]
+        if args.target_kl is not None and norms:
+            everywhere = all_sum(here)
+            if everywhere["kl"] > args.target_kl * everywhere["tokens"]:
+                stopped = args.epochs * args.minibatches - len(norms)
+                break
+        if warming:
+            for name, parameter in policy.named_parameters():
+                if name.startswith("hf."):
+                    parameter.grad = None
+        norm, stepped = clipped_step(policy, optimizer, args.max_grad_norm)
+        norms.append(norm)
+        skipped += not stepped and not (warming and critic is not None)
+        if critic is not None:
+            critic_norms.append(clipped_step(critic, critic_optimizer, args.max_grad_norm)[0])
     total = all_sum(sums)
     worst = torch.tensor(max_gap, dtype=torch.float64, device=ctx.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    tokens = max(1.0, total["tokens"])
+    tokens, passes = max(1.0, total["tokens"]), len(norms) + (stopped > 0)
     metrics = {
-        "loss/policy": total["loss"] / len(norms),
+        "loss/policy": total["loss"] / passes,
         "policy/grad_norm": sum(norms) / len(norms),
         "policy/entropy": total["entropy"] / tokens,
         "policy/clipped": total["clipped"] / tokens,
@@ -320,11 +532,38 @@ def update(policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args,
     }
     if on_policy:
         metrics |= {"rollout/kl": total["mismatch_kl"] / tokens, "rollout/max_abs_dlogp": worst.item()}
+    if reference is not None:
+        metrics |= {"policy/kl_ref": total["kl_ref"] / tokens, "kl/coef": kl_coef}
+    if args.target_kl is not None:
+        metrics["update/stopped"] = float(stopped)
+    if args.adv == "gae":
+        metrics |= {"loss/value": total["value_loss"] / passes, "value/clipped": total["value_clipped"] / tokens}
+    if critic is not None:
+        metrics["value/grad_norm"] = sum(critic_norms) / len(critic_norms)
     return metrics
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], rewards_PG: torch.Tensor) -> dict[str, float]:
+def give_rewards(rollouts: Sequence[Rollout], examples: dict[str, Example], reward_fn: Callable, args: argparse.Namespace) -> None:
+    """Fills r.rewards with named parts and their total, "reward"; a total that is no number is an error."""
+    parts = score_batch([r.text for r in rollouts], [examples[r.uid] for r in rollouts], reward_fn, [r.finish_reason for r in rollouts])
+    for r, rewards in zip(rollouts, parts, strict=True):
+        r.rewards = rewards
+        if args.truncated == "penalise":
+            penalty = grpo.overlong_penalty(len(r.response), args.max_new_tokens, args.overlong_buffer)
+            r.rewards |= {"overlong": penalty, "reward": r.rewards["reward"] + penalty}
+
+
+def sampling_metrics(signals: dict[tuple[int, int], bool], chosen: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """What --sample-rounds did: rounds, groups left out for equal rewards or as more than needed, and ones kept for want of better."""
+    filled = sum(not signals[key] for key in chosen)
+    equal = sum(not signal for signal in signals.values())
+    return {"sampling/rounds": float(1 + max(turn for turn, _ in signals)), "sampling/equal": float(equal - filled),
+            "sampling/surplus": float(len(signals) - equal - len(chosen) + filled), "sampling/filled": float(filled)}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, float]:
     """Means over all ranks of rewards, lengths, and groups without a signal."""
+    rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, group_size)
     constant = (rewards_PG.amax(1) == rewards_PG.amin(1)).sum().item()
     sums = {"n": float(len(rollouts)), "groups": float(len(rewards_PG)), "constant": float(constant)}
     sums["tokens"] = float(sum(len(r.response) for r in rollouts))
@@ -404,13 +643,25 @@ def main(args: argparse.Namespace) -> None:
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
     cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
-    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache, args.kernel)
-    if args.grad_checkpointing:
-        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.train()
-    shard(policy, ctx.device, dtype)
-    optimizer = make_optimizer(policy, args.lr, args.weight_decay)
-    start = load_checkpoint(checkpoint, policy, optimizer) if checkpoint else 0
+    has_head = args.adv == "gae" and args.critic == "head"
+    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache, args.kernel, has_head)
+    critic = Critic(load_hf(args.model), processor, args.freeze_vision, args.attn, cache) if args.adv == "gae" and not has_head else None
+    for model in (policy, critic) if critic else (policy,):
+        if args.grad_checkpointing:
+            model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        shard(model, ctx.device, dtype)
+    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr)
+    critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
+    reference = None
+    if args.kl_coef > 0:
+        reference = Policy(load_hf(args.model, dtype), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
+        shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
+    beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
+    others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
+    resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
+    # Where the run stands beside its weights: steps done, batches of prompts drawn, and the adaptive coefficient
+    start, position, kl_coef = resumed["step"], resumed.get("position", resumed["step"]), resumed.get("kl_coef", args.kl_coef)
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
     engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
@@ -424,7 +675,8 @@ def main(args: argparse.Namespace) -> None:
         f"attention {args.attn}, kernel {args.kernel}\n"
         f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
-        f"{args.epochs * args.minibatches} update(s) a step" + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
+        f"{args.epochs * args.minibatches} update(s) a step\n{describe_algorithm(args)}"
+        + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
         + "".join(f"\nchanged since: {change}" for change in changes)
     )
 
@@ -456,45 +708,65 @@ def main(args: argparse.Namespace) -> None:
     bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if ctx.main else True, dynamic_ncols=True)
     for step in range(start, args.steps):
         step_began = time.perf_counter()
-        m: dict[str, float] = {"progress/epoch": (step + 1) / (len(train_set) // args.prompts_per_step)}
+        m: dict[str, float] = {}
 
-        # 1. rollout: this rank's share of each minibatch, whole groups
-        with timers("rollout"):
-            batch = batch_of(step, len(train_set), args.prompts_per_step, args.seed)
-            # Minibatch k is every k-th prompt of the batch, whatever the number of ranks; each rank strides through each.
-            slices = [batch[k :: args.minibatches][ctx.rank :: ctx.world] for k in range(args.minibatches)]
-            prompts = make_prompts([train_set[i] for part in slices for i in part], processor)
-            sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, derive_seed(args.seed, "sample", step))
-            engine.wake()
-            rollouts = engine.generate(prompts, args.group_size, sampling)
-            engine.sleep()
+        # 1. rollout: this rank's share of each minibatch, whole groups; and 2. reward. Once, or in rounds until enough groups
+        # have unequal rewards. A group is known by its round and its place in that round's batch.
+        mine: dict[tuple[int, int], list[Rollout]] = {}
+        signals: dict[tuple[int, int], bool] = {}
+        for turn in range(args.sample_rounds):
+            with timers("rollout"):
+                batch = batch_of(position, len(train_set), args.prompts_per_step, args.seed)
+                position += 1
+                # Minibatch k is every k-th prompt of the batch, whatever the number of ranks; each rank strides through each.
+                places = [i for k in range(args.minibatches) for i in range(len(batch))[k :: args.minibatches][ctx.rank :: ctx.world]]
+                prompts = make_prompts([train_set[batch[i]] for i in places], processor)
+                seed = derive_seed(args.seed, "sample", step, *([turn] if turn else []))
+                engine.wake()
+                rollouts = engine.generate(prompts, args.group_size, Sampling(args.max_new_tokens, args.temperature, args.top_p, seed))
+                engine.sleep()
+            with timers("reward"):
+                give_rewards(rollouts, by_uid, reward_fn, args)
+            groups = [rollouts[i : i + args.group_size] for i in range(0, len(rollouts), args.group_size)]
+            mine |= {(turn, place): group for place, group in zip(places, groups, strict=True)}
+            signals = gather_dicts({key: len({r.rewards["reward"] for r in group}) > 1 for key, group in mine.items()})
+            if sum(signals.values()) >= args.prompts_per_step:
+                break
+        chosen = choose_groups(signals, args.prompts_per_step)
+        parts = [[r for key in chosen[k :: args.minibatches] if key in mine for r in mine[key]] for k in range(args.minibatches)]
+        rollouts = [r for part in parts for r in part]
+        m["progress/epoch"] = position / (len(train_set) // args.prompts_per_step)
+        m |= rollout_metrics([r for group in mine.values() for r in group], args.group_size)
+        if args.sample_rounds > 1:
+            m |= sampling_metrics(signals, chosen)
 
-        # 2. reward
-        with timers("reward"):
-            parts = score_batch(
-                [r.text for r in rollouts], [by_uid[r.uid] for r in rollouts], reward_fn, [r.finish_reason for r in rollouts]
-            )
-            for r, rewards in zip(rollouts, parts, strict=True):
-                r.rewards = rewards
-
-        # 3. advantage
-        rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, args.group_size)
-        for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, args.adv).flatten().tolist(), strict=True):
-            r.advantage = advantage
-        m |= rollout_metrics(rollouts, rewards_PG)
-
-        # 4. pack: prompt and pictures once for all samples of a group
-        share = len(rollouts) // args.minibatches
-        minibatches = [
-            pack_minibatch(rollouts[k * share : (k + 1) * share], args, processor, ctx.device, rates) for k in range(args.minibatches)
-        ]
+        # 3. advantage, and 4. pack: prompt and pictures once for all samples of a group. Where advantages need the trainer's
+        # own log-probabilities or values, all is packed and scored first.
+        minibatches = []
+        if scores_first(args):
+            with timers("score"):
+                minibatches = [pack_minibatch(part, args, processor, ctx.device, rates) for part in parts]
+                score(minibatches, args, policy, reference, critic)
+        m |= set_advantages(rollouts, args, kl_coef)
+        for micro in (micro for micros in minibatches for micro in micros):
+            for name in ("advantage", "return") if args.adv == "gae" else ("advantage",):
+                micro.take(name)
+        minibatches = minibatches or [pack_minibatch(part, args, processor, ctx.device, rates) for part in parts]
 
         # 5. update
         with timers("update"):
             m["lr"] = learning_rate(step, args)
-            for group in optimizer.param_groups:
-                group["lr"] = m["lr"]
-            m |= update(policy, optimizer, minibatches, args, ctx)
+            critic_lr = args.critic_lr * m["lr"] / args.lr
+            set_learning_rate(optimizer, m["lr"], critic_lr)
+            if critic:
+                set_learning_rate(critic_optimizer, critic_lr)
+            m |= update(policy, optimizer, minibatches, args, ctx, kl_coef, reference, critic, critic_optimizer,
+                        warming=step < args.critic_warmup_steps)
+            if args.kl_target is not None:
+                n_samples = args.prompts_per_step * args.group_size
+                kl_coef = grpo.adapt_kl(kl_coef, m["policy/kl_ref"], args.kl_target, n_samples, args.kl_horizon)
+            if args.ref_every and (step + 1) % args.ref_every == 0:
+                copy_weights(policy, reference)
 
         # 6. sync: the engine samples from the new weights, or from stale ones if this is forgotten
         with timers("sync"):
@@ -521,7 +793,7 @@ def main(args: argparse.Namespace) -> None:
             tqdm.write(step_line(done, args, m, eta))
         bar.update()
         if last or done % args.save_every == 0:
-            save_checkpoint(out, done, policy, optimizer, args.keep)
+            save_checkpoint(out, done, policy, optimizer, args.keep, others, {"position": position, "kl_coef": kl_coef})
 
     # --- close ---------------------------------------------------------------------------------------------------------
     bar.close()

@@ -100,6 +100,13 @@ def all_sum(values: dict[str, float]) -> dict[str, float]:
     return {key: sum(part.get(key, 0.0) for part in parts) for key in sorted({k for part in parts for k in part})}
 
 
+def gather_dicts(items: dict) -> dict:
+    """The union of all ranks' dicts, on every rank; their keys are distinct."""
+    parts: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return {key: value for part in parts for key, value in part.items()}
+
+
 def gather0(items: list) -> list:
     """Lists of all ranks joined in rank order on rank 0; empty elsewhere."""
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -7,7 +7,7 @@
 
 Equality: TRL samples a batch; its responses are cut to different lengths and its old log-probabilities are shifted, so that
 ratios clip. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are compared with ours,
-which come from the same pixels, token ids and advantages, for the three loss aggregations, vision tower frozen and trained.
+which come from the same pixels, token ids and advantages, for each of LOSS_TYPES, vision tower frozen and trained.
 
 Speed: each side lives in a fresh process of its own, with one thread; they take their steps in turn, and the minimum of each
 part counts. The end token cannot be sampled on either side, so both make exactly rollouts x new tokens. TRL's step is taken
@@ -51,7 +51,20 @@ from rollout import HFEngine, Rollout, Sampling, make_prompts  # noqa: E402
 from utils import derive_seed, dist_setup  # noqa: E402
 
 LR, MAX_GRAD_NORM = 1e-4, 1.0
-LOSS_TYPES = {"token": "dapo", "seq": "grpo", "const": "dr_grpo"}  # ours -> TRL's
+# Our flags -> TRL's settings. CISPO's bounds are ratios in TRL and distances from 1 with us; it knows no lower one.
+LOSS_TYPES = {
+    "token": ("", {"loss_type": "dapo"}),
+    "seq": ("--loss-agg seq", {"loss_type": "grpo"}),
+    "const": ("--loss-agg const", {"loss_type": "dr_grpo"}),
+    "bnpo": ("--dual-clip 1.3", {"loss_type": "bnpo", "delta": 1.3}),  # all tokens of the batch alike, which here is the step
+    "higher": ("--clip-high 0.28", {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "gspo": ("--algo gspo --clip-low 0.1 --clip-high 0.15", {
+        "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15}),
+    "cispo": ("--algo cispo --clip-high 0.2", {"loss_type": "cispo", "epsilon_high": 1.2}),
+    "sapo": ("--algo sapo", {"loss_type": "sapo"}),
+    # GRPO's own KL term; TRL's default multiplies it by the ratio (DeepSeek-V3.2)
+    "kl": ("--kl-coef 0.04", {"loss_type": "dapo", "beta": 0.04, "use_bias_correction_kl": False}),
+}
 
 
 @dataclass(frozen=True)
@@ -252,12 +265,12 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
 # Our side
 
 
-def our_args(config: Config, **changes) -> argparse.Namespace:
+def our_args(config: Config, more: str = "") -> argparse.Namespace:
     """The flags of train.py, as parsed."""
     named = {"prompts-per-step": config.prompts, "group-size": config.group, "max-new-tokens": config.new_tokens, "lr": LR,
-             "micro-tokens": config.micro_tokens, "max-grad-norm": MAX_GRAD_NORM, "weight-decay": 0.0} | changes
+             "micro-tokens": config.micro_tokens, "max-grad-norm": MAX_GRAD_NORM, "weight-decay": 0.0}
     flags = [str(part) for name, value in named.items() for part in (f"--{name}", value)]
-    return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags])
+    return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags, *more.split()])
 
 
 def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
@@ -290,7 +303,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, config.group)
         for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, "grpo").flatten().tolist(), strict=True):
             r.advantage = advantage
-        train.rollout_metrics(rollouts, rewards_PG)
+        train.rollout_metrics(rollouts, config.group)
         with clock("pack"):
             minibatches = [train.pack_minibatch(rollouts, flags, processor, ctx.device, grpo.flop_rates(policy.hf.config))]
         with clock("train"):
@@ -365,7 +378,7 @@ class _Caught(Exception):
     """TRL's loop has done what we wanted from it."""
 
 
-def their_gradients(model: Path, out: Path, agg: str, freeze: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+def their_gradients(model: Path, out: Path, name: str, freeze: bool) -> tuple[dict, dict[str, torch.Tensor]]:
     """TRL's own batch with what it computes on it: everything (rows, columns), and the gradients by name."""
     import transformers
 
@@ -377,7 +390,7 @@ def their_gradients(model: Path, out: Path, agg: str, freeze: bool) -> tuple[dic
 
     trainer = make_trainer(
         model, examples(4, 84), out, max_steps=1, per_device_train_batch_size=16, num_generations=4, max_completion_length=12,
-        loss_type=LOSS_TYPES[agg], freeze_vision=freeze, max_grad_norm=0.0,
+        freeze_vision=freeze, max_grad_norm=0.0, **(LOSS_TYPES[name][1] | {"beta": 0.0}),  # with beta it would load a second model
     )
     score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
 
@@ -398,7 +411,8 @@ def their_gradients(model: Path, out: Path, agg: str, freeze: bool) -> tuple[dic
         shift = torch.randn(got["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
         # advantages per token are allowed; the loss is linear in them, so that their gradient is each token's loss / advantage
         per_token = inputs["advantages"][:, None].expand_as(shift).clone().requires_grad_()
-        inputs |= {"old_per_token_logps": got["logp"] + shift, "advantages": per_token}
+        inputs |= {"old_per_token_logps": got["logp"] + shift, "ref_per_token_logps": got["logp"] - 2 * shift, "advantages": per_token}
+        trainer.beta = LOSS_TYPES[name][1].get("beta", 0.0)
         total = loss_of(hf, inputs)
         got.update(inputs, loss=total.detach())
         return total
@@ -413,12 +427,12 @@ def their_gradients(model: Path, out: Path, agg: str, freeze: bool) -> tuple[dic
     return got, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
-def compare(model: Path, agg: str, freeze: bool) -> dict[str, float]:
+def compare(model: Path, name: str, freeze: bool) -> dict[str, float]:
     """Largest differences of log-probabilities, per-token losses and gradients between TRL and us on TRL's batch."""
     if not torch.distributed.is_initialized():
         dist_setup()
     with tempfile.TemporaryDirectory() as out:
-        theirs, their_grads = their_gradients(model, Path(out), agg, freeze)
+        theirs, their_grads = their_gradients(model, Path(out), name, freeze)
     processor = load_processor(str(model))
     n, width = theirs["completion_ids"].shape
     mask = theirs["completion_mask"].bool()
@@ -434,7 +448,9 @@ def compare(model: Path, agg: str, freeze: bool) -> dict[str, float]:
         rollouts.append(Rollout(uid, b, prompt + response, len(prompt), [True] * len(response), index, [image], "stop", ""))
         rollouts[-1].advantage = theirs["advantages"][b, 0].item()
     config = Config(0, 0, 0, 4, 4, 12, 150, 0, None)  # micro-batches so small that prompts are spread over several
-    flags = our_args(config, **{"loss-agg": agg})
+    flags = our_args(config, LOSS_TYPES[name][0])
+    policy_loss = grpo.PolicyLoss(flags.loss, flags.clip_low, flags.clip_high, flags.dual_clip, flags.kl if flags.kl_coef else None,
+                                  flags.kl_coef, flags.entropy_coef, flags.sapo_tau_positive, flags.sapo_tau_negative)
     policy = Policy(load_hf(str(model)), processor, freeze)
     policy.banned = torch.zeros(0, dtype=torch.long)  # TRL bans tokens from sampling, but not from the normaliser of its loss
     policy.train()
@@ -443,14 +459,13 @@ def compare(model: Path, agg: str, freeze: bool) -> dict[str, float]:
     loss, clipped, micros = 0.0, 0.0, train.pack_minibatch(rollouts, flags, processor, torch.device("cpu"))
     for micro in micros:
         at = micro.values["engine_logp"].long()
-        micro.values["old_logp"] = theirs["old_per_token_logps"].flatten()[at]
-        policy_loss = grpo.PolicyLoss(clip_low=0.2, clip_high=0.2)
+        micro.values |= {"old_logp": theirs["old_per_token_logps"].flatten()[at], "ref_logp": theirs["ref_per_token_logps"].flatten()[at]}
         total, logp, entropy = policy(micro, 1.0, policy_loss)
         total.backward()
         weighted, indicators = policy_loss(logp, entropy, micro.values)
         loss, clipped = loss + total.item(), clipped + indicators["clipped"].sum().item()
-        for name, value in (("logp", logp), ("entropy", entropy), ("per_token_loss", weighted)):
-            ours[name][at] = value
+        for column, value in (("logp", logp), ("entropy", entropy), ("per_token_loss", weighted)):
+            ours[column][at] = value
     gradients = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
     assert gradients.keys() == their_grads.keys(), sorted(gradients.keys() ^ their_grads.keys())
     real = mask.flatten()
@@ -475,10 +490,10 @@ def equality() -> dict[str, dict[str, float]]:
         demo.make_model(Path(folder), hidden=64, layers=2)
         print(f"{'loss':18} {'tower':8} {'logp':>9} {'entropy':>9} {'tok. loss':>9} {'loss':>9} {'gradient':>9} {'relative':>9}   on")
         for freeze in (True, False):
-            for agg, theirs in LOSS_TYPES.items():
-                d = compare(Path(folder), agg, freeze)
-                results[f"{agg}/{'frozen' if freeze else 'trained'}"] = d
-                print(f"{agg + ' = ' + theirs:18} {'frozen' if freeze else 'trained':8} {d['logp']:9.1e} {d['entropy']:9.1e} "
+            for name, (_, theirs) in LOSS_TYPES.items():
+                d = compare(Path(folder), name, freeze)
+                results[f"{name}/{'frozen' if freeze else 'trained'}"] = d
+                print(f"{name + ' = ' + theirs['loss_type']:18} {'frozen' if freeze else 'trained':8} {d['logp']:9.1e} {d['entropy']:9.1e} "
                       f"{d['per_token_loss']:9.1e} {d['loss']:9.1e} {d['gradient_max']:9.1e} {d['gradient_relative']:9.1e}   "
                       f"{d['tokens']:.0f} tokens ({d['clipped']:.0f} clipped), {d['parameters']:.0f} parameters, "
                       f"gradient norm {d['gradient_norm']:.2f}", flush=True)

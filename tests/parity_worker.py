@@ -1,6 +1,8 @@
-"""Run by test_train.py under torchrun: one update on fixed rollouts, shared out over the ranks; saves loss and gradients.
+"""Run by test_train.py under torchrun: one update on fixed rollouts, shared out over the ranks; saves losses and gradients.
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
+
+Further cases follow a "/", each with flags of its own; OUT.pt then holds one result for each.
 """
 
 import random
@@ -14,43 +16,87 @@ from PIL import Image  # noqa: E402
 
 import grpo  # noqa: E402
 import train  # noqa: E402
-from model import Policy, load_hf, load_processor, shard  # noqa: E402
+from model import Critic, Policy, load_hf, load_processor, shard  # noqa: E402
 from rollout import Rollout  # noqa: E402
-from utils import dist_setup, run_script  # noqa: E402
+from utils import Context, dist_setup, run_script  # noqa: E402
+
+
+def rollouts_of(processor, group_size: int) -> list[Rollout]:
+    """Six prompts with 0, 1 or 3 pictures, ragged responses. The first prompts are text only, so that with --micro-tokens this
+    small some rank has a micro-batch without pictures, and ranks differ in their number of them."""
+    rng = random.Random(0)
+    rollouts = []
+    for p, n_images in enumerate([0, 1, 0, 3, 0, 1]):
+        images = [processor.image(f"{p}/{i}", Image.frombytes("RGB", (84, 56), rng.randbytes(84 * 56 * 3))) for i in range(n_images)]
+        prompt = processor.encode([{"role": "user", "content": "<image>" * n_images + "What now? " * (p + 1)}], images)
+        for g in range(group_size):
+            response = [rng.randrange(250) for _ in range(rng.randint(1, 14))]
+            rollouts.append(Rollout(f"p{p}", g, prompt + response, len(prompt), [True] * len(response),
+                                    [-5.0] * len(response), images, "stop", "", {"reward": rng.choice([0.0, 0.3, 1.0]) if p else 0.3}))
+            # near the toy's own, so that some ratios are clipped; where an update scores its rollouts this is replaced
+            rollouts[-1].columns["old_logp"] = [-6.1 + rng.uniform(-0.6, 0.6) for _ in response]
+    return rollouts
+
+
+def shaken(model: torch.nn.Module, size: float) -> torch.nn.Module:
+    """With noise on the weights of the head, the same on every rank: a reference that differs, values that are not all 0."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def one_case(model: str, flags: list[str]) -> dict:
+    args = train.parse_args(["--model", model, "--data", "-", "--out", "-", "--steps", "1", "--group-size", "4", *flags])
+    args.max_grad_norm = 1e9  # the gradients themselves, unclipped
+    ctx = Context(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    processor = load_processor(model)
+    models = {"policy": Policy(load_hf(model), processor, args.freeze_vision, value_head=args.adv == "gae" and args.critic == "head")}
+    if args.adv == "gae" and args.critic == "separate":
+        models["critic"] = Critic(load_hf(model), processor, args.freeze_vision)
+    if args.kl_coef > 0:
+        models["reference"] = Policy(shaken(load_hf(model), 0.01), processor).requires_grad_(False)
+    optimizers = {}
+    for name, m in models.items():
+        if hasattr(m, "value_head"):
+            shaken(m.value_head, 0.1)
+        m.train()
+        if args.grad_checkpointing:
+            m.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(m, ctx.device, torch.float32, frozen=name == "reference")
+        trained = [p for p in m.parameters() if p.requires_grad]
+        optimizers[name] = torch.optim.SGD(trained, lr=0.0) if trained else None
+    policy, critic, reference = (models.get(name) for name in ("policy", "critic", "reference"))
+
+    mine = [r for r in rollouts_of(processor, args.group_size) if int(r.uid[1:]) % ctx.world == ctx.rank]
+    pack = lambda: train.pack_minibatch(mine, args, processor, ctx.device, grpo.flop_rates(policy.hf.config))  # noqa: E731
+    micros = []
+    if train.scores_first(args):
+        micros = pack()
+        train.score([micros], args, policy, reference, critic)
+    metrics = train.set_advantages(mine, args, args.kl_coef)
+    for micro in micros:
+        for name in ("advantage", "return") if args.adv == "gae" else ("advantage",):
+            micro.take(name)
+    micros = micros or pack()
+    metrics |= train.update(policy, optimizers["policy"], [micros], args, ctx, args.kl_coef, reference, critic, optimizers.get("critic"))
+    gradients = {f"{name}.{n}": p.grad.full_tensor() for name, m in models.items() for n, p in m.named_parameters() if p.grad is not None}
+    return {"metrics": metrics, "gradients": gradients, "micros": len(micros)}
 
 
 def main(_) -> None:
     torch.set_num_threads(1)
     model, out, *flags = sys.argv[1:]
-    args = train.parse_args(["--model", model, "--data", "-", "--out", "-", "--steps", "1", *flags])
-    ctx = dist_setup()
-    processor = load_processor(model)
-    rng = random.Random(0)
-
-    # Six prompts with 0, 1 or 3 pictures, four ragged responses each. The first prompts are text only, so that with
-    # --micro-tokens this small some rank has a micro-batch without pictures, and ranks differ in their number of them.
-    rollouts = []
-    for p, n_images in enumerate([0, 1, 0, 3, 0, 1]):
-        images = [processor.image(f"{p}/{i}", Image.frombytes("RGB", (84, 56), rng.randbytes(84 * 56 * 3))) for i in range(n_images)]
-        prompt = processor.encode([{"role": "user", "content": "<image>" * n_images + "What now? " * (p + 1)}], images)
-        for g in range(4):
-            response = [rng.randrange(250) for _ in range(rng.randint(1, 14))]
-            rollouts.append(Rollout(f"p{p}", g, prompt + response, len(prompt), [True] * len(response),
-                                    [-5.0] * len(response), images, "stop", "", advantage=rng.choice([-1.0, 0.5, 0.0, 2.0])))
-
-    policy = Policy(load_hf(model), processor, args.freeze_vision)
-    policy.train()
-    if args.grad_checkpointing:
-        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(policy, ctx.device, torch.float32)
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
-    mine = [r for r in rollouts if int(r.uid[1:]) % ctx.world == ctx.rank]
-    micros = train.pack_minibatch(mine, args, processor, ctx.device, grpo.flop_rates(policy.hf.config))
-    args.max_grad_norm = 1e9  # the gradients themselves, unclipped
-    metrics = train.update(policy, optimizer, [micros], args, ctx)
-    gradients = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
+    ctx, cases = dist_setup(), [[]]
+    for flag in flags:
+        if flag == "/":
+            cases.append([])
+        else:
+            cases[-1].append(flag)
+    results = [one_case(model, case) for case in cases]
     if ctx.main:
-        torch.save({"metrics": metrics, "gradients": gradients, "micros": len(micros)}, out)
+        torch.save(results, out)
 
 
 if __name__ == "__main__":

@@ -61,27 +61,70 @@ def without_time(out):
 # --- one process and two agree ------------------------------------------------------------------------------------------
 
 
+def parity(toy, tmp_path, *cases, worlds=(1, 2)):
+    """Results of the worker for each number of processes: {world: [one per case]}."""
+    flags = [flag for case in cases for flag in ("/", *case.split())][1:]
+    results = {}
+    for world in worlds:
+        out = tmp_path / f"{world}.pt"
+        run([*TORCHRUN, world, "tests/parity_worker.py", toy, out, *flags])
+        results[world] = torch.load(out)
+    return results
+
+
+def assert_equal_updates(one, two, what):
+    assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50, what
+    assert one["metrics"].keys() == two["metrics"].keys()
+    for key in one["metrics"].keys() - {"update/skipped", "rollout/max_abs_dlogp"}:
+        assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-6), (what, key)
+    for key in ("loss/policy", "loss/value"):
+        assert one["metrics"].get(key, 0.0) == pytest.approx(two["metrics"].get(key, 0.0), rel=1e-6, abs=1e-6), (what, key)
+    assert one["gradients"].keys() == two["gradients"].keys() and one["metrics"]["policy/grad_norm"] > 1e-3
+    largest = max(g.norm() for g in one["gradients"].values())
+    for name, gradient in one["gradients"].items():
+        error = (gradient - two["gradients"][name]).norm() / gradient.norm().clamp(min=1e-4 * largest)
+        assert error < 1e-5, f"{what}, {name}: relative difference {error:.1e}"
+
+
 @pytest.mark.parametrize("family,more", [
-    ("qwen2_5_vl", ["--no-freeze-vision"]),
-    ("qwen3_vl", ["--no-freeze-vision", "--loss-agg", "seq"]),
-    ("qwen2_vl", ["--loss-agg", "const", "--grad-checkpointing"]),
+    ("qwen2_5_vl", "--no-freeze-vision"),
+    ("qwen3_vl", "--no-freeze-vision --loss-agg seq"),
+    ("qwen2_vl", "--loss-agg const --grad-checkpointing"),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
-    results = {}
-    for world in (1, 2):
-        out = tmp_path / f"{world}.pt"
-        run([*TORCHRUN, world, "tests/parity_worker.py", toys[family], out, "--micro-tokens", 130, *more])
-        results[world] = torch.load(out)
-    one, two = results[1], results[2]
+    results = parity(toys[family], tmp_path, f"--micro-tokens 130 {more}")
+    one, two = results[1][0], results[2][0]
     assert two["micros"] > 1
-    assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50
-    for key in ("loss/policy", "policy/grad_norm", "policy/entropy", "rollout/kl"):
-        assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-7), key
-    assert one["gradients"].keys() == two["gradients"].keys()
     assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
-    for name, gradient in one["gradients"].items():
-        error = (gradient - two["gradients"][name]).norm() / gradient.norm().clamp(min=1e-8)
-        assert error < 1e-5, f"{name}: relative difference {error:.1e}"
+    assert_equal_updates(one, two, more)
+
+
+ALGORITHMS = [
+    "--algo dapo --truncated mask", "--algo gspo", "--algo cispo --clip-high 0.1", "--algo sapo", "--algo rloo",
+    "--algo grpo --norm-std batch --dual-clip 1.2", "--algo reinforce++", "--algo reinforce++ --kl-coef 0", "--algo grpo --kl-coef 0.1",
+    "--algo rloo --kl-coef 0.1 --kl-in reward", "--algo grpo --entropy-coef 0.05",
+    "--algo ppo --epochs 1", "--algo ppo --epochs 1 --critic separate --kl-coef 0.1 --kl-in reward --no-freeze-vision",
+]
+
+
+def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_path):
+    small, whole = ([f"{case} --micro-tokens {n}" for case in ALGORITHMS] for n in (130, 4000))
+    results = parity(toys["qwen2_5_vl"], tmp_path, *small, worlds=(2,)) | parity(toys["qwen2_5_vl"], tmp_path, *small, *whole, worlds=(1,))
+    gradients = []
+    for i, case in enumerate(ALGORITHMS):
+        two, one, packed = results[2][i], results[1][i], results[1][len(ALGORITHMS) + i]
+        assert two["micros"] > 1 and packed["micros"] == 1
+        assert_equal_updates(one, two, f"{case} on two processes")
+        assert_equal_updates(one, packed, f"{case} in one micro-batch")
+        names = one["gradients"].keys()
+        assert ("policy.value_head.weight" in names) == ("--algo ppo" in case and "separate" not in case)
+        assert ("critic.value_head.weight" in names) == ("separate" in case) and not any(n.startswith("reference") for n in names)
+        gradients.append(one["gradients"]["policy.hf.model.language_model.layers.0.mlp.up_proj.weight"])
+        if "kl-coef 0.1" in case:
+            assert one["metrics"]["policy/kl_ref"] > 1e-4
+    # and the cases differ from each other: no flag was without effect
+    for i, a in enumerate(gradients):
+        assert all((a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
 
 
 # --- killed and resumed -------------------------------------------------------------------------------------------------
@@ -116,11 +159,19 @@ def kill_after(command, out, step):
     process.wait()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, shapes, tmp_path):
+# All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
+EVERYTHING = ("--algo ppo --epochs 1 --critic-lr 1e-3 --critic-warmup-steps 1 --kl-coef 0.1 --kl-in reward --kl-target 0.01 "
+              "--kl-horizon 50 --ref-every 4 --sample-rounds 4 --truncated penalise").split()
+
+
+@pytest.mark.parametrize("world,more", [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (1, EVERYTHING)], ids=["1", "2", "everything"])
+def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
-    common = ["--eval-data", shapes[1], "--steps", 12, "--save-every", 3, "--eval-every", 5, "--minibatches", 2, "--epochs", 2,
-              "--schedule", "cosine", "--warmup-steps", 2]
+    uneven = tmp_path / "uneven.py"  # four prompts of five have a signal
+    uneven.write_text("def score(response, example):\n    flat = sum(map(ord, example.uid)) % 5 == 0\n"
+                      "    return 0.5 if flat else (len(response) * 7919 % 5) / 4\n")
+    common = ["--eval-data", shapes[1], "--steps", 12, "--save-every", 3, "--eval-every", 5, "--minibatches", 2,
+              "--schedule", "cosine", "--warmup-steps", 2, "--reward", f"{uneven}:score", *more]
     command = {name: [*launch, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / name, *common)] for name in ("whole", "cut")}
     run(command["whole"])
     kill_after(command["cut"], tmp_path / "cut", 7)
@@ -134,7 +185,11 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     done = run([*command["cut"], "--resume", "auto"])
     assert f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout and "changed since" not in done.stdout
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
-    assert any(row.get("loss/policy") for row in rows(tmp_path / "whole"))
+    logged = rows(tmp_path / "whole")
+    assert any(row.get("loss/policy") for row in logged)
+    if more is EVERYTHING:  # the state was there to be lost
+        assert {row["sampling/rounds"] for row in logged[1:]} > {1} and logged[-1]["progress/epoch"] > 2
+        assert len({row["kl/coef"] for row in logged[1:]}) > 6 and logged[-1]["policy/kl_ref"] > 0 and logged[-1]["value/mean"] != 0
     weights = []
     for name in ("whole", "cut"):
         run([sys.executable, "merge_lora.py", tmp_path / name, "--out", tmp_path / f"{name}-hf"])
@@ -144,6 +199,19 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, toys, sh
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in start)
     changed = {k for k in start if not torch.equal(start[k], weights[0][k])}
     assert changed and not any(k.startswith(("visual", "model.visual")) for k in changed)  # frozen
+
+
+def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, tmp_path):
+    def command(out, steps, *more):
+        ppo = ["--algo", "ppo", "--critic", "separate", "--critic-lr", "1e-3", "--epochs", 1, "--save-every", 1, "--steps", steps]
+        return [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / out, *ppo, *more)]
+
+    run(command("whole", 3))
+    run(command("cut", 2))
+    refused = run([*command("cut", 3, "--critic", "head"), "--resume", "auto"], check=False)
+    assert refused.returncode == 1 and "it holds ['critic'], but --adv gae, --critic head" in refused.stderr
+    run([*command("cut", 3), "--resume", "auto"])
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole") and rows(tmp_path / "cut")[-1]["value/grad_norm"] > 0
 
 
 def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
@@ -255,6 +323,19 @@ CASES = [
     ("good", {"--resume": "elsewhere"}, "--resume elsewhere"),
     ("good", {"--reward": "nowhere.py:score"}, "no file 'nowhere.py'"),
     ("good", {"--dual-clip": "0.5"}, "--dual-clip 0.5: must be above 1"),
+    ("good", {"--group-size": "1", "--algo": "rloo"}, "--group-size 1: --adv rloo compares samples .* at least 2"),
+    ("good", {"--group-size": "1", "--algo": "ppo", "--sample-rounds": "2"}, "--group-size 1: --sample-rounds 2"),
+    ("good", {"--clip-low": "1"}, "--clip-low 1.0: must be in .0, 1., or 1 with --loss cispo"),
+    ("good", {"--algo": "ppo", "--loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae"),
+    ("good", {"--algo": "rloo", "--epochs": "2"}, "--loss reinforce is right for one update a step only.*--loss clip"),
+    ("good", {"--algo": "ppo", "--norm-std": "group"}, "--norm-std group: --adv gae knows no groups"),
+    ("good", {"--kl-target": "0.1"}, "--kl-target 0.1 with --kl-coef 0.0"),
+    ("good", {"--ref-every": "5"}, "--ref-every 5 refreshes a reference that only --kl-coef"),
+    ("good", {"--gamma": "1.5"}, "--gamma 1.5 and --lam 0.95 must be in"),
+    ("good", {"--entropy-coef": "-1"}, "--entropy-coef -1.0: must not be negative"),
+    ("good", {"--critic-warmup-steps": "2"}, "--critic-warmup-steps 2: --adv grpo has no critic"),
+    ("good", {"--overlong-buffer": "9"}, "--overlong-buffer 9: must be between 1 and --max-new-tokens 4"),
+    ("good", {"--target-kl": "0"}, "--target-kl 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
     ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
     ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
