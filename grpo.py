@@ -82,6 +82,31 @@ def policy_loss(
     return loss_K, indicators
 
 
+def importance_weight(trainer_logp_K: torch.Tensor, engine_logp_K: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight of a token that was sampled from the engine's distribution and is trained on under the trainer's: the ratio of
+    the two, truncated at `cap`. Returns weight_K, without gradient, and capped_K bool.
+
+    Engine and trainer round differently, so even "on-policy" samples come from a slightly different policy. The cap bounds
+    the variance, at the price of a bias on the few tokens that it meets.     Ionides 2008, Truncated importance sampling
+    """
+    ratio = (trainer_logp_K - engine_logp_K).detach().exp()
+    return ratio.clamp(max=cap), ratio > cap
+
+
+def keep_sequences(
+    trainer_logp_K: torch.Tensor, engine_logp_K: torch.Tensor, sequence_K: torch.Tensor, low: float, high: float
+) -> torch.Tensor:
+    """keep_K bool: does the geometric mean of trainer / engine over the token's sequence lie in [low, high]? sequence_K
+    numbers the sequences. One garbled sequence (an engine's fault, say) would otherwise move the whole update."""
+    _, index_K = sequence_K.unique(return_inverse=True)
+    gap_K = (trainer_logp_K - engine_logp_K).detach().double()
+    n = int(index_K.max()) + 1 if len(index_K) else 0
+    total = gap_K.new_zeros(n).index_add_(0, index_K, gap_K)
+    count = gap_K.new_zeros(n).index_add_(0, index_K, torch.ones_like(gap_K))
+    mean = (total / count).exp()
+    return ((mean >= low) & (mean <= high))[index_K]
+
+
 LOSS_AGGREGATIONS = ("token", "seq", "const")
 
 

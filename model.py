@@ -136,15 +136,18 @@ class Processor:
         patches = (self.image_processor.get_number_of_image_patches(h, w, {}) for w, h in sizes)
         return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
 
+    def final_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) at which the model sees a picture."""
+        size = self.image_processor.size
+        factor = self.image_processor.patch_size * self.merge_size
+        height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        return width, height
+
     def resize(self, picture: Image.Image) -> Image.Image:
         """The picture at the size the model sees it. Done here, once, so that trainer and rollout engine see the same pixels
         whichever of transformers' image processors each of them uses: they find nothing left to resize."""
-        height, width = smart_resize(
-            picture.height, picture.width, self.image_processor.patch_size * self.merge_size,
-            self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"],
-        )
-        same = picture.size == (width, height)
-        return picture if same else picture.resize((width, height), Image.Resampling(self.image_processor.resample))
+        size = self.final_size(*picture.size)
+        return picture if picture.size == size else picture.resize(size, Image.Resampling(self.image_processor.resample))
 
     def image(self, key: str, picture: Image.Image) -> ImageInput:
         """Patches of a picture, resized here if it was not yet."""

@@ -99,20 +99,28 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
 
 
 def drop_long_prompts(
-    examples: Sequence[Example], processor: Processor, max_tokens: int
+    examples: Sequence[Example], processor: Processor, max_tokens: int, max_images: int | None = None
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
-    lengths of those kept."""
+    """Examples whose prompt, image tokens included, has at most max_tokens tokens (and max_images pictures); a line for
+    each one dropped; and the lengths of those kept."""
     kept, dropped, lengths = [], [], []
     for example in examples:
         sizes = [Image.open(io.BytesIO(data)).size for data in example.images]
         n = processor.count_tokens(example.messages, sizes)
-        if n <= max_tokens:
+        if n > max_tokens:
+            dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
+        elif max_images is not None and len(sizes) > max_images:
+            dropped.append(f"{example.uid}: {len(sizes)} pictures, over --limit-images {max_images}")
+        else:
             kept.append(example)
             lengths.append(n)
-        else:
-            dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
     return kept, dropped, lengths
+
+
+def picture_limits(examples: Sequence[Example], processor: Processor) -> tuple[int, tuple[int, int]]:
+    """Most pictures in a prompt, and (width, height) of the largest, as the model sees it: what vLLM reserves memory for."""
+    sizes = {processor.final_size(*Image.open(io.BytesIO(data)).size) for example in examples for data in example.images}
+    return max(len(example.images) for example in examples), max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
 
 class KVCache:
@@ -268,6 +276,9 @@ class HFEngine:
         """Nothing is held between calls but the weights."""
 
     def wake(self) -> None:
+        pass
+
+    def reset_caches(self) -> None:
         pass
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -428,7 +439,7 @@ class VLLMEngine:
 
     def __init__(
         self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, *, max_model_len: int, max_images: int = 1,
-        largest_picture: tuple[int, int] | None = None, memory: float = 0.6, max_batched_tokens: int = 8192, max_rows: int = 256,
+        largest_picture: tuple[int, int] = (0, 0), memory: float = 0.6, max_batched_tokens: int = 8192, max_rows: int = 256,
         tp: int = 1, sleep_level: int = 1, bucket_bytes: int = 512 << 20, lora_rank: int = 0, cache_gb: float = 1.0,
     ):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
@@ -456,8 +467,8 @@ class VLLMEngine:
                 return logits.index_fill_(1, banned, -torch.inf)
 
         cuda = device.type == "cuda"
-        width, height = largest_picture or (None, None)
-        pictures = {"count": max_images} | ({"width": width, "height": height} if largest_picture else {})
+        width, height = largest_picture
+        pictures = {"count": max_images} | ({"width": width, "height": height} if width else {})
         size = processor.image_processor.size
         where = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep_level > 0} if cuda else {
             # eager: compiling for a CPU takes longer than most runs there
@@ -578,13 +589,13 @@ class VLLMEngine:
         if missing:
             raise ValueError(f"load_weights: {len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
         self.complete = True
-        self._reset_caches(encoder=tower)  # of a frozen tower the features stay true
+        self.reset_caches(encoder=tower)  # of a frozen tower the features stay true
         return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
 
     def sleep(self) -> None:
         """Free the GPU. On a CPU vLLM cannot sleep: its caches are emptied, nothing else."""
         if not self.sleep_level:
-            self._reset_caches(encoder=True)
+            self.reset_caches()
             return
         self.llm.sleep(level=self.sleep_level)  # empties the caches too
         self.awake.clear()
@@ -633,8 +644,12 @@ class VLLMEngine:
             n, own = self.n_parts[parameter], self.own[parameter]
             if len(parts) < n:
                 continue
-            first = own.shape[0] if n == 1 else parts[0][1].shape[0] // self.tp  # keys and values may have fewer heads than processes
-            sizes = [first] + [(own.shape[0] - first) // max(1, n - 1)] * (n - 1)
+            sizes = [full.shape[0] for _, full in (parts[i] for i in range(n))]
+            if own.shape[0] != sum(sizes) and n > 1:  # shared out: keys and values may have fewer heads than there are processes
+                sizes[0] //= self.tp
+                sizes[1:] = [(own.shape[0] - sizes[0]) // (n - 1)] * (n - 1)
+            elif n == 1:
+                sizes = [own.shape[0]]
             for i, mine in enumerate(own.split(sizes)):
                 name, full = parts[i]
                 for axis, (here, there) in enumerate(zip(mine.shape, full.shape, strict=True)):
@@ -662,7 +677,7 @@ class VLLMEngine:
         raise ValueError(f"load_weights: the engine has no parameter {name!r} (in its own terms {target!r}); its names start like "
                          f"{next(iter(self.own))!r}")
 
-    def _reset_caches(self, encoder: bool) -> None:
+    def reset_caches(self, encoder: bool = True) -> None:
         """Forget what was computed with the old weights: keys and values always, features of pictures if the tower has
         changed. The processor's cache holds pixels, which no weight can make stale, and is kept."""
         if not self.llm.reset_prefix_cache():
