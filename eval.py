@@ -213,7 +213,7 @@ def main(args: argparse.Namespace) -> dict:
     if not kept:
         raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
-    results = {}
+    results, engines = {}, []
     for name, path in paths.items():
         hf = load_trained(path, dtype)
         if args.rollout == "vllm":
@@ -227,7 +227,8 @@ def main(args: argparse.Namespace) -> dict:
             engine = HFEngine(hf, processors[name], ctx.device, args.rows)
         records = evaluate(engine, kept, processors[name], reward_fn, ctx, sampling, args.samples, args.blank_images)
         engine.sleep()
-        del engine, hf  # one model in memory at a time
+        engines.append(engine if args.rollout == "vllm" else None)  # asleep; an hf engine is dropped: one model in memory at a time
+        del engine, hf
         if ctx.main:
             results[name] = {"path": path, "left_out": len(left_out), **summarise(records)}, records
     if not ctx.main:

@@ -435,6 +435,8 @@ class VLLMEngine:
     Sleeping (CUDA only) frees the GPU for the update. Level 1 keeps the weights in host memory and drops the key-value
     cache. Level 2 drops both; every sync must then send the frozen tensors again, so it saves host memory, not time.
     load_weights wakes the weights alone, wake() the rest: during the sync no key-value cache is in the trainer's way.
+
+    Keep an engine until the process ends: vLLM takes its process groups down with the first of them that is collected.
     """
 
     def __init__(
@@ -470,16 +472,19 @@ class VLLMEngine:
         width, height = largest_picture
         pictures = {"count": max_images} | ({"width": width, "height": height} if width else {})
         size = processor.image_processor.size
-        where = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep_level > 0} if cuda else {
-            # eager: compiling for a CPU takes longer than most runs there
-            "kv_cache_memory_bytes": int(cache_gb * 2**30), "enforce_eager": True, "skip_mm_profiling": True}
+        where = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep_level > 0, "enable_chunked_prefill": True} if cuda else {
+            # Eager: compiling for a CPU takes longer than most runs there. No chunks: after one vLLM winds a sample's random
+            # generator back, which torch's for CPUs cannot do.
+            "kv_cache_memory_bytes": int(cache_gb * 2**30), "enforce_eager": True, "skip_mm_profiling": True,
+            "enable_chunked_prefill": False, "block_size": 32}
+        max_batched_tokens = max_batched_tokens if cuda else max(max_batched_tokens, max_model_len)
         lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank} if lora_rank else {}
         try:
             self.llm, self.parts = start_vllm(
                 cuda, model=path, dtype=str(dtype).removeprefix("torch."), tensor_parallel_size=tp,
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
                 max_model_len=max_model_len, max_num_seqs=max_rows, max_num_batched_tokens=max_batched_tokens,
-                enable_chunked_prefill=True, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+                enable_prefix_caching=True, logprobs_mode="processed_logprobs",
                 limit_mm_per_prompt={"image": pictures if max_images else 0, "video": 0},
                 mm_processor_kwargs={"size": {k: size[k] for k in ("shortest_edge", "longest_edge")}},
                 mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the pictures shared out
@@ -573,14 +578,11 @@ class VLLMEngine:
         self._wake("weights")
         calls, n_bytes, pieces, tower = 0, 0, set(), False
         for bucket in buckets(named_tensors, self.bucket_bytes):
-            renamed = []
             for name, tensor in bucket:
-                renamed_name, parameter, part = self._locate(name)
-                renamed.append((renamed_name, tensor))
-                pieces.add((parameter, part))
+                pieces.add(self._locate(name))
                 tower = tower or "visual." in name
                 n_bytes += tensor.nbytes
-            self.parts.model.load_weights(renamed)
+            self.parts.model.load_weights(bucket)
             calls += 1
         if not calls:
             raise ValueError("load_weights: no tensor was given; the engine would go on with stale weights")
@@ -638,7 +640,7 @@ class VLLMEngine:
         gaps: dict[str, float] = {}
         waiting: dict[str, dict[int, tuple[str, torch.Tensor]]] = {}
         for name, tensor in named_tensors:
-            _, parameter, part = self._locate(name)
+            parameter, part = self._locate(name)
             parts = waiting.setdefault(parameter, {})
             parts[part] = name, tensor.to(self.device, self.dtype)
             n, own = self.n_parts[parameter], self.own[parameter]
@@ -662,8 +664,8 @@ class VLLMEngine:
         assert not waiting, f"parts of {next(iter(waiting))} were not given"
         return gaps
 
-    def _locate(self, name: str) -> tuple[str, str, int]:
-        """Of a Hugging Face parameter: the name to send it by, vLLM's parameter, and which part of that it is."""
+    def _locate(self, name: str) -> tuple[str, int]:
+        """Of a Hugging Face parameter: vLLM's parameter, and which part of that it is."""
         target, part = self.parts.mapper.map_name(name) or "", 0
         parent, module, leaf = ("..." + target).rsplit(".", 2)
         for fused, members in self.parts.fused.items():
@@ -673,7 +675,7 @@ class VLLMEngine:
         for layer in ("", "base_layer."):  # a module that may carry an adapter holds its own weights one level down
             parameter = f"{parent}.{module}.{layer}{leaf}"
             if parameter in self.own:
-                return name.removesuffix(leaf) + layer + leaf, parameter, part
+                return parameter, part
         raise ValueError(f"load_weights: the engine has no parameter {name!r} (in its own terms {target!r}); its names start like "
                          f"{next(iter(self.own))!r}")
 
