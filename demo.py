@@ -198,6 +198,8 @@ def make_model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                             "mrope_section": [hidden // 8 - 2 * (3 * hidden // 64), 3 * hidden // 64, 3 * hidden // 64]},
     }
+    if family == "qwen3_vl":
+        text["rope_parameters"]["mrope_interleaved"] = True  # transformers always interleaves; vLLM only if the config says so
     vision = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 96, "hidden_size": hidden, "mlp_ratio": 2}

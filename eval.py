@@ -21,7 +21,7 @@ import torch
 from model import Processor, default_dtype, load_trained, locate
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
-from rollout import HFEngine, Sampling, drop_long_prompts, make_prompts
+from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
 
@@ -32,7 +32,8 @@ def evaluate(
     """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples."""
     mine = range(ctx.rank, len(examples), ctx.world)
     records = []
-    for start in range(0, len(mine), chunk):
+    # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
+    for start in range(0, -(-len(examples) // ctx.world), chunk):
         part = mine[start : start + chunk]
         prompts = make_prompts([examples[i] for i in part], processor, blank)
         rollouts = engine.generate(prompts, samples, sampling)
@@ -170,6 +171,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
     add_reading_flags(p)
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, as in training")
+    p.add_argument("--rollout", choices=("auto", "hf", "vllm"), default="auto", help="engine (auto: vllm on a GPU where it is installed)")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="share of the GPU's memory for vLLM")
     p.add_argument("--rows", type=int, default=256, help="responses decoded together")
     p.add_argument("--seed", type=int, default=0, help="of sampling")
     args = p.parse_args(argv)
@@ -183,6 +186,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         raise ValueError(f"--temperature {args.temperature} must not be negative, and --top-p {args.top_p} must be in (0, 1]")
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
+    if not 0 < args.gpu_memory_utilization < 1:
+        raise ValueError(f"--gpu-memory-utilization {args.gpu_memory_utilization}: must be in (0, 1)")
     if Path(args.out).is_file():
         raise ValueError(f"--out {args.out} is a file; give a directory")
     return args
@@ -190,6 +195,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> dict:
     ctx = dist_setup()
+    args.rollout = resolve_engine(args.rollout, ctx.device)
     reward_fn = load_reward(args.reward)
     examples, skipped = read_flagged(args.data, args, args.limit)
     check_tasks(examples, reward_fn)
@@ -207,11 +213,22 @@ def main(args: argparse.Namespace) -> dict:
     if not kept:
         raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
-    results = {}
+    results, engines = {}, []
     for name, path in paths.items():
-        engine = HFEngine(load_trained(path, dtype), processors[name], ctx.device, args.rows)
+        hf = load_trained(path, dtype)
+        if args.rollout == "vllm":
+            count, largest = picture_limits(kept, processors[name])
+            engine = VLLMEngine(
+                locate(path)[0], processors[name], ctx.device, dtype, max_model_len=args.max_prompt_tokens + args.max_new_tokens,
+                max_images=count, largest_picture=largest, memory=args.gpu_memory_utilization, max_rows=args.rows,
+            )
+            engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
+        else:
+            engine = HFEngine(hf, processors[name], ctx.device, args.rows)
         records = evaluate(engine, kept, processors[name], reward_fn, ctx, sampling, args.samples, args.blank_images)
-        del engine  # one model in memory at a time
+        engine.sleep()
+        engines.append(engine if args.rollout == "vllm" else None)  # asleep; an hf engine is dropped: one model in memory at a time
+        del engine, hf
         if ctx.main:
             results[name] = {"path": path, "left_out": len(left_out), **summarise(records)}, records
     if not ctx.main:

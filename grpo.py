@@ -200,16 +200,43 @@ def policy_loss(
     return loss_K, indicators
 
 
+def importance_weight(trainer_logp_K: torch.Tensor, engine_logp_K: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight of a token that was sampled from the engine's distribution and is trained on under the trainer's: the ratio of
+    the two, truncated at `cap`. Returns weight_K, without gradient, and capped_K bool.
+
+    Engine and trainer round differently, so even "on-policy" samples come from a slightly different policy. The cap bounds
+    the variance, at the price of a bias on the few tokens that it meets.     Ionides 2008, Truncated importance sampling
+    """
+    ratio = (trainer_logp_K - engine_logp_K).detach().exp()
+    return ratio.clamp(max=cap), ratio > cap
+
+
+def keep_sequences(
+    trainer_logp_K: torch.Tensor, engine_logp_K: torch.Tensor, sequence_K: torch.Tensor, low: float, high: float
+) -> torch.Tensor:
+    """keep_K bool: does the geometric mean of trainer / engine over the token's sequence lie in [low, high]? sequence_K
+    numbers the sequences. One garbled sequence (an engine's fault, say) would otherwise move the whole update."""
+    _, index_K = sequence_K.unique(return_inverse=True)
+    gap_K = (trainer_logp_K - engine_logp_K).detach().double()
+    n = int(index_K.max()) + 1 if len(index_K) else 0
+    total = gap_K.new_zeros(n).index_add_(0, index_K, gap_K)
+    count = gap_K.new_zeros(n).index_add_(0, index_K, torch.ones_like(gap_K))
+    mean = (total / count).exp()
+    return ((mean >= low) & (mean <= high))[index_K]
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """What the update minimises, as the policy head evaluates it: block by block, where log-probabilities are at hand.
 
-    weight (policy_loss + kl_coef kl(logp, ref_logp) - entropy_coef entropy)
+    weight (tis policy_loss + kl_coef kl(logp, ref_logp) - entropy_coef entropy)
 
     Called with logp_K and entropy_K of scored tokens and `values`, each (K,): advantage and weight; old_logp unless the
-    data is on policy, where the old policy is the current one; ref_logp with a `kl`; sequence. Returns the weighted loss
-    of each token, whose plain sum is the loss, and policy_loss's indicators. `per_token`: no token's loss depends on
-    another token, so blocks may end anywhere; otherwise they hold whole sequences, told apart by values["sequence"].
+    data is on policy, where the old policy is the current one; ref_logp with a `kl`; engine_logp with tis_cap, which caps
+    the weight tis (see importance_weight), and tis_mask, outside of which sequences do not count (see keep_sequences);
+    sequence. Returns the weighted loss of each token, whose plain sum is the loss, and indicators: policy_loss's, "capped"
+    and "kept". `per_token`: no token's loss depends on another token, so blocks may end anywhere; otherwise they hold whole
+    sequences, told apart by values["sequence"].
     """
 
     kind: str = "clip"  # one of LOSSES
@@ -221,23 +248,32 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
+    tis_cap: float | None = None
+    tis_mask: tuple[float, float] | None = None
 
     @property
     def per_token(self) -> bool:
-        return self.kind != "gspo"
+        return self.kind != "gspo" and self.tis_mask is None
 
     def __call__(
         self, logp_K: torch.Tensor, entropy_K: torch.Tensor, values: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        old_logp_K, weight_K = values.get("old_logp", logp_K.detach()), values["weight"]
         loss_K, indicators = policy_loss(
-            logp_K, values.get("old_logp", logp_K.detach()), values["advantage"], self.clip_low, self.clip_high, self.dual_clip,
+            logp_K, old_logp_K, values["advantage"], self.clip_low, self.clip_high, self.dual_clip,
             self.kind, values.get("sequence"), self.sapo_tau_positive, self.sapo_tau_negative,
         )
+        if self.tis_cap is not None:
+            tis_K, indicators["capped"] = importance_weight(old_logp_K, values["engine_logp"], self.tis_cap)
+            loss_K = loss_K * tis_K
+        if self.tis_mask is not None:
+            indicators["kept"] = keep_sequences(old_logp_K, values["engine_logp"], values["sequence"], *self.tis_mask)
+            weight_K = weight_K * indicators["kept"]
         if self.kl is not None:
             loss_K = loss_K + self.kl_coef * kl(logp_K, values["ref_logp"], self.kl)
         if self.entropy_coef:
             loss_K = loss_K - self.entropy_coef * entropy_K
-        return values["weight"] * loss_K, indicators
+        return weight_K * loss_K, indicators
 
 
 def value_loss(

@@ -389,7 +389,7 @@ def banned_mask(banned: torch.Tensor, vocab: int) -> torch.Tensor:
 
 def inlined(loss: Callable) -> bool:
     """Whether _loss_kernel can evaluate this loss itself."""
-    return getattr(loss, "kind", None) in INLINED
+    return getattr(loss, "kind", None) in INLINED and loss.per_token
 
 
 @_jit
@@ -479,7 +479,7 @@ def _gradient_kernel(
 
 @_jit
 def _token_loss(
-    logp, old_logp, ref_logp, entropy, advantage, clip_low, clip_high, dual_clip, tau_positive, tau_negative, kl_coef, entropy_coef,
+    logp, old_logp, ref_logp, tis, entropy, advantage, clip_low, clip_high, dual_clip, tau_positive, tau_negative, kl_coef, entropy_coef,
     KIND: tl.constexpr, DUAL: tl.constexpr, KL: tl.constexpr,
 ):
     """(loss, its derivatives in logp and entropy) of one token before weighting: grpo.PolicyLoss once more."""
@@ -502,6 +502,7 @@ def _token_loss(
     else:
         tl.static_assert(KIND == "reinforce")
         loss, slope = -advantage * logp, -advantage
+    loss, slope = tis * loss, tis * slope
     d = logp - ref_logp
     if KL == "k1":
         loss, slope = loss + kl_coef * d, slope + kl_coef
@@ -517,9 +518,10 @@ def _token_loss(
 
 @_jit
 def _loss_kernel(
-    z, stride, dz, dz_stride, V, scale, inv_temperature, targets, banned, advantage_R, weight_R, old_logp_R, ref_logp_R,
-    logp_R, entropy_R, loss_R, live_R, clip_low, clip_high, dual_clip, tau_positive, tau_negative, kl_coef, entropy_coef,
-    KIND: tl.constexpr, DUAL: tl.constexpr, KL: tl.constexpr, ON_POLICY: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    z, stride, dz, dz_stride, V, scale, inv_temperature, targets, banned, advantage_R, weight_R, old_logp_R, ref_logp_R, engine_logp_R,
+    logp_R, entropy_R, loss_R, live_R, clip_low, clip_high, dual_clip, tau_positive, tau_negative, kl_coef, entropy_coef, tis_cap,
+    KIND: tl.constexpr, DUAL: tl.constexpr, KL: tl.constexpr, TIS: tl.constexpr, ON_POLICY: tl.constexpr, BANNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Statistics, loss and gradient of one row per program, while the row is still in the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -530,8 +532,11 @@ def _loss_kernel(
         old_logp = tl.load(old_logp_R + row)
     if KL != "none":
         ref_logp = tl.load(ref_logp_R + row)
+    tis = 1.0
+    if TIS:
+        tis = tl.minimum(tl.exp(old_logp - tl.load(engine_logp_R + row)), tis_cap)
     loss, grad_logp, grad_entropy = _token_loss(
-        logp, old_logp, ref_logp, entropy, tl.load(advantage_R + row), clip_low, clip_high, dual_clip, tau_positive, tau_negative,
+        logp, old_logp, ref_logp, tis, entropy, tl.load(advantage_R + row), clip_low, clip_high, dual_clip, tau_positive, tau_negative,
         kl_coef, entropy_coef, KIND, DUAL, KL,
     )
     weight = tl.load(weight_R + row)
@@ -575,10 +580,11 @@ class _TritonBlock:
         advantage, weight = values["advantage"], values["weight"]  # the latter in place of columns that are not read
         _loss_kernel[(n,)](
             z_RV, z_RV.stride(0), self.dz_RV, self.dz_RV.stride(0), vocab, head.scale * LOG2E, head.scale, self.target_R, self.banned,
-            advantage, weight, values.get("old_logp", weight), values.get("ref_logp", weight),
+            advantage, weight, *(values.get(name, weight) for name in ("old_logp", "ref_logp", "engine_logp")),
             self.logp_R, self.entropy_R, self.loss_R, self.live_R, loss.clip_low, loss.clip_high, loss.dual_clip or 0.0,
-            loss.sapo_tau_positive, loss.sapo_tau_negative, loss.kl_coef, loss.entropy_coef,
-            KIND=loss.kind, DUAL=loss.dual_clip is not None, KL=loss.kl or "none", ON_POLICY="old_logp" not in values, **self.options,
+            loss.sapo_tau_positive, loss.sapo_tau_negative, loss.kl_coef, loss.entropy_coef, loss.tis_cap or 0.0,
+            KIND=loss.kind, DUAL=loss.dual_clip is not None, KL=loss.kl or "none", TIS=loss.tis_cap is not None,
+            ON_POLICY="old_logp" not in values, **self.options,
         )
 
     def backward(self, grad_logp_R: torch.Tensor, grad_entropy_R: torch.Tensor) -> None:

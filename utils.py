@@ -52,13 +52,13 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
+    atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
     # (pytorch pull request 179291), and a run that is complete would be reported as failed - once in twenty, on a busy box.
-    atexit._run_exitfuncs()
     os._exit(code)
 
 

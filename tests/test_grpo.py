@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,3 +145,32 @@ def test_what_cannot_be_packed_names_the_sample_and_its_lengths(tokens, images, 
     scored = [t >= 10 or len(tokens) < 10 and t == len(tokens) - 1 for t in range(len(tokens))]
     with pytest.raises(ValueError, match=match):
         pack([Sample("p", tokens, scored, {}, images)], cap, IMAGE)
+
+
+# --- engine and trainer disagree ------------------------------------------------------------------------------------------
+
+
+def test_importance_weights_token_by_token():
+    generator = torch.Generator().manual_seed(0)
+    trainer = (-3 * torch.rand(200, generator=generator)).requires_grad_()
+    engine = trainer.detach() + 0.5 * torch.randn(200, generator=generator)
+    weight, capped = grpo.importance_weight(trainer, engine, 1.3)
+    assert not weight.requires_grad
+    for i in range(200):
+        ratio = math.exp(trainer[i].item() - engine[i].item())
+        assert weight[i].item() == pytest.approx(min(ratio, 1.3), rel=1e-5) and bool(capped[i]) == (ratio > 1.3)
+    assert 0 < capped.sum() < 200
+
+
+def test_sequences_are_kept_or_left_out_whole():
+    generator = torch.Generator().manual_seed(1)
+    sequence = torch.randint(0, 9, (120,), generator=generator).float() * 3  # interleaved, as in a packed micro-batch
+    trainer = torch.randn(120, generator=generator)
+    engine = trainer + 0.6 * torch.randn(120, generator=generator)
+    keep = grpo.keep_sequences(trainer, engine, sequence, 0.8, 1.2)
+    for s in set(sequence.tolist()):
+        ratios = [math.exp(float(a) - float(b)) for a, b, c in zip(trainer, engine, sequence, strict=True) if float(c) == s]
+        expected = 0.8 <= math.prod(ratios) ** (1 / len(ratios)) <= 1.2
+        assert keep[sequence == s].tolist() == [expected] * len(ratios)
+    assert 0 < keep.sum() < 120
+    assert grpo.keep_sequences(trainer[:0], engine[:0], sequence[:0], 0.8, 1.2).shape == (0,)

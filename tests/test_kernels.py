@@ -215,6 +215,8 @@ LOSSES = {
     "cispo, k2": PolicyLoss(kind="cispo", clip_low=0.3, clip_high=0.2, kl="k2", kl_coef=0.5),
     "sapo, k3": PolicyLoss(kind="sapo", kl="k3", kl_coef=0.4),
     "reinforce, abs, entropy": PolicyLoss(kind="reinforce", kl="abs", kl_coef=0.2, entropy_coef=-0.1),
+    "clip, tis": PolicyLoss(kl="k3", kl_coef=0.3, tis_cap=1.1),
+    "reinforce, tis mask": PolicyLoss(kind="reinforce", tis_cap=1.2, tis_mask=(0.9, 1.15), entropy_coef=0.1),
     "gspo": PolicyLoss(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
 }
 
@@ -226,7 +228,7 @@ def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
     weight = torch.rand(n, generator=g) * (torch.arange(n) % 3 > 0)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     out = {"advantage": torch.randn(n, generator=g), "weight": weight, "sequence": sequence}
-    moved = {name: logp.cpu().float() + 0.3 * torch.randn(n, generator=g) for name in ("old_logp", "ref_logp")}
+    moved = {name: logp.cpu().float() + 0.3 * torch.randn(n, generator=g) for name in ("old_logp", "ref_logp", "engine_logp")}
     return {name: column.to(DEVICE) for name, column in (out | moved).items()}
 
 
@@ -348,7 +350,7 @@ row = dict(BANNED=True, BLOCK=4096)
 score = dict(PROGRAMS=132, GROUP=32, BANNED=True, BM=128, BN=256, BK=64)
 report = {}
 for kind, kl in zip([*kernels.INLINED, "clip"], ("none", "k1", "k2", "k3", "abs"), strict=True):
-    report[f"loss {kind} {kl}"] = (kernels._loss_kernel, row | dict(KIND=kind, DUAL=True, KL=kl, ON_POLICY=False), 3)
+    report[f"loss {kind} {kl}"] = (kernels._loss_kernel, row | dict(KIND=kind, DUAL=True, KL=kl, TIS=True, ON_POLICY=False), 3)
 report |= {"statistics": (kernels._statistics_kernel, row, 3), "gradient": (kernels._gradient_kernel, row, 3),
            "score": (kernels._score_kernel, score, 4)}
 for name, (kernel, constants, stages) in report.items():

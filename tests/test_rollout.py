@@ -143,7 +143,7 @@ def test_unknown_weight_names_are_an_error(loaded, toys):
     _, processor = loaded["qwen2_5_vl"]
     engine = HFEngine(hf, processor, CPU)
     name, tensor = next(iter(hf.named_parameters()))
-    assert engine.load_weights([(name, tensor.detach() + 1)]) == 1
+    assert engine.load_weights([(name, tensor.detach() + 1)]) == {"sync/calls": 1, "sync/bytes": tensor.nbytes}
     with pytest.raises(ValueError, match="no parameter 'model.nonsense'"):
         engine.load_weights([("model.nonsense", tensor)])
 

@@ -1,6 +1,7 @@
 """The loop as users run it: subprocesses, one and two processes, killed and resumed.   pytest tests/test_train.py"""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 import demo
+import grpo
 import train
 from model import Policy
 from rollout import Rollout
+from utils import Context
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -339,6 +342,11 @@ CASES = [
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
     ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
     ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
+    ("good", {"--rollout-tp": "2"}, "--rollout-tp 2 does not divide 1 processes"),
+    ("good", {"--gpu-memory-utilization": "1.5"}, "--gpu-memory-utilization 1.5: must be in"),
+    ("good", {"--limit-images": "0"}, "none of 6 prompts fits --max-prompt-tokens 80 and --limit-images 0"),
+    ("good", {"--tis-cap": "0"}, "--tis-cap 0.0: must be above 0"),
+    ("good", {"--tis-mask": "2,3"}, "--tis-mask '2,3': give LOW,HIGH around 1"),
     ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
     ("good", {"--answer-key": "answer"}, "no column 'answer'.*--answer-key"),
     ("good", {"--data-source": "chess"}, "'chess'.*--data-source"),
@@ -417,3 +425,49 @@ def test_learning_rate_schedule():
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[7] == pytest.approx(1.0) and 0 < rates[9] < 0.2
     args.schedule = "constant"
     assert {train.learning_rate(s, args) for s in range(4, 10)} == {2.0}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture):
+    """Gradients of one update against the same with each token's weight applied by hand."""
+    hf, processor = loaded["qwen2_5_vl"]
+    images = [processor.image("a", picture(56, 56, 1))]
+    ids = {"text": processor.encode([{"role": "user", "content": "Hello?"}], []),
+           "image": processor.encode([{"role": "user", "content": "<image>Hello?"}], images)}
+    policy = Policy(hf, processor)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0)
+    shift = {"text": 0.3, "image": -0.2, "far": 2.0}  # of each response's tokens: trainer minus engine, nats
+    made = []
+    for uid, kind in (("text", "text"), ("image", "image"), ("far", "text")):
+        made.append(Rollout(uid, 0, ids[kind] + [65, 66, 67], len(ids[kind]), [True] * 3, [0.0] * 3,
+                            images if kind == "image" else [], "stop", "", advantage=1.0))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ctx = Context(0, 1, torch.device("cpu"))
+        for r in made:
+            micro = grpo.plant([grpo.Sample("x", r.token_ids, [False] * r.prompt_len + [True] * 3, {}, r.images)], processor.image_token_id)
+            with torch.no_grad():
+                r.logprobs = (policy(micro)[0] - shift[r.uid]).tolist()
+
+        def gradient(*more, advantages=(1.0, 1.0, 1.0)):
+            args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--epochs", str(passes),
+                                     "--max-grad-norm", "1e9", *more])
+            for r, advantage in zip(made, advantages, strict=True):
+                r.advantage = advantage
+            micros = train.pack_minibatch(made, args, processor, ctx.device)
+            metrics = train.update(policy, optimizer, [micros], args, ctx)
+            return metrics, policy.hf.lm_head.weight.grad.clone()
+
+        metrics, _ = gradient()
+        k3 = {kind: math.exp(x) - 1 - x for kind, x in shift.items()}
+        assert metrics["rollout/kl"] == pytest.approx(sum(k3.values()) / 3, rel=1e-3)
+        assert metrics["rollout/kl_image"] == pytest.approx(k3["image"], rel=1e-3)
+        assert metrics["rollout/kl_text"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
+        assert metrics["rollout/max_abs_dlogp_image"] == pytest.approx(0.2, rel=1e-3)
+        assert metrics["rollout/max_abs_dlogp"] == metrics["rollout/max_abs_dlogp_text"] == pytest.approx(2.0, rel=1e-3)
+        capped, got = gradient("--tis-cap", "1.2", "--tis-mask", "0.5,2")
+        _, expected = gradient(advantages=(1.2, math.exp(-0.2), 1e-30))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+        assert capped["rollout/tis_capped"] == pytest.approx(2 / 3) and capped["rollout/tis_masked"] == passes
+    finally:
+        torch.distributed.destroy_process_group()
