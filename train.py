@@ -662,7 +662,8 @@ def main(args: argparse.Namespace) -> None:
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
     # Where the run stands beside its weights: steps done, batches of prompts drawn, and the adaptive coefficient
-    start, position, kl_coef = resumed["step"], resumed.get("position", resumed["step"]), resumed.get("kl_coef", args.kl_coef)
+    start, position = resumed["step"], resumed.get("position", resumed["step"])
+    kl_coef = args.kl_coef if args.kl_target is None else resumed.get("kl_coef", args.kl_coef)
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
     engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
