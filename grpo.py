@@ -303,10 +303,10 @@ PRESETS: dict[str, dict[str, Any]] = {  # what differs from grpo
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
     "dapo": {"clip_high": 0.28, "sample_rounds": 10, "truncated": "penalise"},
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq"},
-    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},  # ratios up to 5, as in ScaleRL, arXiv:2510.13786
     "sapo": {"loss": "sapo", "loss_agg": "seq"},
     "rloo": {"adv": "rloo", "loss": "reinforce", "loss_agg": "const"},
-    "reinforce++": {"adv": "reinforce++", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
+    "reinforce++": {"adv": "reinforce++", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},  # the coefficient is our choice
     "ppo": {"adv": "gae", "epochs": 4, "entropy_coef": 0.01},
 }
 

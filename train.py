@@ -361,18 +361,19 @@ def pack_minibatch(
     total = all_sum({"tokens": sum(sum(r.loss_mask) for r in rollouts if is_used(r, args)),
                      "sequences": sum(is_used(r, args) for r in rollouts)})
     samples = []
-    for r in rollouts:
+    for i, r in enumerate(rollouts):
         n = sum(r.loss_mask)
         advantages = r.columns.get("advantage", [r.advantage] * n)
         # Without an advantage there is no gradient, so no forward; its tokens stay in the normaliser
         pulled = any(advantages) or args.entropy_coef > 0 or (args.kl_coef > 0 and args.kl_in == "loss")
         if not scores_first(args) and not (pulled and is_used(r, args)):
             continue
-        weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens) if is_used(
-            r, args) else 0.0
+        weight = 0.0  # scored, as its group's advantages need it, but not trained on
+        if is_used(r, args):
+            weight = grpo.token_weight(args.loss_agg, n, int(total["tokens"]), int(total["sequences"]), args.max_new_tokens)
         r.columns |= {"advantage": advantages, "weight": [weight] * n, "engine_logp": r.logprobs,
                       "has_image": [float(len(r.images) > 0)] * n}
-        uid = r.uid if args.attn != "flash" else f"{r.uid}/{r.sample}"  # flash attention knows no branches
+        uid = r.uid if args.attn != "flash" else f"{r.uid}/{i}"  # flash attention knows no branches
         samples.append(grpo.Sample(uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, r.columns, r.images))
     wanted = torch.zeros(1, dtype=torch.long, device=device)
 
@@ -753,7 +754,8 @@ def main(args: argparse.Namespace) -> None:
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
     # Where the run stands beside its weights: steps done, batches of prompts drawn, and the adaptive coefficient
-    start, position, kl_coef = resumed["step"], resumed.get("position", resumed["step"]), resumed.get("kl_coef", args.kl_coef)
+    start, position = resumed["step"], resumed.get("position", resumed["step"])
+    kl_coef = args.kl_coef if args.kl_target is None else resumed.get("kl_coef", args.kl_coef)
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
     engine = make_engine(args, processor, ctx, dtype, cache, train_set + eval_set, max(lengths + eval_lengths))

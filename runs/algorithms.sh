@@ -37,13 +37,19 @@ python - "$out" $ALGOS <<'PY' | tee "$out/table.md"
 import json, math, statistics, sys
 from pathlib import Path
 
-print("| algorithm | before RL | after | each seed | samples a step | steps | s a run |\n|---|--:|--:|---|--:|--:|--:|")
+def mean(values):
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.fmean(values):.3f} ± {error:.3f}"
+
+
+print("| algorithm | before RL | after | each seed | steps to reward 0.9 | steps | samples a step | s a run |\n|---|--:|--:|---|--:|--:|--:|--:|")
 for algo in sys.argv[2:]:
-    runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(Path(sys.argv[1]).glob(f"seed*/{algo}/metrics.jsonl"))]
+    paths = sorted(Path(sys.argv[1]).glob(f"seed*/{algo}/metrics.jsonl"))
+    runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
     before, after = ([rows[i]["eval/accuracy"] for rows in runs] for i in (0, -1))
-    error = [statistics.stdev(x) / math.sqrt(len(x)) if len(x) > 1 else math.nan for x in (before, after)]
+    reached = [next((str(row["step"]) for row in rows if row.get("reward/mean", 0.0) >= 0.9), "-") for rows in runs]
     seconds = statistics.fmean(sum(row.get("time/step", 0.0) for row in rows) for rows in runs)
-    rounds = statistics.fmean(row.get("sampling/rounds", 1.0) for rows in runs for row in rows[1:])
-    print(f"| {algo} | {statistics.fmean(before):.3f} ± {error[0]:.3f} | **{statistics.fmean(after):.3f} ± {error[1]:.3f}** | "
-          f"{', '.join(f'{x:.3f}' for x in after)} | {256 * rounds:.0f} | {runs[0][-1]['step']} | {seconds:.0f} |")
+    samples = 256 * statistics.fmean(row.get("sampling/rounds", 1.0) for rows in runs for row in rows[1:])
+    print(f"| {algo} | {mean(before)} | **{mean(after)}** | {', '.join(f'{x:.3f}' for x in after)} | {', '.join(reached)} | "
+          f"{runs[0][-1]['step']} | {samples:.0f} | {seconds:.0f} |")
 PY

@@ -167,7 +167,7 @@ EVERYTHING = ("--algo ppo --epochs 1 --critic-lr 1e-3 --critic-warmup-steps 1 --
               "--kl-horizon 50 --ref-every 4 --sample-rounds 4 --truncated penalise").split()
 
 
-@pytest.mark.parametrize("world,more", [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (1, EVERYTHING)], ids=["1", "2", "everything"])
+@pytest.mark.parametrize("world,more", [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (2, EVERYTHING)], ids=["1", "2", "everything"])
 def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
     uneven = tmp_path / "uneven.py"  # four prompts of five have a signal
