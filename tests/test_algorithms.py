@@ -274,7 +274,7 @@ def test_the_policy_head_evaluates_every_loss_in_any_blocks(loss, monkeypatch):
     want = loss(logits.gather(1, targets[:, None])[:, 0], entropy, wide)[0].sum()
     want.backward()
     for block_rows in (4, 60):
-        monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", block_rows * vocab)
+        monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", block_rows * vocab)
         a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         total, *_ = fused_policy_loss(a, b, targets, loss, values)
         total.backward()
