@@ -586,6 +586,16 @@ def copy_weights(source: Policy, target: Policy) -> None:
             parameter.to_local().copy_(found[name].to_local())
 
 
+@torch.no_grad()
+def same_tower(a: Policy, b: Policy) -> bool:
+    """Are the vision towers of two models, sharded alike, equal on all ranks? Then they can share a cache of features."""
+    differ = torch.zeros((), dtype=torch.int32, device=a.banned.device)
+    for p, q in zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True):
+        differ |= not torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device))
+    dist.all_reduce(differ, dist.ReduceOp.MAX)
+    return not differ.item()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
 

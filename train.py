@@ -45,6 +45,7 @@ from model import (
     load_processor,
     make_optimizer,
     resolve_attention,
+    same_tower,
     save_checkpoint,
     set_learning_rate,
     shard,
@@ -753,6 +754,9 @@ def main(args: argparse.Namespace) -> None:
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
+    for other in (reference, critic):  # a run that once trained its tower
+        if other is not None and other.cache is not None and not same_tower(policy, other):
+            other.cache = VisionCache(cache.max_bytes)
     # Where the run stands beside its weights: steps done, batches of prompts drawn, and the adaptive coefficient
     start, position = resumed["step"], resumed.get("position", resumed["step"])
     kl_coef = args.kl_coef if args.kl_target is None else resumed.get("kl_coef", args.kl_coef)
@@ -864,6 +868,7 @@ def main(args: argparse.Namespace) -> None:
                 kl_coef = grpo.adapt_kl(kl_coef, m["policy/kl_ref"], args.kl_target, n_samples, args.kl_horizon)
             if args.ref_every and (step + 1) % args.ref_every == 0:
                 copy_weights(policy, reference)
+                reference.cache = policy.cache  # now of one tower
 
         # 6. sync: the engine samples from the new weights, or from stale ones if this is forgotten. What is frozen it has
         # already, unless it slept so deeply that it lost it

@@ -10,7 +10,7 @@ from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
-from model import Critic, Policy, copy_weights, full_parameters, load_hf, load_processor, make_optimizer, shard
+from model import Critic, Policy, copy_weights, full_parameters, load_hf, load_processor, make_optimizer, same_tower, shard
 from rollout import Rollout
 from utils import Context
 
@@ -112,6 +112,18 @@ def test_a_reference_equal_to_the_policy_is_at_distance_zero_until_the_policy_mo
     third, _ = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), reference)
     assert third["policy/kl_ref"] == 0
     assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
+
+
+def test_towers_are_told_apart(toys, ctx):
+    args = parse("--algo grpo --kl-coef 0.1")
+    policy, reference = (make_policy(toys["qwen2_5_vl"], args) for _ in range(2))
+    with torch.no_grad():
+        next(p for n, p in reference.named_parameters() if "visual" in n).view(-1)[3] += 1e-3
+    for model, frozen in ((policy, False), (reference, True)):
+        shard(model, ctx.device, torch.float32, frozen=frozen)
+    assert not same_tower(policy, reference)
+    copy_weights(policy, reference)
+    assert same_tower(policy, reference)
 
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
