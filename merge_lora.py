@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
 from grpo import Sample, plant
-from model import Policy, Processor, find_checkpoint, load_hf, load_trained, locate
+from model import Policy, Processor, attrs_of, find_checkpoint, load_hf, load_trained, locate
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -62,7 +62,8 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
 
 
 def main(args: argparse.Namespace) -> None:
-    if find_checkpoint(args.run) is None:
+    found = find_checkpoint(args.run)
+    if found is None:
         raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json)")
     out = Path(args.out)
     if out.is_file() or (out.exists() and any(out.iterdir())):
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
         folder = Path(temporary) / "model"
         hf.save_pretrained(folder)
         save_processor(base, processor, folder)
-        gap = (probe_logprobs(load_hf(str(folder)), Processor(str(folder))) - expected).abs().max().item()
+        gap = (probe_logprobs(load_hf(str(folder), attrs=attrs_of(found[1])), Processor(str(folder))) - expected).abs().max().item()
         if not gap <= args.tolerance:
             raise ValueError(
                 f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over --tolerance "

@@ -37,26 +37,42 @@ from kernels import fused_policy_loss, linear_logprob
 IMAGE_MARK = "<image>"
 
 
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets
+
+
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a family live, as dotted paths below the loaded model."""
+    """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language model."""
 
     model_class: str  # in transformers
     vision: str = "model.visual"
     language: str = "model.language_model"
-    deepstack: bool = False  # features of inner vision layers are added to the first language layers
+    mergers: tuple[str, ...] = ("merger",)  # below vision: what turns the tower's patches into the language model's tokens
+    vision_blocks: str = "blocks"  # below vision
+    blocks: str = "layers"  # below language
+    lora_targets: tuple[str, ...] = ATTENTION_PROJECTIONS + MLP_PROJECTIONS  # last names of linear layers of the blocks
+    placeholders: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 
 
 FAMILIES = {  # by config.model_type
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", deepstack=True),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
+    # experts are one tensor of all of them, not linear layers: LoRA adapts attention, and the MLPs that every token passes
+    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
 }
+Attrs = tuple[str | None, str | None] | None  # (--vision-attr, --language-attr) of a family that is not in the table
 # Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def load_config(path: str) -> transformers.PreTrainedConfig:
+def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig:
     """The model's config; a ValueError for a path or family that we cannot load, before anything large is read."""
     if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
         raise ValueError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
@@ -64,9 +80,50 @@ def load_config(path: str) -> transformers.PreTrainedConfig:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise ValueError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    find_family(config, path, attrs)
     return config
+
+
+@functools.cache
+def _family_of_paths(config_class: type, config_json: str, path: str, vision: str, language: str) -> Family:
+    config = config_class(**json.loads(config_json))
+    auto = transformers.AutoModelForImageTextToText
+    if type(config) not in auto._model_mapping:
+        raise ValueError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of pictures and text")
+    with torch.device("meta"):  # its shape without its weights
+        hf = auto.from_config(config)
+    for flag, dotted in (("--vision-attr", vision), ("--language-attr", language)):
+        at = hf
+        for i, name in enumerate(dotted.split(".")):
+            children = dict(at.named_children())
+            if name not in children:
+                where = ".".join(dotted.split(".")[:i]) or type(hf).__name__
+                raise ValueError(f"{flag} {dotted!r}: {where} has no child {name!r}; its children are {', '.join(children) or 'none'}")
+            at = children[name]
+    tower, text = hf.get_submodule(vision), hf.get_submodule(language)
+    lists = [[n for n, m in part.named_children() if isinstance(m, nn.ModuleList) and len(m)] for part in (tower, text)]
+    for flag, dotted, part, found in (("--vision-attr", vision, tower, lists[0]), ("--language-attr", language, text, lists[1])):
+        if not found:
+            children = ", ".join(n for n, _ in part.named_children())
+            raise ValueError(f"{flag} {dotted!r} has no list of blocks; its children are {children or 'none'}")
+    if not callable(getattr(hf.model, "get_image_features", None)):
+        raise ValueError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which pictures enter the model")
+    mergers = tuple(n for n, _ in tower.named_children() if "merger" in n)
+    linear = {n.rsplit(".", 1)[-1] for n, m in getattr(text, lists[1][0]).named_modules() if isinstance(m, nn.Linear)}
+    return Family(type(hf).__name__, vision, language, mergers, lists[0][0], lists[1][0], tuple(sorted(linear)))
+
+
+def find_family(config: transformers.PreTrainedConfig, path: str, attrs: Attrs = None) -> Family:
+    """The row of the table; or, for other types, one made from (--vision-attr, --language-attr), checked on a model without
+    weights."""
+    if attrs and all(attrs):
+        return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *attrs)
+    if attrs and any(attrs):
+        raise ValueError(f"--vision-attr {attrs[0]!r} and --language-attr {attrs[1]!r}: give both or neither")
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any other "
+                         f"that sees pictures as they do by --vision-attr and --language-attr, where its tower and language model live")
+    return FAMILIES[config.model_type]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,10 +166,14 @@ class Processor:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         ids = self.tokenizer.convert_tokens_to_ids
-        self.image_token_id = ids("<|image_pad|>")
+        config = transformers.AutoConfig.from_pretrained(path)
+        placeholders = [getattr(config, name, None) for name in FAMILIES.get(config.model_type, Family("")).placeholders]
+        self.image_token_id = placeholders[0]
+        if self.image_token_id is None:
+            raise ValueError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
-        self.banned_ids = sorted({i for i in map(ids, VISION_TOKENS) if i is not None})
+        self.banned_ids = sorted({i for i in [*placeholders, *map(ids, VISION_TOKENS)] if i is not None})
 
     def banned(self, vocab_size: int) -> torch.Tensor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
@@ -286,16 +347,18 @@ def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image
 def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> torch.Tensor:
     """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
     keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
-    text_model = hf.model.language_model
+    text_model = hf.get_submodule(hf.family.language)
     # Given as a finished mask per layer type, so that transformers derives nothing from positions or padding. The
     # families that do not know the mapping take the 4-D mask itself.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device) if plan is not None else mask  # not looked at
     types = set(getattr(text_model.config, "layer_types", None) or ())
+    # Recurrent layers want to know which tokens are no padding; the last one sees all of those.
+    masks = {t: mask[:, 0, -1] if t == "linear_attention" and plan is None else mask for t in types}
     extra = {"deepstack_visual_embeds": list(deep), "visual_pos_masks": image_mask} if len(deep) else {}
     out = text_model(
         inputs_embeds=embeds,
         position_ids=positions,
-        attention_mask={t: mask for t in types} if types else mask,
+        attention_mask=masks or mask,
         past_key_values=cache,
         use_cache=cache is not None,
         **extra,
@@ -332,19 +395,19 @@ class ForestAttention:
     def __init__(self, backend: str, micro: Micro):
         self.backend, end_T = backend, micro.end_T
         n = len(end_T)
+        # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
+        starts = [start for start, _ in micro.runs]
+        bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
+        self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        piece = {a: i for i, a in enumerate(bounds)}
+        way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
+        self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
+        for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
+            own = list(range(piece[start], piece[stop]))
+            for i, p in enumerate(own):
+                way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
+            self.ways.append((way[before] + own, len(own)))
         if backend == "sdpa":
-            # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
-            starts = [start for start, _ in micro.runs]
-            bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
-            self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-            piece = {a: i for i, a in enumerate(bounds)}
-            way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
-            self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
-            for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
-                own = list(range(piece[start], piece[stop]))
-                for i, p in enumerate(own):
-                    way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
-                self.ways.append((way[before] + own, len(own)))
             self.causal: dict[tuple[int, int], torch.Tensor] = {}
         elif backend == "flex":
             from torch.nn.attention.flex_attention import create_block_mask
@@ -355,7 +418,6 @@ class ForestAttention:
                 lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, self.padded, self.padded, device=end_T.device
             )
         elif backend == "flash":
-            starts = [start for start, before in micro.runs]
             assert all(before < 0 for _, before in micro.runs), "a forest that branches needs --attn flex or sdpa"
             bounds = torch.tensor([*starts, n], dtype=torch.int32)
             self.longest = int(bounds.diff().max())
@@ -385,6 +447,66 @@ class ForestAttention:
             return _flex(query.device.type)(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
         rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]  # (T, heads, d)
         return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
+
+    def recur(self, layer: Callable, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """A recurrent layer over the forest, (1, T, H) -> (1, T, H): each piece goes on from the state after the piece that it
+        hangs below, so a trunk is computed once here too. The pieces' number, not their length, is what costs time."""
+        parent = {b: a for way, _ in self.ways for a, b in zip([-1, *way], way, strict=False)}
+        states, out = {-1: RecurrentState(width)}, []
+        for i, piece in enumerate(hidden.split(self.pieces, dim=1)):  # depth first: what a piece hangs below comes before it
+            states[i] = states[parent[i]].copy()
+            out.append(layer(piece, cache_params=states[i]))
+        return torch.cat(out, dim=1)
+
+
+class RecurrentState:
+    """What a linear-attention layer keeps of the tokens before: inputs that its convolution still sees, (B, channels, width - 1),
+    and its matrix, (B, heads, key dim, value dim). For transformers' layer it stands for the cache, and unlike that one nothing
+    is written in place: several runs go on from one state, and gradients go back through it."""
+
+    record_past = True  # asks transformers to join the kept inputs to the new ones, which has a gradient, also for one token
+
+    def __init__(self, width: int, conv: torch.Tensor | None = None, matrix: torch.Tensor | None = None):
+        self.width, self.conv, self.matrix = width, conv, matrix
+
+    def copy(self) -> "RecurrentState":
+        return RecurrentState(self.width, self.conv, self.matrix)
+
+    def take(self, rows: torch.Tensor) -> "RecurrentState":
+        return RecurrentState(self.width, self.conv[rows], self.matrix[rows])
+
+    # What transformers' Cache has: layers by number, and states by number within a layer
+    layers = property(lambda self: self)
+    conv_states = property(lambda self: [self.conv])
+    recurrent_states = property(lambda self: [self.matrix])
+
+    def __getitem__(self, layer: int) -> "RecurrentState":
+        return self
+
+    def has_previous_state(self, *_, **__) -> bool:
+        return self.matrix is not None
+
+    def update_conv_state(self, new: torch.Tensor, *_, **__) -> torch.Tensor:
+        # a root begins with zeros, so that all states are of one size
+        before = new.new_zeros(*new.shape[:2], self.width - 1) if self.conv is None else self.conv
+        joined = torch.cat([before, new], dim=2)
+        self.conv = joined[:, :, joined.shape[2] - self.width + 1 :]
+        return joined
+
+    def update_recurrent_state(self, matrix: torch.Tensor, *_, **__) -> torch.Tensor:
+        self.matrix = matrix
+        return matrix
+
+
+def _recurrence(module, forward, hidden_states, cache_params=None, attention_mask=None, plan=None, **kwargs) -> torch.Tensor:
+    """Stands before the forward of transformers' gated delta net: over a forest by the plan, in HFEngine by the engine's own
+    states, and in any other forward as it was."""
+    if isinstance(plan, ForestAttention):
+        return plan.recur(forward, hidden_states, module.conv_kernel_size)
+    if hasattr(cache_params, "recurrent"):  # rollout.KVCache
+        state = cache_params.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
+        return forward(hidden_states, cache_params=state, attention_mask=attention_mask if plan is None else None)
+    return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
 
 
 @functools.cache
@@ -438,10 +560,9 @@ class Policy(nn.Module):
         self.image_token_id = processor.image_token_id
         self.freeze_vision = freeze_vision
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
-        family = FAMILIES[hf.config.model_type]
-        self.visual = [hf.get_submodule(family.vision)]  # in a list: not a second registration
+        self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
         hf.requires_grad_(True)
-        hf.get_submodule(family.vision).requires_grad_(not freeze_vision)
+        self.visual[0].requires_grad_(not freeze_vision)
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
@@ -506,14 +627,28 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The bare transformers model of a folder or hub id."""
-    config = load_config(path)
+def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
+    """The bare transformers model of a folder or hub id; its row of the family table is hf.family."""
+    config = load_config(path, attrs)
+    family = find_family(config, path, attrs)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
+    _register_attention()
+    model_class = getattr(transformers, family.model_class)
+    return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned"), family)
+
+
+def _register_attention() -> None:
     transformers.AttentionInterface.register("planned", _attention)
     transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan
-    model_class = getattr(transformers, FAMILIES[config.model_type].model_class)
-    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned")
+
+
+def prepare(hf: nn.Module, family: Family) -> nn.Module:
+    """Notes the family and lets plans reach the recurrent layers; attention layers have "planned" for that."""
+    hf.family = family
+    for module in hf.get_submodule(family.language).modules():
+        if hasattr(module, "conv_kernel_size") and hasattr(module, "layer_idx"):
+            module.forward = functools.partial(_recurrence, module, module.forward)
+    return hf
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -534,7 +669,7 @@ def shard(
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     master = next(policy.parameters()).dtype
     mixed = MixedPrecisionPolicy() if compute_dtype == master else MixedPrecisionPolicy(compute_dtype, torch.float32)
-    blocks = policy.hf.model.language_model.layers
+    blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
@@ -671,19 +806,25 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
     return checkpoint, json.loads((checkpoint.parent.parent / "run.json").read_text())["args"]
 
 
+def attrs_of(args: dict) -> Attrs:
+    """(--vision-attr, --language-attr) of a run's arguments."""
+    return args.get("vision_attr"), args.get("language_attr")
+
+
 def locate(path: str) -> tuple[str, Path | None, dict]:
     """(base model, checkpoint or None, pixel limits) of a model folder, hub id, run directory or checkpoint."""
     found = find_checkpoint(path)
     checkpoint, args = found if found else (None, {})
     base = args.get("model", path)
-    load_config(base)
+    load_config(base, attrs_of(args))
     return base, checkpoint, {key: args.get(key) for key in ("min_pixels", "max_pixels")}
 
 
 def load_trained(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The Hugging Face model of a model folder, hub id, run directory or checkpoint."""
     base, checkpoint, _ = locate(path)
-    hf = load_hf(base, torch.float32 if checkpoint else dtype)
+    found = find_checkpoint(path)
+    hf = load_hf(base, torch.float32 if checkpoint else dtype, attrs_of(found[1]) if found else None)
     if checkpoint:
         state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items()}
         with warnings.catch_warnings():  # that there is no process group is the intent

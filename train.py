@@ -60,6 +60,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag = argparse.BooleanOptionalAction
     # model
     p.add_argument("--model", required=True, help="model folder or hub id")
+    p.add_argument("--vision-attr", help="for a family that model.FAMILIES lacks: where its tower is, such as model.visual")
+    p.add_argument("--language-attr", help="and its language model, such as model.language_model; both or neither")
     p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
@@ -621,7 +623,8 @@ def main(args: argparse.Namespace) -> None:
     ctx = dist_setup()
     validate(args, ctx.world)
     args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
-    load_config(args.model)
+    attrs = (args.vision_attr, args.language_attr)
+    load_config(args.model, attrs)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
     train_set, lengths = load_data(args, args.data, processor, reward_fn)
@@ -644,8 +647,9 @@ def main(args: argparse.Namespace) -> None:
     # One cache for engine and trainer: with the tower frozen both compute the same features
     cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
     has_head = args.adv == "gae" and args.critic == "head"
-    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache, args.kernel, has_head)
-    critic = Critic(load_hf(args.model), processor, args.freeze_vision, args.attn, cache) if args.adv == "gae" and not has_head else None
+    policy = Policy(load_hf(args.model, attrs=attrs), processor, args.freeze_vision, args.attn, cache, args.kernel, has_head)
+    separate = args.adv == "gae" and not has_head
+    critic = Critic(load_hf(args.model, attrs=attrs), processor, args.freeze_vision, args.attn, cache) if separate else None
     for model in (policy, critic) if critic else (policy,):
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -655,7 +659,7 @@ def main(args: argparse.Namespace) -> None:
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
     reference = None
     if args.kl_coef > 0:
-        reference = Policy(load_hf(args.model, dtype), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
+        reference = Policy(load_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
         shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
@@ -664,7 +668,7 @@ def main(args: argparse.Namespace) -> None:
     start, position, kl_coef = resumed["step"], resumed.get("position", resumed["step"]), resumed.get("kl_coef", args.kl_coef)
     if ctx.device.type == "cuda":
         probe_memory(policy, train_set[lengths.index(longest)], processor, args)
-    engine = HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
+    engine = HFEngine(load_hf(args.model, dtype, attrs), processor, ctx.device, args.rollout_rows, cache)
     engine.load_weights(full_parameters(policy))  # also the frozen ones, once: a resumed run may have trained them
     changes = changed_flags(args) if checkpoint else []
     dist.barrier()  # every rank has read run.json before rank 0 writes it anew

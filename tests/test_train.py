@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import demo
+import model as M
 import train
 from model import Policy
 from rollout import Rollout
@@ -97,6 +98,31 @@ def test_two_processes_equal_one(family, more, toys, tmp_path):
     assert two["micros"] > 1
     assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
     assert_equal_updates(one, two, more)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_every_family_goes_through_the_whole_loop(family, toys, shapes, tmp_path):
+    """Trained, evaluated, merged and opened by transformers alone."""
+    command = flags(toys[family], shapes[0], tmp_path / "run", "--steps", 2, "--lr", 1e-2, "--eval-data", shapes[0])
+    run([sys.executable, "train.py", *command])
+    row = rows(tmp_path / "run")[-1]
+    assert row["step"] == 2 and row["rollout/max_abs_dlogp"] < 1e-4 and row["policy/grad_norm"] > 0
+    run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "merged"])
+    ours, before = (M.load_hf(str(path)).state_dict() for path in (tmp_path / "merged", toys[family]))
+    assert any(not torch.equal(ours[name], before[name]) for name in before)
+
+
+def test_a_family_outside_the_table_is_found_by_its_paths(toys, shapes, tmp_path):
+    """The same run with the row, and without it but with the paths."""
+    command = flags(toys["qwen3_vl"], shapes[0], tmp_path / "a", "--steps", 1)
+    run([sys.executable, "train.py", *command])
+    program = ("import model, runpy, sys; del model.FAMILIES['qwen3_vl']; sys.argv[:] = sys.argv[1:]; "
+               "runpy.run_path(sys.argv[0], run_name='__main__')")
+    without = [sys.executable, "-c", program, "train.py", *flags(toys["qwen3_vl"], shapes[0], tmp_path / "b", "--steps", 1)]
+    paths = ["--vision-attr", "model.visual", "--language-attr", "model.language_model"]
+    run([*without, *paths])
+    assert without_time(tmp_path / "a") == without_time(tmp_path / "b")
+    run([*without[:3], "merge_lora.py", tmp_path / "b", "--out", tmp_path / "merged"])
 
 
 ALGORITHMS = [
