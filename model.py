@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -33,6 +36,7 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
+from utils import derive_seed
 
 IMAGE_MARK = "<image>"
 
@@ -542,6 +546,147 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# LoRA (arXiv:2106.09685): beside a frozen matrix W learns a product of two small ones, W + alpha / rank * B A
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last names of linear layers of the language model's blocks (empty: the family's)
+    vision: bool = False  # also the linear layers of the tower's blocks
+    seed: int = 0
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
+
+    def adapt(self, rank: int, scale: float, dropout: float = 0.0, seed: int = 0) -> None:
+        self.scale, self.dropout, self.off, device = scale, dropout, False, self.weight.device
+        a = (torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * self.in_features**-0.5
+        self.lora_A = nn.Parameter(a.to(device))  # fp32 whatever W is in; every rank draws the same
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))  # so the adapter starts as nothing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.off:
+            return out
+        x = F.dropout(x, self.dropout, self.training and torch.is_grad_enabled())  # log-probabilities are scored without
+        return out + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+
+
+def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
+    """Adapters for the chosen layers, in place."""
+    family = hf.family
+    text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
+    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
+    known = {name.rsplit(".", 1)[-1] for name in linear if name.startswith(text)}
+    missing = set(lora.targets) - known
+    if missing:
+        raise ValueError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's blocks have "
+                         f"{', '.join(sorted(known))}")
+    targets = set(lora.targets or family.lora_targets)
+    for name, layer in linear.items():
+        if (name.startswith(text) and name.rsplit(".", 1)[-1] in targets) or (lora.vision and name.startswith(tower)):
+            layer.__class__ = LoraLinear
+            layer.adapt(lora.rank, lora.alpha / lora.rank, lora.dropout, derive_seed(lora.seed, "lora", name))
+    return hf
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    layers = lora_layers(module).values()
+    for layer in layers:
+        layer.off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.off = False
+
+
+class AdaptersOff:
+    """The policy as it was before its adapters learnt: a reference without weights of its own."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+
+    def __call__(self, *args):
+        with without_adapters(self.policy):
+            return self.policy(*args)
+
+
+@torch.no_grad()
+def merge_lora(hf: nn.Module) -> nn.Module:
+    """Adapters added into the weights they stand beside, in place; in fp32."""
+    for layer in lora_layers(hf).values():
+        layer.weight.copy_(layer.weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float())
+        layer.__class__ = nn.Linear
+        del layer.lora_A, layer.lora_B
+    return hf
+
+
+def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub id."""
+    layers = lora_layers(hf)
+    first = next(iter(layers.values()))
+    rank = first.lora_A.shape[0]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank,
+              "lora_dropout": first.dropout, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False,
+              "target_modules": list(layers)}  # in full: the tower's MLPs may be called like the language model's
+    tensors = {f"base_model.model.{name}.{ab}.weight": getattr(layer, ab).detach().float().contiguous()
+               for name, layer in layers.items() for ab in ("lora_A", "lora_B")}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
+    """A PEFT adapter put beside the layers of its base, in place; ValueError where it is another base's, or no plain LoRA."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    recorded = config.get("base_model_name_or_path") or ""
+    if os.path.basename(recorded.rstrip("/")) != os.path.basename(base.rstrip("/")):  # folders move, names stay
+        raise ValueError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
+    unread = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias") if config.get(k)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unread:
+        raise ValueError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
+                         f"{''.join(f', {k} {config[k]!r}' for k in unread)}: only plain LoRA is read; merge the adapter with peft")
+    tensors = read_safetensors(folder / "adapter_model.safetensors")
+    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    names = {key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors}
+    wanted = {f"base_model.model.{name}.{ab}.weight" for name in names for ab in ("lora_A", "lora_B")}
+    if wanted != set(tensors) or not names <= linear.keys():
+        odd = sorted([*(wanted ^ set(tensors)), *(names - linear.keys())])
+        raise ValueError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: {', '.join(odd[:3])}")
+    for name in sorted(names):
+        layer = linear[name]
+        a, b = (tensors[f"base_model.model.{name}.{ab}.weight"] for ab in ("lora_A", "lora_B"))
+        want = (config["r"], layer.in_features), (layer.out_features, config["r"])
+        if (tuple(a.shape), tuple(b.shape)) != want:
+            raise ValueError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, where "
+                             f"the base needs {want[0]} and {want[1]}")
+        layer.__class__ = LoraLinear
+        layer.adapt(config["r"], scale, config.get("lora_dropout", 0.0))
+        layer.lora_A.data.copy_(a)
+        layer.lora_B.data.copy_(b)
+    return hf
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file; a ValueError that names it where it is missing, cut short or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{path}: missing, truncated or no safetensors file ({e})") from e
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The policy
 
 
@@ -563,6 +708,9 @@ class Policy(nn.Module):
         self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
         hf.requires_grad_(True)
         self.visual[0].requires_grad_(not freeze_vision)
+        if lora_layers(hf):
+            for name, parameter in hf.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
@@ -686,12 +834,20 @@ def shard(
 
 def full_parameters(policy: Policy, trainable_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time; not of a value head, which
-    no engine knows. All ranks must consume it together."""
+    no engine knows. Adapters come merged: with `trainable_only`, the layers that have one. All ranks must consume it together."""
+    layers = lora_layers(policy.hf)
     for name, parameter in policy.named_parameters():
-        if not name.startswith("hf.") or (trainable_only and not parameter.requires_grad):
+        name, layer = name.removeprefix("hf."), layers.get(name.removeprefix("hf.").removesuffix(".weight"))
+        if name.startswith("value_head.") or ".lora_" in name or (trainable_only and layer is None and not parameter.requires_grad):
             continue
-        tensor = parameter.detach()
-        yield name.removeprefix("hf."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = full(parameter)
+        yield name, tensor if layer is None else tensor + layer.scale * (full(layer.lora_B) @ full(layer.lora_A)).to(tensor.dtype)
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """Gathered from all ranks, without gradient."""
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -737,12 +893,17 @@ def complete_checkpoints(out: Path) -> list[Path]:
     return sorted(p for p in (out / "checkpoints").glob("step_*") if (p / "trainer.json").is_file())
 
 
+def _options(policy: Policy) -> StateDictOptions:
+    """A checkpoint of a model with adapters holds those alone; --model has the rest."""
+    return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
+
+
 def _state(policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, tuple[Policy, torch.optim.Optimizer | None]]) -> dict:
     """What a checkpoint holds, by reference: {"model", "optimizer"} of the policy, and as much of each other model."""
-    model, optim = get_state_dict(policy, optimizer)
+    model, optim = get_state_dict(policy, optimizer, options=_options(policy))
     state = {"model": model, "optimizer": optim}
     for name, (other, its_optimizer) in others.items():
-        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer)
+        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer, options=_options(other))
         state[name] = {"model": model} | ({} if its_optimizer is None else {"optimizer": optim})
     return state
 
@@ -783,11 +944,11 @@ def load_checkpoint(
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
     state = _state(policy, optimizer, others or {})
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_options(policy))
     for name, (other, its_optimizer) in (others or {}).items():
         part = state[name]
         set_state_dict(other, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"],
-                       optim_state_dict=part.get("optimizer", {}))
+                       optim_state_dict=part.get("optimizer", {}), options=_options(other))
     return json.loads((path / "trainer.json").read_text())
 
 
@@ -811,23 +972,43 @@ def attrs_of(args: dict) -> Attrs:
     return args.get("vision_attr"), args.get("language_attr")
 
 
+def lora_of(args: dict) -> Lora | None:
+    """The adapters of a run, by its arguments."""
+    if not args.get("lora_rank"):
+        return None
+    targets = tuple(args.get("lora_targets") or ())
+    return Lora(args["lora_rank"], args["lora_alpha"], args["lora_dropout"], targets, args["lora_vision"], args["seed"])
+
+
 def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or None, pixel limits) of a model folder, hub id, run directory or checkpoint."""
-    found = find_checkpoint(path)
-    checkpoint, args = found if found else (None, {})
+    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
+    checkpoint or adapter folder."""
+    if (Path(path) / "adapter_config.json").is_file():
+        base = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+        load_config(base)
+        return base, Path(path), {}
+    checkpoint, args = find_checkpoint(path) or (None, {})
     base = args.get("model", path)
     load_config(base, attrs_of(args))
-    return base, checkpoint, {key: args.get(key) for key in ("min_pixels", "max_pixels")}
+    return base, checkpoint, args
 
 
-def load_trained(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory or checkpoint."""
-    base, checkpoint, _ = locate(path)
-    found = find_checkpoint(path)
-    hf = load_hf(base, torch.float32 if checkpoint else dtype, attrs_of(found[1]) if found else None)
-    if checkpoint:
-        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items()}
+def pixel_limits(args: dict) -> dict:
+    return {key: args.get(key) for key in ("min_pixels", "max_pixels")}
+
+
+def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
+    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or not."""
+    base, found, args = locate(path)
+    hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
+    lora = lora_of(args)
+    if found and not args:
+        read_adapter(hf, found, base)
+    elif found:
+        if lora:
+            add_lora(hf, lora)
+        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items() if not lora or ".lora_" in name}
         with warnings.catch_warnings():  # that there is no process group is the intent
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": state}, checkpoint_id=checkpoint, no_dist=True)  # into the tensors themselves
-    return hf.to(dtype)
+            dcp.load({"model": state}, checkpoint_id=found, no_dist=True)  # into the tensors themselves
+    return (merge_lora(hf) if merge else hf).to(dtype)

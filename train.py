@@ -31,10 +31,12 @@ from eval import evaluate, rollout_page, summarise
 from kernels import KERNELS, resolve_kernel
 from model import (
     ATTENTION,
+    AdaptersOff,
     Critic,
     Policy,
     Processor,
     VisionCache,
+    add_lora,
     complete_checkpoints,
     copy_weights,
     default_dtype,
@@ -43,6 +45,7 @@ from model import (
     load_config,
     load_hf,
     load_processor,
+    lora_of,
     make_optimizer,
     resolve_attention,
     save_checkpoint,
@@ -70,6 +73,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
     p.add_argument("--kernel", choices=KERNELS, default="auto", help="policy head: Triton kernels (GPU) or plain torch")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
+    # LoRA: adapters learn beside frozen weights. It wants a larger --lr, say 3e-5
+    p.add_argument("--lora-rank", type=int, default=0, help="rank of the adapters (0 = train the weights themselves)")
+    p.add_argument("--lora-alpha", type=float, default=32.0, help="adapters count alpha / rank times")
+    p.add_argument("--lora-dropout", type=float, default=0.0, help="of the adapters' inputs, in the update only")
+    p.add_argument("--lora-targets", nargs="+", help="linear layers of the language blocks (default: all that the family lists)")
+    p.add_argument("--lora-vision", action=flag, default=False, help="adapt the linear layers of the vision tower's blocks too")
     # data
     p.add_argument("--data", required=True, help="training parquet file(s), see prepare_data.py")
     p.add_argument("--eval-data", help="parquet file(s) for evaluation during training")
@@ -207,6 +216,15 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--kl-target {args.kl_target} with --kl-coef {args.kl_coef} and --kl-horizon {args.kl_horizon}: all must be above 0")
     need(args.ref_every == 0 or args.kl_coef > 0, f"--ref-every {args.ref_every} refreshes a reference that only --kl-coef above 0 has")
     need(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, f"--gamma {args.gamma} and --lam {args.lam} must be in [0, 1]")
+    need(args.lora_rank >= 0 and args.lora_alpha > 0 and 0 <= args.lora_dropout < 1,
+         f"--lora-rank {args.lora_rank} must not be negative, --lora-alpha {args.lora_alpha} must be above 0, --lora-dropout "
+         f"{args.lora_dropout} in [0, 1)")
+    given = [flag for flag, value in (("--lora-vision", args.lora_vision), ("--lora-targets", args.lora_targets)) if value]
+    need(args.lora_rank > 0 or not given, f"{' and '.join(given)}: there are no adapters without --lora-rank above 0")
+    need(args.lora_rank == 0 or args.freeze_vision,
+         f"--no-freeze-vision: with --lora-rank {args.lora_rank} all weights are frozen; adapt the tower with --lora-vision")
+    need(args.lora_rank == 0 or args.ref_every == 0,
+         f"--ref-every {args.ref_every}: with --lora-rank {args.lora_rank} the reference is the policy without its adapters; use 0")
     need(args.critic_lr > 0, f"--critic-lr {args.critic_lr}: must be above 0")
     need(args.critic_warmup_steps == 0 or args.adv == "gae",
          f"--critic-warmup-steps {args.critic_warmup_steps}: --adv {args.adv} has no critic")
@@ -383,9 +401,10 @@ def score(minibatches: list[list[grpo.Micro]], args, policy: Policy | None, refe
             value = (critic(micro),)
         for value_K in value:
             micro.put("value", value_K.cpu())
-        if reference is not None:  # a policy with adapters will be its own: switch them off for this forward
+        if reference is not None:
             micro.put("ref_logp", reference(micro, args.temperature)[0].cpu())
-    for model in (policy, critic):  # no backward follows that would let go of the gathered weights, which an update would leave stale
+    # no backward follows that would let go of the gathered weights, which an update would leave stale
+    for model in (policy, critic, getattr(reference, "policy", None)):
         if isinstance(model, FSDPModule):
             model.reshard()
 
@@ -645,11 +664,17 @@ def main(args: argparse.Namespace) -> None:
 
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
-    cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
+    lora, tower_frozen = lora_of(vars(args)), args.freeze_vision and not args.lora_vision
+    cache = VisionCache(args.vision_cache_gb * 2**30) if tower_frozen and args.vision_cache_gb > 0 else None
     has_head = args.adv == "gae" and args.critic == "head"
-    policy = Policy(load_hf(args.model, attrs=attrs), processor, args.freeze_vision, args.attn, cache, args.kernel, has_head)
+
+    def load_trainable() -> torch.nn.Module:
+        hf = load_hf(args.model, attrs=attrs)
+        return add_lora(hf, lora) if lora else hf
+
+    policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head)
     separate = args.adv == "gae" and not has_head
-    critic = Critic(load_hf(args.model, attrs=attrs), processor, args.freeze_vision, args.attn, cache) if separate else None
+    critic = Critic(load_trainable(), processor, tower_frozen, args.attn, cache) if separate else None
     for model in (policy, critic) if critic else (policy,):
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -657,8 +682,8 @@ def main(args: argparse.Namespace) -> None:
         shard(model, ctx.device, dtype)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
-    reference = None
-    if args.kl_coef > 0:
+    reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
+    if args.kl_coef > 0 and not lora:
         reference = Policy(load_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
         shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
@@ -686,7 +711,7 @@ def main(args: argparse.Namespace) -> None:
 
     timers = Timers()
     # A trained tower costs three times a frozen one's forward; a cached one nothing: the engine has just filled the cache.
-    vision = 0.0 if cache else 1.0 if args.freeze_vision else 3.0
+    vision = 0.0 if cache else 1.0 if tower_frozen else 3.0
     rates = grpo.flop_rates(policy.hf.config)
     rates = (*rates[:3], *(vision * rate for rate in rates[3:6]), rates[6])
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
@@ -759,6 +784,7 @@ def main(args: argparse.Namespace) -> None:
 
         # 5. update
         with timers("update"):
+            torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank))
             m["lr"] = learning_rate(step, args)
             critic_lr = args.critic_lr * m["lr"] / args.lr
             set_learning_rate(optimizer, m["lr"], critic_lr)

@@ -129,6 +129,7 @@ ALGORITHMS = [
     "--algo dapo --truncated mask", "--algo gspo", "--algo cispo --clip-high 0.1", "--algo sapo", "--algo rloo",
     "--algo grpo --norm-std batch --dual-clip 1.2", "--algo reinforce++", "--algo reinforce++ --kl-coef 0", "--algo grpo --kl-coef 0.1",
     "--algo rloo --kl-coef 0.1 --kl-in reward", "--algo grpo --entropy-coef 0.05",
+    "--algo grpo --kl-coef 0.1 --lora-rank 4", "--algo grpo --lora-rank 4 --lora-vision --grad-checkpointing",
     "--algo ppo --epochs 1", "--algo ppo --epochs 1 --critic separate --kl-coef 0.1 --kl-in reward --no-freeze-vision",
 ]
 
@@ -145,12 +146,14 @@ def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_pa
         names = one["gradients"].keys()
         assert ("policy.value_head.weight" in names) == ("--algo ppo" in case and "separate" not in case)
         assert ("critic.value_head.weight" in names) == ("separate" in case) and not any(n.startswith("reference") for n in names)
-        gradients.append(one["gradients"]["policy.hf.model.language_model.layers.0.mlp.up_proj.weight"])
+        up = "policy.hf.model.language_model.layers.0.mlp.up_proj"
+        assert (f"{up}.weight" in names) != ("lora" in case) and any("visual" in n for n in names) == ("vision" in case)
+        gradients.append(one["gradients"][f"{up}.lora_A" if "lora" in case else f"{up}.weight"])
         if "kl-coef 0.1" in case:
             assert one["metrics"]["policy/kl_ref"] > 1e-4
     # and the cases differ from each other: no flag was without effect
     for i, a in enumerate(gradients):
-        assert all((a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
+        assert all(a.shape != b.shape or (a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
 
 
 # --- killed and resumed -------------------------------------------------------------------------------------------------
