@@ -696,21 +696,26 @@ class Policy(nn.Module):
 
     def __init__(
         self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
-        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False,
+        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False, freeze_merger: bool | None = None,
     ):
         super().__init__()
-        assert cache is None or freeze_vision, "features of a tower that trains go stale"
         self.hf, self.attention, self.cache, self.kernel = hf, attention, cache, kernel
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
-        self.freeze_vision = freeze_vision
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
         self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
         hf.requires_grad_(True)
         self.visual[0].requires_grad_(not freeze_vision)
+        for name in hf.family.mergers if freeze_merger is not None else ():  # else with the tower
+            self.visual[0].get_submodule(name).requires_grad_(not freeze_merger)
         if lora_layers(hf):
             for name, parameter in hf.named_parameters():
                 parameter.requires_grad_(".lora_" in name)
+        self.vision_frozen = not any(p.requires_grad for p in self.visual[0].parameters())
+        assert cache is None or self.vision_frozen, "features of a tower that trains go stale"
+        # The smallest picture, for micro-batches without one: see hidden()
+        v, m = hf.config.vision_config, self.merge_size
+        self.blank = ImageInput("blank", torch.zeros(m * m, v.in_channels * v.temporal_patch_size * v.patch_size**2), (1, m, m), 1)
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
@@ -722,12 +727,14 @@ class Policy(nn.Module):
         micro = micro.to(self.banned.device)
         features, deep, image_mask, unused = None, [], None, 0.0
         if micro.images:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
             image_mask = (micro.ids_T == self.image_token_id)[None]
-        elif not self.freeze_vision:
-            # Every rank must reduce the same gradients: a micro-batch without pictures gives the tower zeros.
-            unused = sum(p.sum() for p in self.visual[0].parameters()) * 0.0
+        elif not self.vision_frozen:
+            # Every rank must gather and reduce the tower's blocks alike, forward and backward: a micro-batch without pictures
+            # looks at a blank one, and gives the tower zeros.
+            pooled, layers = vision_features(self.hf, [self.blank])
+            unused = sum(layer.sum() for layer in (pooled, *layers)) * 0.0
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
         hidden = language_hidden(
             self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
@@ -808,10 +815,11 @@ def shard(
 ) -> None:
     """Shard in place over all ranks; always, also on one, so that there is a single code path.
 
-    Each language block is a unit of its own. Everything else - embeddings, head, norms, vision tower - is one unit that
-    stays gathered between forward and backward: tied weights stay tied, and a micro-batch without pictures skips no
-    collective. What is `frozen` has no backward after which to let go of that unit, so it does so after the forward;
-    with `offload` its shards wait in the memory of the CPU.
+    Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
+    norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
+    forward and backward: tied weights stay tied, and a micro-batch without pictures skips no collective. What is `frozen`
+    has no backward after which to let go of that unit, so it does so after the forward; with `offload` its shards wait in
+    the memory of the CPU.
     """
     policy.to(device)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -821,7 +829,8 @@ def shard(
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    for block in blocks:
+    tower = () if policy.vision_frozen else policy.visual[0].get_submodule(policy.hf.family.vision_blocks)
+    for block in (*blocks, *tower):
         fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=frozen)
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
@@ -863,29 +872,38 @@ def copy_weights(source: Policy, target: Policy) -> None:
 # Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
 
 
-def make_optimizer(policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None) -> torch.optim.AdamW:
+def make_optimizer(
+    policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> torch.optim.AdamW:
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
-    one (every update skipped, say) would have none, and could not be resumed. A value head is a second group, with a
-    learning rate of its own if `head_lr` is given."""
-    named = [(n, p) for n, p in policy.named_parameters() if p.requires_grad]
-    trainable = [p for _, p in named]
-    groups = [{"params": [p for n, p in named if n.startswith("value_head.") == head]} for head in (False, True)]
-    groups = [group for group in groups if group["params"]]
+    one (every update skipped, say) would have none, and could not be resumed. A value head and the vision tower are groups
+    of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
+    groups: dict[str, list[torch.Tensor]] = {"language": [], "head": [], "vision": []}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            vision = name.startswith(f"hf.{policy.hf.family.vision}.")
+            groups["head" if name.startswith("value_head.") else "vision" if vision else "language"].append(p)
+    groups = {kind: parameters for kind, parameters in groups.items() if parameters}
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    for p in trainable:
+    by_kind = [{"params": parameters} for parameters in groups.values()]
+    optimizer = torch.optim.AdamW(by_kind, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    optimizer.kinds = list(groups)  # what each group holds
+    for p in (p for parameters in groups.values() for p in parameters):
         p.grad = torch.zeros_like(p)
     optimizer.step()  # at learning rate 0
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         state["step"].zero_()
-    set_learning_rate(optimizer, lr, head_lr)
+    set_learning_rate(optimizer, lr, head_lr, vision_lr)
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None) -> None:
-    for group, rate in zip(optimizer.param_groups, (lr, lr if head_lr is None else head_lr), strict=False):
-        group["lr"] = rate
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> None:
+    rates = {"language": lr, "head": lr if head_lr is None else head_lr, "vision": lr if vision_lr is None else vision_lr}
+    for group, kind in zip(optimizer.param_groups, optimizer.kinds, strict=True):
+        group["lr"] = rates[kind]
 
 
 def complete_checkpoints(out: Path) -> list[Path]:

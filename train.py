@@ -65,7 +65,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", required=True, help="model folder or hub id")
     p.add_argument("--vision-attr", help="for a family that model.FAMILIES lacks: where its tower is, such as model.visual")
     p.add_argument("--language-attr", help="and its language model, such as model.language_model; both or neither")
-    p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
+    p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower as it is")
+    p.add_argument("--freeze-merger", action=flag, help="keep what projects its patches into the language model (default: as the tower)")
+    p.add_argument("--vision-lr", type=float, help="peak learning rate of what trains of the tower and merger (default: --lr)")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
@@ -148,6 +150,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0, help="of data order and sampling")
     args = p.parse_args(argv)
     vars(args).update(grpo.resolve_preset(args.algo, vars(args)))
+    if args.freeze_merger is None:
+        args.freeze_merger = args.freeze_vision
     if args.overlong_buffer is None:
         args.overlong_buffer = max(1, args.max_new_tokens // 5)
     return args
@@ -221,8 +225,12 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"{args.lora_dropout} in [0, 1)")
     given = [flag for flag, value in (("--lora-vision", args.lora_vision), ("--lora-targets", args.lora_targets)) if value]
     need(args.lora_rank > 0 or not given, f"{' and '.join(given)}: there are no adapters without --lora-rank above 0")
-    need(args.lora_rank == 0 or args.freeze_vision,
-         f"--no-freeze-vision: with --lora-rank {args.lora_rank} all weights are frozen; adapt the tower with --lora-vision")
+    need(args.vision_lr is None or (args.vision_lr > 0 and (args.lora_vision or not (args.freeze_vision and args.freeze_merger))),
+         f"--vision-lr {args.vision_lr}: must be above 0, and something of the tower must train: --no-freeze-vision, --no-freeze-merger or "
+         f"--lora-vision")
+    need(args.lora_rank == 0 or (args.freeze_vision and args.freeze_merger),
+         f"--no-freeze-{'merger' if args.freeze_vision else 'vision'}: with --lora-rank {args.lora_rank} all weights are frozen; "
+         f"adapt the tower with --lora-vision")
     need(args.lora_rank == 0 or args.ref_every == 0,
          f"--ref-every {args.ref_every}: with --lora-rank {args.lora_rank} the reference is the policy without its adapters; use 0")
     need(args.critic_lr > 0, f"--critic-lr {args.critic_lr}: must be above 0")
@@ -665,22 +673,23 @@ def main(args: argparse.Namespace) -> None:
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
     lora, tower_frozen = lora_of(vars(args)), args.freeze_vision and not args.lora_vision
-    cache = VisionCache(args.vision_cache_gb * 2**30) if tower_frozen and args.vision_cache_gb > 0 else None
+    vision_frozen = tower_frozen and args.freeze_merger
+    cache = VisionCache(args.vision_cache_gb * 2**30) if vision_frozen and args.vision_cache_gb > 0 else None
     has_head = args.adv == "gae" and args.critic == "head"
 
     def load_trainable() -> torch.nn.Module:
         hf = load_hf(args.model, attrs=attrs)
         return add_lora(hf, lora) if lora else hf
 
-    policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head)
+    policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head, args.freeze_merger)
     separate = args.adv == "gae" and not has_head
-    critic = Critic(load_trainable(), processor, tower_frozen, args.attn, cache) if separate else None
+    critic = Critic(load_trainable(), processor, tower_frozen, args.attn, cache, freeze_merger=args.freeze_merger) if separate else None
     for model in (policy, critic) if critic else (policy,):
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         shard(model, ctx.device, dtype)
-    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr)
+    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr, args.vision_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
     reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
     if args.kl_coef > 0 and not lora:
@@ -711,7 +720,7 @@ def main(args: argparse.Namespace) -> None:
 
     timers = Timers()
     # A trained tower costs three times a frozen one's forward; a cached one nothing: the engine has just filled the cache.
-    vision = 0.0 if cache else 1.0 if tower_frozen else 3.0
+    vision = 0.0 if cache else 1.0 if vision_frozen else 3.0
     rates = grpo.flop_rates(policy.hf.config)
     rates = (*rates[:3], *(vision * rate for rate in rates[3:6]), rates[6])
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
@@ -787,7 +796,8 @@ def main(args: argparse.Namespace) -> None:
             torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank))
             m["lr"] = learning_rate(step, args)
             critic_lr = args.critic_lr * m["lr"] / args.lr
-            set_learning_rate(optimizer, m["lr"], critic_lr)
+            vision_lr = None if args.vision_lr is None else args.vision_lr * m["lr"] / args.lr
+            set_learning_rate(optimizer, m["lr"], critic_lr, vision_lr)
             if critic:
                 set_learning_rate(critic_optimizer, critic_lr)
             m |= update(policy, optimizer, minibatches, args, ctx, kl_coef, reference, critic, critic_optimizer,

@@ -71,7 +71,8 @@ def one_case(model: str, flags: list[str]) -> dict:
                 torch.nn.init.constant_(layer.lora_B, 0.01)
         return hf
 
-    models = {"policy": Policy(load(), processor, frozen, value_head=args.adv == "gae" and args.critic == "head")}
+    models = {"policy": Policy(load(), processor, frozen, value_head=args.adv == "gae" and args.critic == "head",
+                               freeze_merger=args.freeze_merger)}
     if args.adv == "gae" and args.critic == "separate":
         models["critic"] = Critic(load(), processor, frozen)
     if args.kl_coef > 0 and not lora:

@@ -289,6 +289,25 @@ def test_frozen_vision_has_no_gradient(loaded, samples_of):
         assert (parameter.grad is None) == ("visual" in name), name
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("vision,merger", [(True, None), (True, True), (True, False), (False, None), (False, True), (False, False)])
+def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, vision, merger, loaded, samples_of):
+    hf, processor = loaded[family]
+    policy = M.Policy(hf, processor, freeze_vision=vision, freeze_merger=merger)
+    policy.zero_grad()
+    optimizer = M.make_optimizer(policy, 1e-3, 0.0, vision_lr=1e-5)
+    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
+    policy(micro)[0].sum().backward()
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in policy.named_parameters():
+        frozen = (vision if merger is None else merger) if "visual" in name and "merger" in name else vision if "visual" in name else False
+        assert (p.grad is None) == frozen and (p not in optimizer.state) == frozen, name
+        assert frozen or rates[id(p)] == (1e-5 if "visual" in name else 1e-3)
+    assert sum(s["exp_avg"].nbytes for s in optimizer.state.values()) == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
+    assert policy.vision_frozen == (vision and merger in (None, True))
+    policy.zero_grad()
+
+
 def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, samples_of):
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor, freeze_vision=False)

@@ -91,12 +91,17 @@ def assert_equal_updates(one, two, what):
     ("qwen2_5_vl", "--no-freeze-vision"),
     ("qwen3_vl", "--no-freeze-vision --loss-agg seq"),
     ("qwen2_vl", "--loss-agg const --grad-checkpointing"),
+    ("qwen3_vl", "--no-freeze-merger"),
+    ("qwen3_5_moe", "--no-freeze-vision --freeze-merger"),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
     results = parity(toys[family], tmp_path, f"--micro-tokens 130 {more}")
     one, two = results[1][0], results[2][0]
     assert two["micros"] > 1
-    assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
+    names = {n.removeprefix("policy.hf.model.visual.") for n in one["gradients"] if "visual" in n}
+    mergers = {n for n in names if "merger" in n}
+    assert bool(names - mergers) == ("--no-freeze-vision" in more)
+    assert bool(mergers) == (more.split()[0] in ("--no-freeze-vision", "--no-freeze-merger") and " --freeze-merger" not in more)
     assert_equal_updates(one, two, more)
 
 
