@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import os
 import shutil
 import warnings
@@ -31,12 +32,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import cached_file
 
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
-from utils import derive_seed
+from utils import derive_seed, print0
 
 IMAGE_MARK = "<image>"
 
@@ -563,7 +568,8 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
 
     def adapt(self, rank: int, scale: float, dropout: float = 0.0, seed: int = 0) -> None:
-        self.scale, self.dropout, self.off, device = scale, dropout, False, self.weight.device
+        self.scale, self.dropout, self.off = scale, dropout, False
+        device = "cpu" if self.weight.is_meta else self.weight.device
         a = (torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * self.in_features**-0.5
         self.lora_A = nn.Parameter(a.to(device))  # fp32 whatever W is in; every rank draws the same
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))  # so the adapter starts as nothing
@@ -821,7 +827,7 @@ def shard(
     has no backward after which to let go of that unit, so it does so after the forward; with `offload` its shards wait in
     the memory of the CPU.
     """
-    policy.to(device)
+    policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     master = next(policy.parameters()).dtype
     mixed = MixedPrecisionPolicy() if compute_dtype == master else MixedPrecisionPolicy(compute_dtype, torch.float32)
@@ -829,6 +835,7 @@ def shard(
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
+    policy.offloaded = isinstance(place, CPUOffloadPolicy)
     tower = () if policy.vision_frozen else policy.visual[0].get_submodule(policy.hf.family.vision_blocks)
     for block in (*blocks, *tower):
         fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
@@ -839,6 +846,138 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading into shards: no process ever holds the whole model
+
+
+def meta_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
+    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Mixtures of
+    experts come with them: their files hold experts in other shapes, which only transformers' own loading knows."""
+    config = load_config(path, attrs)
+    family = find_family(config, path, attrs)
+    if getattr(config.text_config, "num_experts", 0):
+        return load_hf(path, dtype, attrs)
+    _register_attention()
+    with _parameters_on_meta():
+        hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
+    return prepare(hf, family)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters without memory; buffers, such as rotary frequencies, are no part of a checkpoint and are made for real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model folder or hub id; a ValueError for one that is missing."""
+
+    def find(name: str) -> Path | None:
+        if os.path.isdir(path):
+            return Path(path) / name if (Path(path) / name).is_file() else None
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found else None
+
+    index = find("model.safetensors.index.json")
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else ["model.safetensors"]
+    files = {name: find(name) for name in names}
+    missing = [name for name, file in files.items() if file is None]
+    if missing:
+        raise ValueError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)")
+    return list(files.values())
+
+
+def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
+    """name -> (dtype, shape, first byte) of a safetensors file, without reading a tensor; a ValueError that names a damaged one.
+
+    The file is 8 bytes of header length, a JSON header, and the tensors.      huggingface.co/docs/safetensors, "Format"
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        if size < 8 or start > size:
+            raise ValueError(f"{file}: truncated or no safetensors file: its header ends at byte {start} of {size}; fetch it again")
+        try:
+            header = json.loads(f.read(start - 8))
+            header.pop("__metadata__", None)
+            end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            found = {name: (SAFETENSORS_DTYPES[e["dtype"]], e["shape"], start + e["data_offsets"][0]) for name, e in header.items()}
+            spans = [e["data_offsets"][1] - e["data_offsets"][0] for e in header.values()]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{file}: its header is damaged ({type(e).__name__}: {e}); fetch it again") from e
+    if end != size:
+        raise ValueError(f"{file}: {size} bytes, where its header speaks of {end}: truncated or damaged; fetch it again")
+    for (name, (dtype, shape, _)), span in zip(found.items(), spans, strict=True):
+        if math.prod(shape) * dtype.itemsize != span:
+            raise ValueError(f"{file}: {name} of shape {shape} has {span} bytes: the header is damaged; fetch it again")
+    return found
+
+
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READ_BYTES = 2**22  # read at once
+
+
+@torch.no_grad()
+def load_sharded(policy: Policy, path: str) -> None:
+    """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others.
+    All files are checked before a byte is read into the model."""
+    hf = policy.hf
+    waiting = {name: p for name, p in hf.named_parameters() if p.is_meta}
+    if not waiting:
+        return
+    files = {file: tensors_of(file) for file in weight_files(path)}
+    transforms = get_model_conversion_mapping(hf)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    known = dict(hf.state_dict())
+    where, unused = {}, []
+    for file, tensors in files.items():
+        for key, (dtype, shape, first) in tensors.items():
+            name = rename_source_key(key, renamings, [], hf.base_model_prefix, known)[0]
+            if name in waiting:
+                where[name] = (file, dtype, shape, first)
+            elif name not in known:
+                unused.append(key)
+    if unused:
+        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
+    missing = [name for name in waiting if name not in where]
+    if missing:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}: {', '.join(missing[:3])}")
+    for name, (file, _, shape, _) in where.items():
+        if list(waiting[name].shape) != shape:
+            raise ValueError(f"{file}: {name} has shape {shape}, the config asks for {list(waiting[name].shape)}")
+
+    tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    place = policy.banned.device if not policy.offloaded else torch.device("cpu")
+    policy._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    if tied:  # each module has got a tensor of its own
+        hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
+    for name, parameter in hf.named_parameters():
+        if name in where:
+            file, dtype, shape, first = where[name]
+            local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            assert list(local_shape[1:]) == shape[1:], "only rows are sharded"
+            local, row = parameter.to_local().view(local_shape[0], -1), math.prod(shape[1:])
+            step = max(1, READ_BYTES // (row * dtype.itemsize))
+            with open(file, "rb") as f:
+                f.seek(first + offset[0] * row * dtype.itemsize)
+                for start in range(0, local_shape[0], step):
+                    rows = min(step, local_shape[0] - start)
+                    f.readinto(buffer := bytearray(rows * row * dtype.itemsize))
+                    local[start : start + rows].copy_(torch.frombuffer(buffer, dtype=dtype).view(rows, row))
 
 
 def full_parameters(policy: Policy, trainable_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,8 +45,10 @@ from model import (
     load_config,
     load_hf,
     load_processor,
+    load_sharded,
     lora_of,
     make_optimizer,
+    meta_hf,
     resolve_attention,
     save_checkpoint,
     set_learning_rate,
@@ -678,7 +680,7 @@ def main(args: argparse.Namespace) -> None:
     has_head = args.adv == "gae" and args.critic == "head"
 
     def load_trainable() -> torch.nn.Module:
-        hf = load_hf(args.model, attrs=attrs)
+        hf = meta_hf(args.model, attrs=attrs)
         return add_lora(hf, lora) if lora else hf
 
     policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head, args.freeze_merger)
@@ -689,12 +691,14 @@ def main(args: argparse.Namespace) -> None:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         shard(model, ctx.device, dtype)
+        load_sharded(model, args.model)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr, args.vision_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
     reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
     if args.kl_coef > 0 and not lora:
-        reference = Policy(load_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
+        reference = Policy(meta_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
         shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
+        load_sharded(reference, args.model)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
