@@ -187,9 +187,11 @@ def make_model(
     import torch
     import transformers
 
+    from model import FAMILIES
+
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
-    patch = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}[family]
+    patch = 14 if family.startswith("qwen2") else 16
     text = {
         "vocab_size": max(vocab, len(tokenizer)), "hidden_size": hidden, "intermediate_size": 3 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4,
@@ -198,8 +200,14 @@ def make_model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                             "mrope_section": [hidden // 8 - 2 * (3 * hidden // 64), 3 * hidden // 64, 3 * hidden // 64]},
     }
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         text["rope_parameters"]["mrope_interleaved"] = True  # transformers always interleaves; vLLM only if the config says so
+    if "qwen3_5" in family:
+        text["layer_types"] = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        text["rope_parameters"]["partial_rotary_factor"] = 1.0
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden}
     vision = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 96, "hidden_size": hidden, "mlp_ratio": 2}
@@ -207,9 +215,9 @@ def make_model(
         vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "window_size": 112,
                    "fullatt_block_indexes": [1]}
     else:
-        vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "num_position_embeddings": 64,
-                   "deepstack_visual_indexes": [0]}
-    config_class = {"qwen2_vl": "Qwen2VLConfig", "qwen2_5_vl": "Qwen2_5_VLConfig", "qwen3_vl": "Qwen3VLConfig"}[family]
+        vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "num_position_embeddings": 64}
+        vision |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
+    config_class = FAMILIES[family].model_class.replace("ForConditionalGeneration", "Config")
     config = getattr(transformers, config_class)(
         text_config=text, vision_config=vision, tie_word_embeddings=tied,
         image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
@@ -233,7 +241,7 @@ def make_model(
     tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
     processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor" if family == "qwen3_vl"
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor" if family.startswith("qwen3")
         else "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen2VLProcessor",
         "patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True,
         "size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512},
@@ -409,7 +417,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     sub = p.add_subparsers(dest="command", required=True)
-    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     model = sub.add_parser("model", help="write a random toy model", allow_abbrev=False)
     warm = sub.add_parser("warm", help="supervised warm start of a toy model", allow_abbrev=False)
     run = sub.add_parser("run", help="the whole demo", allow_abbrev=False)

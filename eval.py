@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from model import Processor, default_dtype, load_trained, locate
+from model import Processor, default_dtype, load_trained, locate, pixel_limits
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
@@ -202,7 +202,7 @@ def main(args: argparse.Namespace) -> dict:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     paths = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     # All that can be wrong comes before the first model. The baseline sees the pictures at the run's own pixel limits.
-    limits = locate(args.model)[2]
+    limits = pixel_limits(locate(args.model)[2])
     processors = {name: Processor(locate(path)[0], **limits) for name, path in paths.items()}
     kept, left_out = examples, list(skipped)
     for processor in processors.values():

@@ -706,17 +706,37 @@ def refine(
 # What a sequence costs: forward FLOPs, 2 per multiply-add
 
 
+def _mlp_width(text: Any, layer: int) -> int:
+    """Multiplications of a layer's MLP per token and unit of the hidden size: of a mixture, the router and the experts chosen."""
+    experts = getattr(text, "num_experts", 0)
+    if not experts or layer in (getattr(text, "mlp_only_layers", None) or ()) or (layer + 1) % getattr(text, "decoder_sparse_step", 1):
+        return 3 * text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", 0)
+    return experts + 3 * text.num_experts_per_tok * text.moe_intermediate_size + (3 * shared + 1 if shared else 0)
+
+
 def flop_rates(config: Any) -> tuple[float, ...]:
     """FLOPs per language token, per attention pair of it, per scored token, per patch and per attention pair of the
     vision tower with its share of pictures seen whole; then that of windows, and the patches of a window.
 
-    For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows) and Qwen3-VL (deepstack). Norms, activations,
+    For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL (deepstack), Qwen3.5 (layers that
+    recur) and their mixtures of experts, of which those count that a token passes. Norms, activations,
     rotary embeddings and softmax are left out: they multiply no matrices.
     """
     t, v = config.text_config, config.vision_config
-    heads = t.num_attention_heads
+    heads, kinds = t.num_attention_heads, getattr(t, "layer_types", None) or ["full_attention"] * t.num_hidden_layers
     head_dim = getattr(t, "head_dim", None) or t.hidden_size // heads
-    matrices = t.hidden_size * head_dim * (2 * heads + 2 * t.num_key_value_heads) + 3 * t.hidden_size * t.intermediate_size
+    recurrent = kinds.count("linear_attention")
+    queries = 3 if hasattr(t, "linear_num_key_heads") else 2  # Qwen3.5 gates the heads' outputs
+    matrices = (len(kinds) - recurrent) * t.hidden_size * head_dim * (queries * heads + 2 * t.num_key_value_heads)
+    if recurrent:
+        keys, values = t.linear_num_key_heads * t.linear_key_head_dim, t.linear_num_value_heads * t.linear_value_head_dim
+        linear = t.hidden_size * (2 * keys + 3 * values + 2 * t.linear_num_value_heads) + (2 * keys + values) * t.linear_conv_kernel_dim
+        # chunks of 64 tokens: two products of keys and one of values within, three with the matrix, and two triangular systems
+        k, w = t.linear_key_head_dim, t.linear_value_head_dim
+        matrices += recurrent * (linear + t.linear_num_value_heads * (3 * k * w + 64 * (2 * k + w) + 32 * (k + w)))
+    for layer in range(len(kinds)):
+        matrices += t.hidden_size * _mlp_width(t, layer)
     width = getattr(v, "embed_dim", v.hidden_size)  # Qwen2-VL alone calls its output hidden_size
     inner = v.intermediate_size if hasattr(v, "intermediate_size") else int(width * v.mlp_ratio)
     windows = hasattr(v, "fullatt_block_indexes")
@@ -728,7 +748,7 @@ def flop_rates(config: Any) -> tuple[float, ...]:
     patch = v.in_channels * v.temporal_patch_size * v.patch_size**2 * width + v.depth * block + merger
     side = v.window_size // v.patch_size // v.spatial_merge_size * v.spatial_merge_size if windows else 0
     return (
-        2.0 * t.num_hidden_layers * matrices, 4.0 * t.num_hidden_layers * heads * head_dim, 2.0 * t.hidden_size * t.vocab_size,
+        2.0 * matrices, 4.0 * (len(kinds) - recurrent) * heads * head_dim, 2.0 * t.hidden_size * t.vocab_size,
         2.0 * patch, 4.0 * whole * width, 4.0 * (v.depth - whole) * width, side**2,
     )
 

@@ -1,7 +1,9 @@
-"""A run or one of its checkpoints -> one Hugging Face folder, checked for parity.
+"""A run, one of its checkpoints or a PEFT adapter -> one Hugging Face folder, checked for parity.
 
     python merge_lora.py out/geo3k --out out/geo3k-hf
     python merge_lora.py out/geo3k/checkpoints/step_000100 --out out/geo3k-hf-100
+    python merge_lora.py out/geo3k-lora --adapter --out out/geo3k-adapter     # a LoRA run -> PEFT's adapter format
+    python merge_lora.py out/geo3k-adapter --out out/geo3k-hf                 # a PEFT adapter -> one folder
 """
 
 import argparse
@@ -15,7 +17,18 @@ from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
 from grpo import Sample, plant
-from model import Policy, Processor, find_checkpoint, load_hf, load_trained, locate
+from model import (
+    Policy,
+    Processor,
+    attrs_of,
+    load_hf,
+    load_trained,
+    locate,
+    lora_layers,
+    merge_lora,
+    pixel_limits,
+    write_adapter,
+)
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -26,9 +39,11 @@ COMPANIONS = (
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run directory (its newest checkpoint) or a checkpoint")
+    p.add_argument("run", help="run directory (its newest checkpoint), a checkpoint, or a PEFT adapter folder")
     p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
+    p.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT does, not merged")
+    p.add_argument("--push", metavar="REPO", help="also upload the folder to this repository of the hub (needs huggingface_hub, a login)")
     p.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of log-probabilities allowed, nats")
     return p.parse_args(argv)
 
@@ -62,24 +77,35 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
 
 
 def main(args: argparse.Namespace) -> None:
-    if find_checkpoint(args.run) is None:
-        raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json)")
+    base, found, run = locate(args.run) if Path(args.run).is_dir() else (args.run, None, {})
+    if found is None:
+        raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
+                         f"(adapter_config.json)")
     out = Path(args.out)
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise ValueError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
-    base, checkpoint, limits = locate(args.run)
-    processor = Processor(base, **limits)
-    hf, dtype = load_trained(args.run), getattr(torch, args.dtype)
+    if args.adapter and run and not run.get("lora_rank"):
+        raise ValueError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
+    processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
+    hf = load_trained(args.run, merge=False)
+    if args.adapter:
+        write_adapter(hf, base, out)
+        push(args.push, out)
+        return print(f"wrote the adapter {out} from {found} (base {base})")
+    adapted = bool(lora_layers(hf))
+    wrapped = probe_logprobs(hf, processor)
+    merge_lora(hf)
     for parameter in hf.parameters():  # rounded before the comparison, which so allows for nothing but writing and reading
         parameter.data = parameter.data.to(dtype).float()
-    expected = probe_logprobs(hf, processor)
+    # in fp32 what is written must do as the adapters did; a rounded merge is compared with its own rounded weights
+    expected = wrapped if adapted and dtype == torch.float32 else probe_logprobs(hf, processor)
     hf.to(dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
         folder = Path(temporary) / "model"
         hf.save_pretrained(folder)
         save_processor(base, processor, folder)
-        gap = (probe_logprobs(load_hf(str(folder)), Processor(str(folder))) - expected).abs().max().item()
+        gap = (probe_logprobs(load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))) - expected).abs().max().item()
         if not gap <= args.tolerance:
             raise ValueError(
                 f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over --tolerance "
@@ -88,7 +114,17 @@ def main(args: argparse.Namespace) -> None:
         if out.exists():
             out.rmdir()
         folder.rename(out)
-    print(f"wrote {out} from {checkpoint} (base {base}); largest log-probability difference {gap:.1e}")
+    push(args.push, out)
+    print(f"wrote {out} from {found} (base {base}); largest log-probability difference {gap:.1e}")
+
+
+def push(repository: str | None, folder: Path) -> None:
+    """Upload to the hub; a private repository is made if there is none."""
+    if repository:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import os
 import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,40 +26,63 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.utils import cached_file
 
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
+from utils import derive_seed, print0
 
 IMAGE_MARK = "<image>"
 
 
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets
+
+
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a family live, as dotted paths below the loaded model."""
+    """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language model."""
 
     model_class: str  # in transformers
     vision: str = "model.visual"
     language: str = "model.language_model"
-    deepstack: bool = False  # features of inner vision layers are added to the first language layers
+    mergers: tuple[str, ...] = ("merger",)  # below vision: what turns the tower's patches into the language model's tokens
+    vision_blocks: str = "blocks"  # below vision
+    blocks: str = "layers"  # below language
+    lora_targets: tuple[str, ...] = ATTENTION_PROJECTIONS + MLP_PROJECTIONS  # last names of linear layers of the blocks
+    placeholders: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 
 
 FAMILIES = {  # by config.model_type
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", deepstack=True),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
+    # experts are one tensor of all of them, not linear layers: LoRA adapts attention, and the MLPs that every token passes
+    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
 }
+Attrs = tuple[str | None, str | None] | None  # (--vision-attr, --language-attr) of a family that is not in the table
 # Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def load_config(path: str) -> transformers.PreTrainedConfig:
+def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig:
     """The model's config; a ValueError for a path or family that we cannot load, before anything large is read."""
     if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
         raise ValueError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
@@ -65,9 +90,50 @@ def load_config(path: str) -> transformers.PreTrainedConfig:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
         raise ValueError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    find_family(config, path, attrs)
     return config
+
+
+@functools.cache
+def _family_of_paths(config_class: type, config_json: str, path: str, vision: str, language: str) -> Family:
+    config = config_class(**json.loads(config_json))
+    auto = transformers.AutoModelForImageTextToText
+    if type(config) not in auto._model_mapping:
+        raise ValueError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of pictures and text")
+    with torch.device("meta"):  # its shape without its weights
+        hf = auto.from_config(config)
+    for flag, dotted in (("--vision-attr", vision), ("--language-attr", language)):
+        at = hf
+        for i, name in enumerate(dotted.split(".")):
+            children = dict(at.named_children())
+            if name not in children:
+                where = ".".join(dotted.split(".")[:i]) or type(hf).__name__
+                raise ValueError(f"{flag} {dotted!r}: {where} has no child {name!r}; its children are {', '.join(children) or 'none'}")
+            at = children[name]
+    tower, text = hf.get_submodule(vision), hf.get_submodule(language)
+    lists = [[n for n, m in part.named_children() if isinstance(m, nn.ModuleList) and len(m)] for part in (tower, text)]
+    for flag, dotted, part, found in (("--vision-attr", vision, tower, lists[0]), ("--language-attr", language, text, lists[1])):
+        if not found:
+            children = ", ".join(n for n, _ in part.named_children())
+            raise ValueError(f"{flag} {dotted!r} has no list of blocks; its children are {children or 'none'}")
+    if not callable(getattr(hf.model, "get_image_features", None)):
+        raise ValueError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which pictures enter the model")
+    mergers = tuple(n for n, _ in tower.named_children() if "merger" in n)
+    linear = {n.rsplit(".", 1)[-1] for n, m in getattr(text, lists[1][0]).named_modules() if isinstance(m, nn.Linear)}
+    return Family(type(hf).__name__, vision, language, mergers, lists[0][0], lists[1][0], tuple(sorted(linear)))
+
+
+def find_family(config: transformers.PreTrainedConfig, path: str, attrs: Attrs = None) -> Family:
+    """The row of the table; or, for other types, one made from (--vision-attr, --language-attr), checked on a model without
+    weights."""
+    if attrs and all(attrs):
+        return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *attrs)
+    if attrs and any(attrs):
+        raise ValueError(f"--vision-attr {attrs[0]!r} and --language-attr {attrs[1]!r}: give both or neither")
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any other "
+                         f"that sees pictures as they do by --vision-attr and --language-attr, where its tower and language model live")
+    return FAMILIES[config.model_type]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,10 +176,14 @@ class Processor:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         ids = self.tokenizer.convert_tokens_to_ids
-        self.image_token_id = ids("<|image_pad|>")
+        config = transformers.AutoConfig.from_pretrained(path)
+        placeholders = [getattr(config, name, None) for name in FAMILIES.get(config.model_type, Family("")).placeholders]
+        self.image_token_id = placeholders[0]
+        if self.image_token_id is None:
+            raise ValueError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
-        self.banned_ids = sorted({i for i in map(ids, VISION_TOKENS) if i is not None})
+        self.banned_ids = sorted({i for i in [*placeholders, *map(ids, VISION_TOKENS)] if i is not None})
 
     def banned(self, vocab_size: int) -> torch.Tensor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
@@ -301,16 +371,18 @@ def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image
 def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> torch.Tensor:
     """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
     keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
-    text_model = hf.model.language_model
+    text_model = hf.get_submodule(hf.family.language)
     # Given as a finished mask per layer type, so that transformers derives nothing from positions or padding. The
     # families that do not know the mapping take the 4-D mask itself.
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device) if plan is not None else mask  # not looked at
     types = set(getattr(text_model.config, "layer_types", None) or ())
+    # Recurrent layers want to know which tokens are no padding; the last one sees all of those.
+    masks = {t: mask[:, 0, -1] if t == "linear_attention" and plan is None else mask for t in types}
     extra = {"deepstack_visual_embeds": list(deep), "visual_pos_masks": image_mask} if len(deep) else {}
     out = text_model(
         inputs_embeds=embeds,
         position_ids=positions,
-        attention_mask={t: mask for t in types} if types else mask,
+        attention_mask=masks or mask,
         past_key_values=cache,
         use_cache=cache is not None,
         **extra,
@@ -347,19 +419,19 @@ class ForestAttention:
     def __init__(self, backend: str, micro: Micro):
         self.backend, end_T = backend, micro.end_T
         n = len(end_T)
+        # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
+        starts = [start for start, _ in micro.runs]
+        bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
+        self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        piece = {a: i for i, a in enumerate(bounds)}
+        way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
+        self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
+        for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
+            own = list(range(piece[start], piece[stop]))
+            for i, p in enumerate(own):
+                way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
+            self.ways.append((way[before] + own, len(own)))
         if backend == "sdpa":
-            # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
-            starts = [start for start, _ in micro.runs]
-            bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
-            self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-            piece = {a: i for i, a in enumerate(bounds)}
-            way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
-            self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
-            for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
-                own = list(range(piece[start], piece[stop]))
-                for i, p in enumerate(own):
-                    way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
-                self.ways.append((way[before] + own, len(own)))
             self.causal: dict[tuple[int, int], torch.Tensor] = {}
         elif backend == "flex":
             from torch.nn.attention.flex_attention import create_block_mask
@@ -370,7 +442,6 @@ class ForestAttention:
                 lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, self.padded, self.padded, device=end_T.device
             )
         elif backend == "flash":
-            starts = [start for start, before in micro.runs]
             assert all(before < 0 for _, before in micro.runs), "a forest that branches needs --attn flex or sdpa"
             bounds = torch.tensor([*starts, n], dtype=torch.int32)
             self.longest = int(bounds.diff().max())
@@ -400,6 +471,66 @@ class ForestAttention:
             return _flex(query.device.type)(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
         rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]  # (T, heads, d)
         return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
+
+    def recur(self, layer: Callable, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """A recurrent layer over the forest, (1, T, H) -> (1, T, H): each piece goes on from the state after the piece that it
+        hangs below, so a trunk is computed once here too. The pieces' number, not their length, is what costs time."""
+        parent = {b: a for way, _ in self.ways for a, b in zip([-1, *way], way, strict=False)}
+        states, out = {-1: RecurrentState(width)}, []
+        for i, piece in enumerate(hidden.split(self.pieces, dim=1)):  # depth first: what a piece hangs below comes before it
+            states[i] = states[parent[i]].copy()
+            out.append(layer(piece, cache_params=states[i]))
+        return torch.cat(out, dim=1)
+
+
+class RecurrentState:
+    """What a linear-attention layer keeps of the tokens before: inputs that its convolution still sees, (B, channels, width - 1),
+    and its matrix, (B, heads, key dim, value dim). For transformers' layer it stands for the cache, and unlike that one nothing
+    is written in place: several runs go on from one state, and gradients go back through it."""
+
+    record_past = True  # asks transformers to join the kept inputs to the new ones, which has a gradient, also for one token
+
+    def __init__(self, width: int, conv: torch.Tensor | None = None, matrix: torch.Tensor | None = None):
+        self.width, self.conv, self.matrix = width, conv, matrix
+
+    def copy(self) -> "RecurrentState":
+        return RecurrentState(self.width, self.conv, self.matrix)
+
+    def take(self, rows: torch.Tensor) -> "RecurrentState":
+        return RecurrentState(self.width, self.conv[rows], self.matrix[rows])
+
+    # What transformers' Cache has: layers by number, and states by number within a layer
+    layers = property(lambda self: self)
+    conv_states = property(lambda self: [self.conv])
+    recurrent_states = property(lambda self: [self.matrix])
+
+    def __getitem__(self, layer: int) -> "RecurrentState":
+        return self
+
+    def has_previous_state(self, *_, **__) -> bool:
+        return self.matrix is not None
+
+    def update_conv_state(self, new: torch.Tensor, *_, **__) -> torch.Tensor:
+        # a root begins with zeros, so that all states are of one size
+        before = new.new_zeros(*new.shape[:2], self.width - 1) if self.conv is None else self.conv
+        joined = torch.cat([before, new], dim=2)
+        self.conv = joined[:, :, joined.shape[2] - self.width + 1 :]
+        return joined
+
+    def update_recurrent_state(self, matrix: torch.Tensor, *_, **__) -> torch.Tensor:
+        self.matrix = matrix
+        return matrix
+
+
+def _recurrence(module, forward, hidden_states, cache_params=None, attention_mask=None, plan=None, **kwargs) -> torch.Tensor:
+    """Stands before the forward of transformers' gated delta net: over a forest by the plan, in HFEngine by the engine's own
+    states, and in any other forward as it was."""
+    if isinstance(plan, ForestAttention):
+        return plan.recur(forward, hidden_states, module.conv_kernel_size)
+    if hasattr(cache_params, "recurrent"):  # rollout.KVCache
+        state = cache_params.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
+        return forward(hidden_states, cache_params=state, attention_mask=attention_mask if plan is None else None)
+    return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
 
 
 @functools.cache
@@ -435,6 +566,148 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# LoRA (arXiv:2106.09685): beside a frozen matrix W learns a product of two small ones, W + alpha / rank * B A
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last names of linear layers of the language model's blocks (empty: the family's)
+    vision: bool = False  # also the linear layers of the tower's blocks
+    seed: int = 0
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
+
+    def adapt(self, rank: int, scale: float, dropout: float = 0.0, seed: int = 0) -> None:
+        self.scale, self.dropout, self.off = scale, dropout, False
+        device = "cpu" if self.weight.is_meta else self.weight.device
+        a = (torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * self.in_features**-0.5
+        self.lora_A = nn.Parameter(a.to(device))  # fp32 whatever W is in; every rank draws the same
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))  # so the adapter starts as nothing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.off:
+            return out
+        x = F.dropout(x, self.dropout, self.training and torch.is_grad_enabled())  # log-probabilities are scored without
+        return out + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+
+
+def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
+    """Adapters for the chosen layers, in place."""
+    family = hf.family
+    text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
+    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
+    known = {name.rsplit(".", 1)[-1] for name in linear if name.startswith(text)}
+    missing = set(lora.targets) - known
+    if missing:
+        raise ValueError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's blocks have "
+                         f"{', '.join(sorted(known))}")
+    targets = set(lora.targets or family.lora_targets)
+    for name, layer in linear.items():
+        if (name.startswith(text) and name.rsplit(".", 1)[-1] in targets) or (lora.vision and name.startswith(tower)):
+            layer.__class__ = LoraLinear
+            layer.adapt(lora.rank, lora.alpha / lora.rank, lora.dropout, derive_seed(lora.seed, "lora", name))
+    return hf
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    layers = lora_layers(module).values()
+    for layer in layers:
+        layer.off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.off = False
+
+
+class AdaptersOff:
+    """The policy as it was before its adapters learnt: a reference without weights of its own."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+
+    def __call__(self, *args):
+        with without_adapters(self.policy):
+            return self.policy(*args)
+
+
+@torch.no_grad()
+def merge_lora(hf: nn.Module) -> nn.Module:
+    """Adapters added into the weights they stand beside, in place; in fp32."""
+    for layer in lora_layers(hf).values():
+        layer.weight.copy_(layer.weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float())
+        layer.__class__ = nn.Linear
+        del layer.lora_A, layer.lora_B
+    return hf
+
+
+def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub id."""
+    layers = lora_layers(hf)
+    first = next(iter(layers.values()))
+    rank = first.lora_A.shape[0]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank,
+              "lora_dropout": first.dropout, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False,
+              "target_modules": list(layers)}  # in full: the tower's MLPs may be called like the language model's
+    tensors = {f"base_model.model.{name}.{ab}.weight": getattr(layer, ab).detach().float().contiguous()
+               for name, layer in layers.items() for ab in ("lora_A", "lora_B")}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
+    """A PEFT adapter put beside the layers of its base, in place; ValueError where it is another base's, or no plain LoRA."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    recorded = config.get("base_model_name_or_path") or ""
+    if os.path.basename(recorded.rstrip("/")) != os.path.basename(base.rstrip("/")):  # folders move, names stay
+        raise ValueError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
+    unread = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias") if config.get(k)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unread:
+        raise ValueError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
+                         f"{''.join(f', {k} {config[k]!r}' for k in unread)}: only plain LoRA is read; merge the adapter with peft")
+    tensors = read_safetensors(folder / "adapter_model.safetensors")
+    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    names = {key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors}
+    wanted = {f"base_model.model.{name}.{ab}.weight" for name in names for ab in ("lora_A", "lora_B")}
+    if wanted != set(tensors) or not names <= linear.keys():
+        odd = sorted([*(wanted ^ set(tensors)), *(names - linear.keys())])
+        raise ValueError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: {', '.join(odd[:3])}")
+    for name in sorted(names):
+        layer = linear[name]
+        a, b = (tensors[f"base_model.model.{name}.{ab}.weight"] for ab in ("lora_A", "lora_B"))
+        want = (config["r"], layer.in_features), (layer.out_features, config["r"])
+        if (tuple(a.shape), tuple(b.shape)) != want:
+            raise ValueError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, where "
+                             f"the base needs {want[0]} and {want[1]}")
+        layer.__class__ = LoraLinear
+        layer.adapt(config["r"], scale, config.get("lora_dropout", 0.0))
+        layer.lora_A.data.copy_(a)
+        layer.lora_B.data.copy_(b)
+    return hf
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file; a ValueError that names it where it is missing, cut short or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"{path}: missing, truncated or no safetensors file ({e})") from e
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The policy
 
 
@@ -444,19 +717,26 @@ class Policy(nn.Module):
 
     def __init__(
         self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
-        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False,
+        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False, freeze_merger: bool | None = None,
     ):
         super().__init__()
-        assert cache is None or freeze_vision, "features of a tower that trains go stale"
         self.hf, self.attention, self.cache, self.kernel = hf, attention, cache, kernel
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
-        self.freeze_vision = freeze_vision
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
-        family = FAMILIES[hf.config.model_type]
-        self.visual = [hf.get_submodule(family.vision)]  # in a list: not a second registration
+        self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
         hf.requires_grad_(True)
-        hf.get_submodule(family.vision).requires_grad_(not freeze_vision)
+        self.visual[0].requires_grad_(not freeze_vision)
+        for name in hf.family.mergers if freeze_merger is not None else ():  # else with the tower
+            self.visual[0].get_submodule(name).requires_grad_(not freeze_merger)
+        if lora_layers(hf):
+            for name, parameter in hf.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
+        self.vision_frozen = not any(p.requires_grad for p in self.visual[0].parameters())
+        assert cache is None or self.vision_frozen, "features of a tower that trains go stale"
+        # The smallest picture, for micro-batches without one: see hidden()
+        v, m = hf.config.vision_config, self.merge_size
+        self.blank = ImageInput("blank", torch.zeros(m * m, v.in_channels * v.temporal_patch_size * v.patch_size**2), (1, m, m), 1)
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
@@ -468,12 +748,14 @@ class Policy(nn.Module):
         micro = micro.to(self.banned.device)
         features, deep, image_mask, unused = None, [], None, 0.0
         if micro.images:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_vision):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
             image_mask = (micro.ids_T == self.image_token_id)[None]
-        elif not self.freeze_vision:
-            # Every rank must reduce the same gradients: a micro-batch without pictures gives the tower zeros.
-            unused = sum(p.sum() for p in self.visual[0].parameters()) * 0.0
+        elif not self.vision_frozen:
+            # Every rank must gather and reduce the tower's blocks alike, forward and backward: a micro-batch without pictures
+            # looks at a blank one, and gives the tower zeros.
+            pooled, layers = vision_features(self.hf, [self.blank])
+            unused = sum(layer.sum() for layer in (pooled, *layers)) * 0.0
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
         hidden = language_hidden(
             self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
@@ -521,14 +803,28 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load_hf(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The bare transformers model of a folder or hub id."""
-    config = load_config(path)
+def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
+    """The bare transformers model of a folder or hub id; its row of the family table is hf.family."""
+    config = load_config(path, attrs)
+    family = find_family(config, path, attrs)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
+    _register_attention()
+    model_class = getattr(transformers, family.model_class)
+    return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned"), family)
+
+
+def _register_attention() -> None:
     transformers.AttentionInterface.register("planned", _attention)
     transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan
-    model_class = getattr(transformers, FAMILIES[config.model_type].model_class)
-    return model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned")
+
+
+def prepare(hf: nn.Module, family: Family) -> nn.Module:
+    """Notes the family and lets plans reach the recurrent layers; attention layers have "planned" for that."""
+    hf.family = family
+    for module in hf.get_submodule(family.language).modules():
+        if hasattr(module, "conv_kernel_size") and hasattr(module, "layer_idx"):
+            module.forward = functools.partial(_recurrence, module, module.forward)
+    return hf
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -540,20 +836,23 @@ def shard(
 ) -> None:
     """Shard in place over all ranks; always, also on one, so that there is a single code path.
 
-    Each language block is a unit of its own. Everything else - embeddings, head, norms, vision tower - is one unit that
-    stays gathered between forward and backward: tied weights stay tied, and a micro-batch without pictures skips no
-    collective. What is `frozen` has no backward after which to let go of that unit, so it does so after the forward;
-    with `offload` its shards wait in the memory of the CPU.
+    Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
+    norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
+    forward and backward: tied weights stay tied, and a micro-batch without pictures skips no collective. What is `frozen`
+    has no backward after which to let go of that unit, so it does so after the forward; with `offload` its shards wait in
+    the memory of the CPU.
     """
-    policy.to(device)
+    policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     master = next(policy.parameters()).dtype
     mixed = MixedPrecisionPolicy() if compute_dtype == master else MixedPrecisionPolicy(compute_dtype, torch.float32)
-    blocks = policy.hf.model.language_model.layers
+    blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    for block in blocks:
+    policy.offloaded = isinstance(place, CPUOffloadPolicy)
+    tower = () if policy.vision_frozen else policy.visual[0].get_submodule(policy.hf.family.vision_blocks)
+    for block in (*blocks, *tower):
         fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=frozen)
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
@@ -564,17 +863,161 @@ def shard(
             module.set_gradient_divide_factor(1.0)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading into shards: no process ever holds the whole model
+
+
+def meta_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
+    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Mixtures of
+    experts come with them: their files hold experts in other shapes, which only transformers' own loading knows."""
+    config = load_config(path, attrs)
+    family = find_family(config, path, attrs)
+    if getattr(config.text_config, "num_experts", 0):
+        return load_hf(path, dtype, attrs)
+    _register_attention()
+    with _parameters_on_meta():
+        hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
+    return prepare(hf, family)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters without memory; buffers, such as rotary frequencies, are no part of a checkpoint and are made for real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model folder or hub id; a ValueError for one that is missing."""
+
+    def find(name: str) -> Path | None:
+        if os.path.isdir(path):
+            return Path(path) / name if (Path(path) / name).is_file() else None
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found else None
+
+    index = find("model.safetensors.index.json")
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else ["model.safetensors"]
+    files = {name: find(name) for name in names}
+    missing = [name for name, file in files.items() if file is None]
+    if missing:
+        raise ValueError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)")
+    return list(files.values())
+
+
+def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
+    """name -> (dtype, shape, first byte) of a safetensors file, without reading a tensor; a ValueError that names a damaged one.
+
+    The file is 8 bytes of header length, a JSON header, and the tensors.      huggingface.co/docs/safetensors, "Format"
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        if size < 8 or start > size:
+            raise ValueError(f"{file}: truncated or no safetensors file: its header ends at byte {start} of {size}; fetch it again")
+        try:
+            header = json.loads(f.read(start - 8))
+            header.pop("__metadata__", None)
+            end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            found = {name: (SAFETENSORS_DTYPES[e["dtype"]], e["shape"], start + e["data_offsets"][0]) for name, e in header.items()}
+            spans = [e["data_offsets"][1] - e["data_offsets"][0] for e in header.values()]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{file}: its header is damaged ({type(e).__name__}: {e}); fetch it again") from e
+    if end != size:
+        raise ValueError(f"{file}: {size} bytes, where its header speaks of {end}: truncated or damaged; fetch it again")
+    for (name, (dtype, shape, _)), span in zip(found.items(), spans, strict=True):
+        if math.prod(shape) * dtype.itemsize != span:
+            raise ValueError(f"{file}: {name} of shape {shape} has {span} bytes: the header is damaged; fetch it again")
+    return found
+
+
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READ_BYTES = 2**22  # read at once
+
+
+@torch.no_grad()
+def load_sharded(policy: Policy, path: str) -> None:
+    """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others.
+    All files are checked before a byte is read into the model."""
+    hf = policy.hf
+    waiting = {name: p for name, p in hf.named_parameters() if p.is_meta}
+    if not waiting:
+        return
+    files = {file: tensors_of(file) for file in weight_files(path)}
+    transforms = get_model_conversion_mapping(hf)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    known = dict(hf.state_dict())
+    where, unused = {}, []
+    for file, tensors in files.items():
+        for key, (dtype, shape, first) in tensors.items():
+            name = rename_source_key(key, renamings, [], hf.base_model_prefix, known)[0]
+            if name in waiting:
+                where[name] = (file, dtype, shape, first)
+            elif name not in known:
+                unused.append(key)
+    if unused:
+        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
+    missing = [name for name in waiting if name not in where]
+    if missing:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}: {', '.join(missing[:3])}")
+    for name, (file, _, shape, _) in where.items():
+        if list(waiting[name].shape) != shape:
+            raise ValueError(f"{file}: {name} has shape {shape}, the config asks for {list(waiting[name].shape)}")
+
+    tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    place = policy.banned.device if not policy.offloaded else torch.device("cpu")
+    policy._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    if tied:  # each module has got a tensor of its own
+        hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
+    for name, parameter in hf.named_parameters():
+        if name in where:
+            file, dtype, shape, first = where[name]
+            local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            assert list(local_shape[1:]) == shape[1:], "only rows are sharded"
+            local, row = parameter.to_local().view(local_shape[0], -1), math.prod(shape[1:])
+            step = max(1, READ_BYTES // (row * dtype.itemsize))
+            with open(file, "rb") as f:
+                f.seek(first + offset[0] * row * dtype.itemsize)
+                for start in range(0, local_shape[0], step):
+                    rows = min(step, local_shape[0] - start)
+                    f.readinto(buffer := bytearray(rows * row * dtype.itemsize))
+                    local[start : start + rows].copy_(torch.frombuffer(buffer, dtype=dtype).view(rows, row))
+
+
 def full_parameters(
     policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before it
-    travels; not of a value head, which no engine knows. All ranks must consume it together."""
+    travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers that have
+    one. All ranks must consume it together."""
+    layers = lora_layers(policy.hf)
     for name, parameter in policy.named_parameters():
-        if not name.startswith("hf.") or (trainable_only and not parameter.requires_grad):
+        name, layer = name.removeprefix("hf."), layers.get(name.removeprefix("hf.").removesuffix(".weight"))
+        if name.startswith("value_head.") or ".lora_" in name or (trainable_only and layer is None and not parameter.requires_grad):
             continue
-        tensor = parameter.detach()
-        tensor = tensor if dtype is None else tensor.to(dtype)
-        yield name.removeprefix("hf."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if layer is None:
+            yield name, full(parameter, dtype)
+        else:
+            tensor = full(parameter) + layer.scale * (full(layer.lora_B) @ full(layer.lora_A)).to(parameter.dtype)
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Gathered from all ranks, without gradient, cast before it travels."""
+    tensor = parameter.detach()
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -600,29 +1043,38 @@ def same_tower(a: Policy, b: Policy) -> bool:
 # Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
 
 
-def make_optimizer(policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None) -> torch.optim.AdamW:
+def make_optimizer(
+    policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> torch.optim.AdamW:
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
-    one (every update skipped, say) would have none, and could not be resumed. A value head is a second group, with a
-    learning rate of its own if `head_lr` is given."""
-    named = [(n, p) for n, p in policy.named_parameters() if p.requires_grad]
-    trainable = [p for _, p in named]
-    groups = [{"params": [p for n, p in named if n.startswith("value_head.") == head]} for head in (False, True)]
-    groups = [group for group in groups if group["params"]]
+    one (every update skipped, say) would have none, and could not be resumed. A value head and the vision tower are groups
+    of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
+    groups: dict[str, list[torch.Tensor]] = {"language": [], "head": [], "vision": []}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            vision = name.startswith(f"hf.{policy.hf.family.vision}.")
+            groups["head" if name.startswith("value_head.") else "vision" if vision else "language"].append(p)
+    groups = {kind: parameters for kind, parameters in groups.items() if parameters}
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    for p in trainable:
+    by_kind = [{"params": parameters} for parameters in groups.values()]
+    optimizer = torch.optim.AdamW(by_kind, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    optimizer.kinds = list(groups)  # what each group holds
+    for p in (p for parameters in groups.values() for p in parameters):
         p.grad = torch.zeros_like(p)
     optimizer.step()  # at learning rate 0
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         state["step"].zero_()
-    set_learning_rate(optimizer, lr, head_lr)
+    set_learning_rate(optimizer, lr, head_lr, vision_lr)
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None) -> None:
-    for group, rate in zip(optimizer.param_groups, (lr, lr if head_lr is None else head_lr), strict=False):
-        group["lr"] = rate
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> None:
+    rates = {"language": lr, "head": lr if head_lr is None else head_lr, "vision": lr if vision_lr is None else vision_lr}
+    for group, kind in zip(optimizer.param_groups, optimizer.kinds, strict=True):
+        group["lr"] = rates[kind]
 
 
 def complete_checkpoints(out: Path) -> list[Path]:
@@ -630,12 +1082,17 @@ def complete_checkpoints(out: Path) -> list[Path]:
     return sorted(p for p in (out / "checkpoints").glob("step_*") if (p / "trainer.json").is_file())
 
 
+def _options(policy: Policy) -> StateDictOptions:
+    """A checkpoint of a model with adapters holds those alone; --model has the rest."""
+    return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
+
+
 def _state(policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, tuple[Policy, torch.optim.Optimizer | None]]) -> dict:
     """What a checkpoint holds, by reference: {"model", "optimizer"} of the policy, and as much of each other model."""
-    model, optim = get_state_dict(policy, optimizer)
+    model, optim = get_state_dict(policy, optimizer, options=_options(policy))
     state = {"model": model, "optimizer": optim}
     for name, (other, its_optimizer) in others.items():
-        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer)
+        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer, options=_options(other))
         state[name] = {"model": model} | ({} if its_optimizer is None else {"optimizer": optim})
     return state
 
@@ -676,11 +1133,11 @@ def load_checkpoint(
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
     state = _state(policy, optimizer, others or {})
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_options(policy))
     for name, (other, its_optimizer) in (others or {}).items():
         part = state[name]
         set_state_dict(other, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"],
-                       optim_state_dict=part.get("optimizer", {}))
+                       optim_state_dict=part.get("optimizer", {}), options=_options(other))
     return json.loads((path / "trainer.json").read_text())
 
 
@@ -699,22 +1156,48 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
     return checkpoint, json.loads((checkpoint.parent.parent / "run.json").read_text())["args"]
 
 
+def attrs_of(args: dict) -> Attrs:
+    """(--vision-attr, --language-attr) of a run's arguments."""
+    return args.get("vision_attr"), args.get("language_attr")
+
+
+def lora_of(args: dict) -> Lora | None:
+    """The adapters of a run, by its arguments."""
+    if not args.get("lora_rank"):
+        return None
+    targets = tuple(args.get("lora_targets") or ())
+    return Lora(args["lora_rank"], args["lora_alpha"], args["lora_dropout"], targets, args["lora_vision"], args["seed"])
+
+
 def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or None, pixel limits) of a model folder, hub id, run directory or checkpoint."""
-    found = find_checkpoint(path)
-    checkpoint, args = found if found else (None, {})
+    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
+    checkpoint or adapter folder."""
+    if (Path(path) / "adapter_config.json").is_file():
+        base = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+        load_config(base)
+        return base, Path(path), {}
+    checkpoint, args = find_checkpoint(path) or (None, {})
     base = args.get("model", path)
-    load_config(base)
-    return base, checkpoint, {key: args.get(key) for key in ("min_pixels", "max_pixels")}
+    load_config(base, attrs_of(args))
+    return base, checkpoint, args
 
 
-def load_trained(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory or checkpoint."""
-    base, checkpoint, _ = locate(path)
-    hf = load_hf(base, torch.float32 if checkpoint else dtype)
-    if checkpoint:
-        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items()}
+def pixel_limits(args: dict) -> dict:
+    return {key: args.get(key) for key in ("min_pixels", "max_pixels")}
+
+
+def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
+    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or not."""
+    base, found, args = locate(path)
+    hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
+    lora = lora_of(args)
+    if found and not args:
+        read_adapter(hf, found, base)
+    elif found:
+        if lora:
+            add_lora(hf, lora)
+        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items() if not lora or ".lora_" in name}
         with warnings.catch_warnings():  # that there is no process group is the intent
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": state}, checkpoint_id=checkpoint, no_dist=True)  # into the tensors themselves
-    return hf.to(dtype)
+            dcp.load({"model": state}, checkpoint_id=found, no_dist=True)  # into the tensors themselves
+    return (merge_lora(hf) if merge else hf).to(dtype)

@@ -24,9 +24,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from PIL import Image
 
-from model import ImageInput, Processor, VisionCache, embed, language_hidden, load_config, mrope_positions, vision_features
+from model import (
+    ImageInput,
+    Processor,
+    RecurrentState,
+    VisionCache,
+    embed,
+    language_hidden,
+    mrope_positions,
+    vision_features,
+)
 from prepare_data import Example, decode_image
 from utils import derive_seed
 
@@ -128,6 +138,7 @@ class KVCache:
 
     def __init__(self):
         self.layers: dict[int, list[torch.Tensor]] = {}  # layer -> [keys, values], (rows, heads, capacity, dim)
+        self.recurrent: dict[int, RecurrentState] = {}  # layer -> state of a row, where a layer keeps no keys and values
         self.length = 0
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +160,7 @@ class KVCache:
         """Keep these rows, in this order, repeats allowed."""
         for buffers in self.layers.values():
             buffers[:] = [b.index_select(0, rows) for b in buffers]
+        self.recurrent = {layer: state.take(rows) for layer, state in self.recurrent.items()}
 
 
 class SharedPrompts:
@@ -316,6 +328,7 @@ class HFEngine:
         shared = SharedPrompts(prompt_cache, valid, n)
         rows = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
         hidden, position_B = hidden[rows], position_B[rows]
+        cache.recurrent = {layer: state.take(rows) for layer, state in prompt_cache.recurrent.items()}
         generators = [
             torch.Generator().manual_seed(derive_seed(sampling.seed, prompt.uid, i)) for prompt in prompts for i in range(n)
         ]
@@ -450,7 +463,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
-        banned = processor.banned(load_config(path).get_text_config().vocab_size).to(device)
+        banned = processor.banned(transformers.AutoConfig.from_pretrained(path).get_text_config().vocab_size).to(device)
 
         class Ban(LogitsProcessor):
             """Takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias would not: it is

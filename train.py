@@ -31,10 +31,12 @@ from eval import evaluate, rollout_page, summarise
 from kernels import KERNELS, resolve_kernel
 from model import (
     ATTENTION,
+    AdaptersOff,
     Critic,
     Policy,
     Processor,
     VisionCache,
+    add_lora,
     complete_checkpoints,
     copy_weights,
     default_dtype,
@@ -43,7 +45,10 @@ from model import (
     load_config,
     load_hf,
     load_processor,
+    load_sharded,
+    lora_of,
     make_optimizer,
+    meta_hf,
     resolve_attention,
     same_tower,
     save_checkpoint,
@@ -71,7 +76,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag = argparse.BooleanOptionalAction
     # model
     p.add_argument("--model", required=True, help="model folder or hub id")
-    p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower, merger included, as it is")
+    p.add_argument("--vision-attr", help="for a family that model.FAMILIES lacks: where its tower is, such as model.visual")
+    p.add_argument("--language-attr", help="and its language model, such as model.language_model; both or neither")
+    p.add_argument("--freeze-vision", action=flag, default=True, help="keep the vision tower as it is")
+    p.add_argument("--freeze-merger", action=flag, help="keep what projects its patches into the language model (default: as the tower)")
+    p.add_argument("--vision-lr", type=float, help="peak learning rate of what trains of the tower and merger (default: --lr)")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
                    help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
@@ -79,6 +88,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
     p.add_argument("--kernel", choices=KERNELS, default="auto", help="policy head: Triton kernels (GPU) or plain torch")
     p.add_argument("--grad-checkpointing", action=flag, default=False, help="recompute activations in the backward")
+    # LoRA: adapters learn beside frozen weights. It wants a larger --lr, say 3e-5
+    p.add_argument("--lora-rank", type=int, default=0, help="rank of the adapters (0 = train the weights themselves)")
+    p.add_argument("--lora-alpha", type=float, default=32.0, help="adapters count alpha / rank times")
+    p.add_argument("--lora-dropout", type=float, default=0.0, help="of the adapters' inputs, in the update only")
+    p.add_argument("--lora-targets", nargs="+", help="linear layers of the language blocks (default: all that the family lists)")
+    p.add_argument("--lora-vision", action=flag, default=False, help="adapt the linear layers of the vision tower's blocks too")
     # data
     p.add_argument("--data", required=True, help="training parquet file(s), see prepare_data.py")
     p.add_argument("--eval-data", help="parquet file(s) for evaluation during training")
@@ -159,6 +174,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0, help="of data order and sampling")
     args = p.parse_args(argv)
     vars(args).update(grpo.resolve_preset(args.algo, vars(args)))
+    if args.freeze_merger is None:
+        args.freeze_merger = args.freeze_vision
     if args.overlong_buffer is None:
         args.overlong_buffer = max(1, args.max_new_tokens // 5)
     return args
@@ -235,6 +252,19 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--kl-target {args.kl_target} with --kl-coef {args.kl_coef} and --kl-horizon {args.kl_horizon}: all must be above 0")
     need(args.ref_every == 0 or args.kl_coef > 0, f"--ref-every {args.ref_every} refreshes a reference that only --kl-coef above 0 has")
     need(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, f"--gamma {args.gamma} and --lam {args.lam} must be in [0, 1]")
+    need(args.lora_rank >= 0 and args.lora_alpha > 0 and 0 <= args.lora_dropout < 1,
+         f"--lora-rank {args.lora_rank} must not be negative, --lora-alpha {args.lora_alpha} must be above 0, --lora-dropout "
+         f"{args.lora_dropout} in [0, 1)")
+    given = [flag for flag, value in (("--lora-vision", args.lora_vision), ("--lora-targets", args.lora_targets)) if value]
+    need(args.lora_rank > 0 or not given, f"{' and '.join(given)}: there are no adapters without --lora-rank above 0")
+    need(args.vision_lr is None or (args.vision_lr > 0 and (args.lora_vision or not (args.freeze_vision and args.freeze_merger))),
+         f"--vision-lr {args.vision_lr}: must be above 0, and something of the tower must train: --no-freeze-vision, --no-freeze-merger or "
+         f"--lora-vision")
+    need(args.lora_rank == 0 or (args.freeze_vision and args.freeze_merger),
+         f"--no-freeze-{'merger' if args.freeze_vision else 'vision'}: with --lora-rank {args.lora_rank} all weights are frozen; "
+         f"adapt the tower with --lora-vision")
+    need(args.lora_rank == 0 or args.ref_every == 0,
+         f"--ref-every {args.ref_every}: with --lora-rank {args.lora_rank} the reference is the policy without its adapters; use 0")
     need(args.critic_lr > 0, f"--critic-lr {args.critic_lr}: must be above 0")
     need(args.critic_warmup_steps == 0 or args.adv == "gae",
          f"--critic-warmup-steps {args.critic_warmup_steps}: --adv {args.adv} has no critic")
@@ -425,9 +455,10 @@ def score(minibatches: list[list[grpo.Micro]], args, policy: Policy | None, refe
             value = (critic(micro),)
         for value_K in value:
             micro.put("value", value_K.cpu())
-        if reference is not None:  # a policy with adapters will be its own: switch them off for this forward
+        if reference is not None:
             micro.put("ref_logp", reference(micro, args.temperature)[0].cpu())
-    for model in (policy, critic):  # no backward follows that would let go of the gathered weights, which an update would leave stale
+    # no backward follows that would let go of the gathered weights, which an update would leave stale
+    for model in (policy, critic, getattr(reference, "policy", None)):
         if isinstance(model, FSDPModule):
             model.reshard()
 
@@ -627,7 +658,7 @@ def make_engine(
 ) -> HFEngine | VLLMEngine:
     """The engine that --rollout names, for prompts of up to `longest` tokens."""
     if args.rollout == "hf":
-        return HFEngine(load_hf(args.model, dtype), processor, ctx.device, args.rollout_rows, cache)
+        return HFEngine(load_hf(args.model, dtype, (args.vision_attr, args.language_attr)), processor, ctx.device, args.rollout_rows, cache)
     count, largest = picture_limits(examples, processor)
     return VLLMEngine(
         args.model, processor, ctx.device, dtype, max_model_len=longest + args.max_new_tokens, max_images=count,
@@ -715,7 +746,8 @@ def main(args: argparse.Namespace) -> None:
     args.rollout = resolve_engine(args.rollout, ctx.device)
     validate(args, ctx.world)
     args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
-    load_config(args.model)
+    attrs = (args.vision_attr, args.language_attr)
+    load_config(args.model, attrs)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
     train_set, lengths = load_data(args, args.data, processor, reward_fn)
@@ -736,21 +768,31 @@ def main(args: argparse.Namespace) -> None:
 
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
-    cache = VisionCache(args.vision_cache_gb * 2**30) if args.freeze_vision and args.vision_cache_gb > 0 else None
+    lora, tower_frozen = lora_of(vars(args)), args.freeze_vision and not args.lora_vision
+    vision_frozen = tower_frozen and args.freeze_merger
+    cache = VisionCache(args.vision_cache_gb * 2**30) if vision_frozen and args.vision_cache_gb > 0 else None
     has_head = args.adv == "gae" and args.critic == "head"
-    policy = Policy(load_hf(args.model), processor, args.freeze_vision, args.attn, cache, args.kernel, has_head)
-    critic = Critic(load_hf(args.model), processor, args.freeze_vision, args.attn, cache) if args.adv == "gae" and not has_head else None
+
+    def load_trainable() -> torch.nn.Module:
+        hf = meta_hf(args.model, attrs=attrs)
+        return add_lora(hf, lora) if lora else hf
+
+    policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head, args.freeze_merger)
+    separate = args.adv == "gae" and not has_head
+    critic = Critic(load_trainable(), processor, tower_frozen, args.attn, cache, freeze_merger=args.freeze_merger) if separate else None
     for model in (policy, critic) if critic else (policy,):
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         shard(model, ctx.device, dtype)
-    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr)
+        load_sharded(model, args.model)
+    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr, args.vision_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
-    reference = None
-    if args.kl_coef > 0:
-        reference = Policy(load_hf(args.model, dtype), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
+    reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
+    if args.kl_coef > 0 and not lora:
+        reference = Policy(meta_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
         shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
+        load_sharded(reference, args.model)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
@@ -782,7 +824,7 @@ def main(args: argparse.Namespace) -> None:
 
     timers = Timers()
     # A trained tower costs three times a frozen one's forward; a cached one nothing: the engine has just filled the cache.
-    vision = 0.0 if cache else 1.0 if args.freeze_vision else 3.0
+    vision = 0.0 if cache else 1.0 if vision_frozen else 3.0
     rates = grpo.flop_rates(policy.hf.config)
     rates = (*rates[:3], *(vision * rate for rate in rates[3:6]), rates[6])
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
@@ -856,9 +898,11 @@ def main(args: argparse.Namespace) -> None:
 
         # 5. update
         with timers("update"):
+            torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank))
             m["lr"] = learning_rate(step, args)
             critic_lr = args.critic_lr * m["lr"] / args.lr
-            set_learning_rate(optimizer, m["lr"], critic_lr)
+            vision_lr = None if args.vision_lr is None else args.vision_lr * m["lr"] / args.lr
+            set_learning_rate(optimizer, m["lr"], critic_lr, vision_lr)
             if critic:
                 set_learning_rate(critic_optimizer, critic_lr)
             m |= update(policy, optimizer, minibatches, args, ctx, kl_coef, reference, critic, critic_optimizer,

@@ -19,7 +19,7 @@ import demo  # noqa: E402
 import model as M  # noqa: E402
 
 torch.set_num_threads(1)
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = tuple(M.FAMILIES)
 
 
 @pytest.fixture(scope="session")

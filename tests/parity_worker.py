@@ -16,7 +16,17 @@ from PIL import Image  # noqa: E402
 
 import grpo  # noqa: E402
 import train  # noqa: E402
-from model import Critic, Policy, load_hf, load_processor, shard  # noqa: E402
+from model import (  # noqa: E402
+    AdaptersOff,
+    Critic,
+    Policy,
+    add_lora,
+    load_hf,
+    load_processor,
+    lora_layers,
+    lora_of,
+    shard,
+)
 from rollout import Rollout  # noqa: E402
 from utils import Context, dist_setup, run_script  # noqa: E402
 
@@ -52,10 +62,20 @@ def one_case(model: str, flags: list[str]) -> dict:
     args.max_grad_norm = 1e9  # the gradients themselves, unclipped
     ctx = Context(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     processor = load_processor(model)
-    models = {"policy": Policy(load_hf(model), processor, args.freeze_vision, value_head=args.adv == "gae" and args.critic == "head")}
+    lora, frozen = lora_of(vars(args)), args.freeze_vision and not args.lora_vision
+
+    def load() -> torch.nn.Module:
+        hf = load_hf(model)
+        if lora:  # B starts at 0, and then A has no gradient
+            for layer in lora_layers(add_lora(hf, lora)).values():
+                torch.nn.init.constant_(layer.lora_B, 0.01)
+        return hf
+
+    models = {"policy": Policy(load(), processor, frozen, value_head=args.adv == "gae" and args.critic == "head",
+                               freeze_merger=args.freeze_merger)}
     if args.adv == "gae" and args.critic == "separate":
-        models["critic"] = Critic(load_hf(model), processor, args.freeze_vision)
-    if args.kl_coef > 0:
+        models["critic"] = Critic(load(), processor, frozen)
+    if args.kl_coef > 0 and not lora:
         models["reference"] = Policy(shaken(load_hf(model), 0.01), processor).requires_grad_(False)
     optimizers = {}
     for name, m in models.items():
@@ -68,6 +88,8 @@ def one_case(model: str, flags: list[str]) -> dict:
         trained = [p for p in m.parameters() if p.requires_grad]
         optimizers[name] = torch.optim.SGD(trained, lr=0.0) if trained else None
     policy, critic, reference = (models.get(name) for name in ("policy", "critic", "reference"))
+    if lora and args.kl_coef > 0:
+        reference = AdaptersOff(policy)
 
     mine = [r for r in rollouts_of(processor, args.group_size) if int(r.uid[1:]) % ctx.world == ctx.rank]
     pack = lambda: train.pack_minibatch(mine, args, processor, ctx.device, grpo.flop_rates(policy.hf.config))  # noqa: E731

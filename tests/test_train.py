@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import demo
 import grpo
+import model as M
 import train
 from model import Policy
 from rollout import Rollout
@@ -93,19 +94,50 @@ def assert_equal_updates(one, two, what):
     ("qwen2_5_vl", "--no-freeze-vision"),
     ("qwen3_vl", "--no-freeze-vision --loss-agg seq"),
     ("qwen2_vl", "--loss-agg const --grad-checkpointing"),
+    ("qwen3_vl", "--no-freeze-merger"),
+    ("qwen3_5_moe", "--no-freeze-vision --freeze-merger"),
 ])
 def test_two_processes_equal_one(family, more, toys, tmp_path):
     results = parity(toys[family], tmp_path, f"--micro-tokens 130 {more}")
     one, two = results[1][0], results[2][0]
     assert two["micros"] > 1
-    assert any("visual" in name for name in one["gradients"]) == ("--no-freeze-vision" in more)
+    names = {n.removeprefix("policy.hf.model.visual.") for n in one["gradients"] if "visual" in n}
+    mergers = {n for n in names if "merger" in n}
+    assert bool(names - mergers) == ("--no-freeze-vision" in more)
+    assert bool(mergers) == (more.split()[0] in ("--no-freeze-vision", "--no-freeze-merger") and " --freeze-merger" not in more)
     assert_equal_updates(one, two, more)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_every_family_goes_through_the_whole_loop(family, toys, shapes, tmp_path):
+    """Trained, evaluated, merged and opened by transformers alone."""
+    command = flags(toys[family], shapes[0], tmp_path / "run", "--steps", 2, "--lr", 1e-2, "--eval-data", shapes[0])
+    run([sys.executable, "train.py", *command])
+    row = rows(tmp_path / "run")[-1]
+    assert row["step"] == 2 and row["rollout/max_abs_dlogp"] < 1e-4 and row["policy/grad_norm"] > 0
+    run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "merged"])
+    ours, before = (M.load_hf(str(path)).state_dict() for path in (tmp_path / "merged", toys[family]))
+    assert any(not torch.equal(ours[name], before[name]) for name in before)
+
+
+def test_a_family_outside_the_table_is_found_by_its_paths(toys, shapes, tmp_path):
+    """The same run with the row, and without it but with the paths."""
+    command = flags(toys["qwen3_vl"], shapes[0], tmp_path / "a", "--steps", 1)
+    run([sys.executable, "train.py", *command])
+    program = ("import model, runpy, sys; del model.FAMILIES['qwen3_vl']; sys.argv[:] = sys.argv[1:]; "
+               "runpy.run_path(sys.argv[0], run_name='__main__')")
+    without = [sys.executable, "-c", program, "train.py", *flags(toys["qwen3_vl"], shapes[0], tmp_path / "b", "--steps", 1)]
+    paths = ["--vision-attr", "model.visual", "--language-attr", "model.language_model"]
+    run([*without, *paths])
+    assert without_time(tmp_path / "a") == without_time(tmp_path / "b")
+    run([*without[:3], "merge_lora.py", tmp_path / "b", "--out", tmp_path / "merged"])
 
 
 ALGORITHMS = [
     "--algo dapo --truncated mask", "--algo gspo", "--algo cispo --clip-high 0.1", "--algo sapo", "--algo rloo",
     "--algo grpo --norm-std batch --dual-clip 1.2", "--algo reinforce++", "--algo reinforce++ --kl-coef 0", "--algo grpo --kl-coef 0.1",
     "--algo rloo --kl-coef 0.1 --kl-in reward", "--algo grpo --entropy-coef 0.05",
+    "--algo grpo --kl-coef 0.1 --lora-rank 4", "--algo grpo --lora-rank 4 --lora-vision --grad-checkpointing",
     "--algo ppo --epochs 1", "--algo ppo --epochs 1 --critic separate --kl-coef 0.1 --kl-in reward --no-freeze-vision",
 ]
 
@@ -122,12 +154,14 @@ def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_pa
         names = one["gradients"].keys()
         assert ("policy.value_head.weight" in names) == ("--algo ppo" in case and "separate" not in case)
         assert ("critic.value_head.weight" in names) == ("separate" in case) and not any(n.startswith("reference") for n in names)
-        gradients.append(one["gradients"]["policy.hf.model.language_model.layers.0.mlp.up_proj.weight"])
+        up = "policy.hf.model.language_model.layers.0.mlp.up_proj"
+        assert (f"{up}.weight" in names) != ("lora" in case) and any("visual" in n for n in names) == ("vision" in case)
+        gradients.append(one["gradients"][f"{up}.lora_A" if "lora" in case else f"{up}.weight"])
         if "kl-coef 0.1" in case:
             assert one["metrics"]["policy/kl_ref"] > 1e-4
     # and the cases differ from each other: no flag was without effect
     for i, a in enumerate(gradients):
-        assert all((a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
+        assert all(a.shape != b.shape or (a - b).norm() > 1e-3 * a.norm() for b in gradients[:i]), ALGORITHMS[i]
 
 
 # --- killed and resumed -------------------------------------------------------------------------------------------------

@@ -443,3 +443,18 @@ def test_eval_with_either_engine(toys, data, tmp_path):
              "--baseline", toys["qwen2_5_vl"], "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"])
         results.append(json.loads((tmp_path / engine / "eval.json").read_text()))
     assert results[0] == results[1] and results[0]["reward"] > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--lora-rank", 4, "--lora-alpha", 32]], ids=["full", "lora"])
+def test_exported_runs_generate(more, toys, data, mixed, tmp_path):
+    """A run, with adapters or without, whose weights reach the engine, and whose export opens in it."""
+    run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *more))
+    assert all(row["rollout/max_abs_dlogp"] <= 1e-5 for row in rows(tmp_path / "r"))
+    run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
+    hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.load_processor(str(tmp_path / "hf"))
+    engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), Sampling(10, 0.0)
+    engine.load_weights(named(hf))
+    ours = engine.generate(prompts, 1, greedy)
+    assert_same(ours, HFEngine(hf, processor, CPU).generate(prompts, 1, greedy))
+    before = HFEngine(M.load_hf(str(toys["qwen2_5_vl"])), processor, CPU).generate(prompts, 1, greedy)
+    assert [r.token_ids for r in ours] != [r.token_ids for r in before]

@@ -1,0 +1,59 @@
+"""Run by test_loading.py under torchrun: load a model into shards, measure its memory, compare with transformers' loading.
+
+    python -m torch.distributed.run --standalone --nproc-per-node N tests/load_worker.py MODEL OUT.json SMALL
+
+SMALL is loaded first, so that code which is imported on the way does not count as memory of the model.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from model import Lora, Policy, add_lora, full, load_hf, load_processor, load_sharded, meta_hf, shard  # noqa: E402
+from utils import dist_setup, run_script  # noqa: E402
+
+
+def status(key: str) -> int:
+    """A line of /proc/self/status, bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
+    return 1024 * int(line.split()[1])
+
+
+def main(_) -> None:
+    torch.set_num_threads(1)
+    model, out, small = sys.argv[1:]
+    ctx, processor = dist_setup(), load_processor(model)
+    policy = Policy(meta_hf(small), processor)
+    shard(policy, ctx.device, torch.float32)
+    load_sharded(policy, small)
+    del policy
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    policy = Policy(meta_hf(model), processor)
+    shard(policy, ctx.device, torch.float32)
+    load_sharded(policy, model)
+    peak = status("VmHWM") - before
+    want, whole = load_hf(model), sum(p.nbytes for p in policy.parameters())
+    equal = all(torch.equal(full(p), dict(want.named_parameters())[n.removeprefix("hf.")]) for n, p in policy.named_parameters())
+    buffers = dict(want.named_buffers())
+    equal_buffers = all(torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned")
+    lora = Policy(add_lora(meta_hf(model), Lora(2, 4.0)), processor)
+    shard(lora, ctx.device, torch.float32)
+    load_sharded(lora, model)
+    equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(p.is_meta for p in lora.parameters())
+    tied = lora.hf.lm_head.weight is lora.hf.get_input_embeddings().weight
+    parts = [None] * ctx.world
+    dist.all_gather_object(parts, {"peak": peak, "whole": whole, "equal": [equal, equal_buffers, equal_lora], "tied": tied})
+    if ctx.main:
+        Path(out).write_text(json.dumps(parts))
+
+
+if __name__ == "__main__":
+    run_script(main, lambda: None)
