@@ -797,7 +797,7 @@ def main(args: argparse.Namespace) -> None:
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
     resumed = load_checkpoint(checkpoint, policy, optimizer, others) if checkpoint else {"step": 0}
     for other in (reference, critic):  # a run that once trained its tower
-        if other is not None and other.cache is not None and not same_tower(policy, other):
+        if isinstance(other, Policy) and other.cache is not None and not same_tower(policy, other):
             other.cache = VisionCache(cache.max_bytes)
     # Where the run stands beside its weights: steps done, batches of prompts drawn, and the adaptive coefficient
     start, position = resumed["step"], resumed.get("position", resumed["step"])
