@@ -742,26 +742,28 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
-    def hidden(self, micro: Micro) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """The states that the scored tokens are predicted from, (K, H); and a 0 to add to the loss."""
+    def hidden(self, micro: Micro) -> torch.Tensor:
+        """The states that the scored tokens are predicted from, (K, H)."""
         positions = micro_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
-        features, deep, image_mask, unused = None, [], None, 0.0
+        features, deep, image_mask, nothing = None, [], None, None
         if micro.images:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
             image_mask = (micro.ids_T == self.image_token_id)[None]
         elif not self.vision_frozen:
             # Every rank must gather and reduce the tower's blocks alike, forward and backward: a micro-batch without pictures
-            # looks at a blank one, and gives the tower zeros.
+            # looks at a blank one, and gives the tower zeros. Through the embeddings, as pictures do: in a loss apart, the first
+            # language block of a model with adapters would have an input without gradient, and reduce out of turn.
             pooled, layers = vision_features(self.hf, [self.blank])
-            unused = sum(layer.sum() for layer in (pooled, *layers)) * 0.0
+            nothing = sum(layer.sum() for layer in (pooled, *layers)) * 0.0
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
+        embeds = embeds if nothing is None else embeds + nothing.to(embeds.dtype)
         hidden = language_hidden(
             self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
             plan=ForestAttention(self.attention, micro),
         )[0]
-        return hidden[micro.src_K], unused
+        return hidden[micro.src_K]
 
     def values(self, hidden_KH: torch.Tensor) -> torch.Tensor:
         """(K,) in fp32, whatever the trunk computes in: returns are regressed, and bfloat16 has three digits."""
@@ -773,15 +775,15 @@ class Policy(nn.Module):
         With a loss (a grpo.PolicyLoss) -> the loss of the micro-batch, and logp_K and entropy_K without gradient: the
         cheaper way to train, see kernels.fused_policy_loss. With a value head -> also value_K, last, differentiable.
         """
-        hidden_KH, unused = self.hidden(micro)
+        hidden_KH = self.hidden(micro)
         micro = micro.to(self.banned.device)
         values = (self.values(hidden_KH),) if hasattr(self, "value_head") else ()
         scored = (hidden_KH, self.hf.get_output_embeddings().weight, micro.target_K)
         if loss is None:
             logp, entropy = linear_logprob(*scored, temperature, self.banned, self.kernel)
-            return logp + unused, entropy, *values
+            return logp, entropy, *values
         total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned, self.kernel)
-        return total + unused, logp, entropy, *values
+        return total, logp, entropy, *values
 
 
 class Critic(Policy):
@@ -794,8 +796,7 @@ class Critic(Policy):
             head.requires_grad_(False)  # never used
 
     def forward(self, micro: Micro) -> torch.Tensor:
-        hidden_KH, unused = self.hidden(micro)
-        return self.values(hidden_KH) + unused
+        return self.values(self.hidden(micro))
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -832,9 +833,10 @@ def prepare(hf: nn.Module, family: Family) -> nn.Module:
 
 
 def shard(
-    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False
+    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False, replicate: int = 1
 ) -> None:
-    """Shard in place over all ranks; always, also on one, so that there is a single code path.
+    """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; always, also on one, so that
+    there is a single code path.
 
     Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
     norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
@@ -843,9 +845,11 @@ def shard(
     the memory of the CPU.
     """
     policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    master = next(policy.parameters()).dtype
-    mixed = MixedPrecisionPolicy() if compute_dtype == master else MixedPrecisionPolicy(compute_dtype, torch.float32)
+    world = dist.get_world_size()
+    shape, names = ((world,), ("shard",)) if replicate == 1 else ((replicate, world // replicate), ("replicate", "shard"))
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
+    mixed = MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(compute_dtype, torch.float32)  # gradients are reduced in fp32
     blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
     if len(blocks) == 0:
         raise ValueError("shard: the language model has no blocks")
@@ -1009,8 +1013,8 @@ def full_parameters(
         if layer is None:
             yield name, full(parameter, dtype)
         else:
-            tensor = full(parameter) + layer.scale * (full(layer.lora_B) @ full(layer.lora_A)).to(parameter.dtype)
-            yield name, tensor if dtype is None else tensor.to(dtype)
+            tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
+            yield name, tensor.to(dtype or parameter.dtype)
 
 
 def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -82,7 +82,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--freeze-merger", action=flag, help="keep what projects its patches into the language model (default: as the tower)")
     p.add_argument("--vision-lr", type=float, help="peak learning rate of what trains of the tower and merger (default: --lr)")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-                   help="of computation; weights and optimizer are fp32 (auto: bfloat16 on a GPU)")
+                   help="of computation (auto: bfloat16 on a GPU)")
+    p.add_argument("--master-dtype", choices=("fp32", "bf16"), default="fp32",
+                   help="of weights and optimizer; bf16 is half the memory but loses small updates, except to LoRA's fp32 adapters")
+    p.add_argument("--replicate", type=int, default=1, help="HSDP: shard within this many groups of processes (nodes) and replicate across")
+    p.add_argument("--cpu-offload", action=flag, default=False, help="keep weights, gradients and optimizer in the CPU's memory (GPU only)")
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
                    help="attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
     p.add_argument("--vision-cache-gb", type=float, default=2.0, help="memory for features of a frozen tower (0 = off)")
@@ -252,6 +256,9 @@ def validate(args: argparse.Namespace, world: int) -> None:
          f"--kl-target {args.kl_target} with --kl-coef {args.kl_coef} and --kl-horizon {args.kl_horizon}: all must be above 0")
     need(args.ref_every == 0 or args.kl_coef > 0, f"--ref-every {args.ref_every} refreshes a reference that only --kl-coef above 0 has")
     need(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, f"--gamma {args.gamma} and --lam {args.lam} must be in [0, 1]")
+    need(args.replicate >= 1 and world % args.replicate == 0,
+         f"--replicate {args.replicate}: {world} processes do not divide into so many groups")
+    need(not args.cpu_offload or torch.cuda.is_available(), "--cpu-offload: there is no GPU whose memory it could spare; leave it out")
     need(args.lora_rank >= 0 and args.lora_alpha > 0 and 0 <= args.lora_dropout < 1,
          f"--lora-rank {args.lora_rank} must not be negative, --lora-alpha {args.lora_alpha} must be above 0, --lora-dropout "
          f"{args.lora_dropout} in [0, 1)")
@@ -773,8 +780,10 @@ def main(args: argparse.Namespace) -> None:
     cache = VisionCache(args.vision_cache_gb * 2**30) if vision_frozen and args.vision_cache_gb > 0 else None
     has_head = args.adv == "gae" and args.critic == "head"
 
+    master = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.master_dtype]
+
     def load_trainable() -> torch.nn.Module:
-        hf = meta_hf(args.model, attrs=attrs)
+        hf = meta_hf(args.model, master, attrs)
         return add_lora(hf, lora) if lora else hf
 
     policy = Policy(load_trainable(), processor, tower_frozen, args.attn, cache, args.kernel, has_head, args.freeze_merger)
@@ -784,14 +793,14 @@ def main(args: argparse.Namespace) -> None:
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        shard(model, ctx.device, dtype)
+        shard(model, ctx.device, dtype, offload=args.cpu_offload, replicate=args.replicate)
         load_sharded(model, args.model)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr, args.vision_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
     reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
     if args.kl_coef > 0 and not lora:
         reference = Policy(meta_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
-        shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload)
+        shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload, replicate=args.replicate)
         load_sharded(reference, args.model)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}

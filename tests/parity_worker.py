@@ -84,7 +84,7 @@ def one_case(model: str, flags: list[str]) -> dict:
         m.train()
         if args.grad_checkpointing:
             m.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(m, ctx.device, torch.float32, frozen=name == "reference")
+        shard(m, ctx.device, torch.float32, frozen=name == "reference", replicate=args.replicate if ctx.world > 1 else 1)
         trained = [p for p in m.parameters() if p.requires_grad]
         optimizers[name] = torch.optim.SGD(trained, lr=0.0) if trained else None
     policy, critic, reference = (models.get(name) for name in ("policy", "critic", "reference"))
