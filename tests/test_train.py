@@ -511,7 +511,7 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture):
             args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--epochs", str(passes),
                                      "--max-grad-norm", "1e9", *more])
             for r, advantage in zip(made, advantages, strict=True):
-                r.advantage = advantage
+                r.advantage, r.columns = advantage, {}  # as if sampled anew
             micros = train.pack_minibatch(made, args, processor, ctx.device)
             metrics = train.update(policy, optimizer, [micros], args, ctx)
             return metrics, policy.hf.lm_head.weight.grad.clone()
