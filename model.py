@@ -1120,7 +1120,8 @@ def save_checkpoint(
     dist.barrier()
     dcp.save(_state(policy, optimizer, others or {}), checkpoint_id=temporary)
     if dist.get_rank() == 0:
-        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else [])])
+        ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
+        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else []), *ranks])
         trainer = {"step": step, "world": dist.get_world_size(), "parts": parts, **(position or {})}
         (temporary / "trainer.json").write_text(json.dumps(trainer) + "\n")
         shutil.rmtree(final, ignore_errors=True)

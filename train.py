@@ -329,8 +329,9 @@ def find_start(args: argparse.Namespace) -> Path | None:
         return None
     held, wanted = json.loads((given / "trainer.json").read_text()).get("parts", []), checkpoint_parts(args)
     if held != wanted:
-        raise ValueError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic} and "
-                         f"--ref-every {args.ref_every} need {wanted or 'the policy alone'}; keep the run's flags, or start a new one")
+        raise ValueError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic}, "
+                         f"--ref-every {args.ref_every} and --lora-rank {args.lora_rank} need "
+                         f"{wanted or 'the policy alone'}; keep the run's flags, or start a new one")
     if newest is not None and newest.resolve() != given.resolve():
         raise ValueError(
             f"--resume {args.resume} is not the newest checkpoint of --out {args.out}, which is {newest.name}; two histories "
@@ -342,8 +343,8 @@ def find_start(args: argparse.Namespace) -> Path | None:
 def checkpoint_parts(args: argparse.Namespace) -> list[str]:
     """What a checkpoint holds beside the policy. A reference that is never refreshed is --model, and is read from there."""
     parts = {"critic": args.adv == "gae" and args.critic == "separate", "reference": args.kl_coef > 0 and args.ref_every > 0,
-             "value_head": args.adv == "gae" and args.critic == "head"}
-    return [name for name, held in parts.items() if held]
+             "value_head": args.adv == "gae" and args.critic == "head", f"lora_rank_{args.lora_rank}": args.lora_rank > 0}
+    return sorted(name for name, held in parts.items() if held)
 
 
 def model_location(args: argparse.Namespace) -> str:

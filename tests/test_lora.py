@@ -113,6 +113,13 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
     timeless = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in run_rows] for run_rows in (whole, again)]
     assert timeless[0] == timeless[1]
     assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1  # dropout is no noise
+    more[1] = 8
+    done = run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto")],
+               check=False)
+    assert done.returncode == 1 and "it holds ['lora_rank_4'], but" in done.stderr and "--lora-rank 8 need ['lora_rank_8']" in done.stderr
+    more[1] = 4  # and on one process instead of two
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto")])
+    assert [row["step"] for row in rows(tmp_path / "b")] == [1, 2, 3] and rows(tmp_path / "b")[-1]["policy/kl_ref"] > 0
     stored = sum(f.stat().st_size for f in (tmp_path / "a" / "checkpoints" / "step_000002").glob("*.distcp"))
     weights = (toys["qwen2_5_vl"] / "model.safetensors").stat().st_size
     assert stored < 0.7 * weights  # adapters and their optimizer state alone; at rank 4 of a width of 64 they are not small

@@ -350,6 +350,7 @@ def model_must_not_load(monkeypatch):
         raise AssertionError("a model was loaded before the input was checked")
 
     monkeypatch.setattr(train, "load_hf", forbidden)
+    monkeypatch.setattr(train, "meta_hf", forbidden)
 
 
 def bad_rows(shapes):
@@ -395,6 +396,13 @@ CASES = [
     ("good", {"--gamma": "1.5"}, "--gamma 1.5 and --lam 0.95 must be in"),
     ("good", {"--entropy-coef": "-1"}, "--entropy-coef -1.0: must not be negative"),
     ("good", {"--critic-warmup-steps": "2"}, "--critic-warmup-steps 2: --adv grpo has no critic"),
+    ("good", {"--lora-targets": "q_proj"}, "--lora-targets: there are no adapters without --lora-rank"),
+    ("good", {"--lora-rank": "4", "--kl-coef": "0.1", "--ref-every": "2"}, "the reference is the policy without its adapters"),
+    ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: .* something of the tower must train"),
+    ("good", {"--replicate": "2"}, "--replicate 2: 1 processes do not divide"),
+    ("good", {"--vision-attr": "model.visual"}, "--vision-attr 'model.visual' and --language-attr None: give both or neither"),
+    ("good", {"--vision-attr": "model.tower", "--language-attr": "model.language_model"},
+     "model has no child 'tower'; its children are visual"),
     ("good", {"--overlong-buffer": "9"}, "--overlong-buffer 9: must be between 1 and --max-new-tokens 4"),
     ("good", {"--target-kl": "0"}, "--target-kl 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
