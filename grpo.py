@@ -8,7 +8,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -383,7 +383,10 @@ class Micro:
     src_K: torch.Tensor  # (K,) int64, position in T
     target_K: torch.Tensor  # (K,) int64, token ids
     values: dict[str, torch.Tensor]  # each (K,) float32; "sequence" (K,) int64 numbers the samples, ascending
-    samples: list[Sample] = field(default_factory=list)  # by that number
+    samples: InitVar[Sequence[Sample]] = ()  # by that number; no field, because FSDP looks for tensors in all fields, at every forward
+
+    def __post_init__(self, samples: Sequence[Sample]):
+        self.samples = samples
 
     @property
     def n_tokens(self) -> int:
