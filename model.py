@@ -989,7 +989,8 @@ def load_sharded(policy: Policy, path: str) -> None:
             file, dtype, shape, first = where[name]
             local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
             assert list(local_shape[1:]) == shape[1:], "only rows are sharded"
-            local, row = parameter.to_local().view(local_shape[0], -1), math.prod(shape[1:])
+            row = math.prod(shape[1:])
+            local = parameter.to_local().view(local_shape[0], row)  # no rows at all where there are more processes than rows
             step = max(1, READ_BYTES // (row * dtype.itemsize))
             with open(file, "rb") as f:
                 f.seek(first + offset[0] * row * dtype.itemsize)
