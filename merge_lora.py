@@ -17,18 +17,8 @@ from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
 from grpo import Sample, plant
-from model import (
-    Policy,
-    Processor,
-    attrs_of,
-    load_hf,
-    load_trained,
-    locate,
-    lora_layers,
-    merge_lora,
-    pixel_limits,
-    write_adapter,
-)
+from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
+from sharding import attrs_of, load_trained, locate, pixel_limits
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.

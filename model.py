@@ -1,4 +1,4 @@
-"""The model: processor, loading, freezing, the packed forward, FSDP2 and checkpoints.
+"""The model: processor, loading, freezing, adapters, and the packed forward. How it is spread over processes: sharding.py.
 
 Everything that differs between model families is in FAMILIES. The modelling code is transformers'; what is ours is how
 a forest of tokens (grpo.Micro) goes through it.
@@ -10,10 +10,7 @@ import functools
 import importlib.util
 import inspect
 import json
-import math
 import os
-import shutil
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,28 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.utils import cached_file
 
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
-from utils import derive_seed, print0
+from utils import derive_seed
 
 IMAGE_MARK = "<image>"
 
@@ -809,12 +797,12 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) 
     config = load_config(path, attrs)
     family = find_family(config, path, attrs)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
-    _register_attention()
+    register_attention()
     model_class = getattr(transformers, family.model_class)
     return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned"), family)
 
 
-def _register_attention() -> None:
+def register_attention() -> None:
     transformers.AttentionInterface.register("planned", _attention)
     transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan
 
@@ -826,384 +814,3 @@ def prepare(hf: nn.Module, family: Family) -> nn.Module:
         if hasattr(module, "conv_kernel_size") and hasattr(module, "layer_idx"):
             module.forward = functools.partial(_recurrence, module, module.forward)
     return hf
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# FSDP2
-
-
-def shard(
-    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False, replicate: int = 1
-) -> None:
-    """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; always, also on one, so that
-    there is a single code path.
-
-    Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
-    norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
-    forward and backward: tied weights stay tied, and a micro-batch without pictures skips no collective. What is `frozen`
-    has no backward after which to let go of that unit, so it does so after the forward; with `offload` its shards wait in
-    the memory of the CPU.
-    """
-    policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    world = dist.get_world_size()
-    shape, names = ((world,), ("shard",)) if replicate == 1 else ((replicate, world // replicate), ("replicate", "shard"))
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
-    plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
-    mixed = MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(compute_dtype, torch.float32)  # gradients are reduced in fp32
-    blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
-    if len(blocks) == 0:
-        raise ValueError("shard: the language model has no blocks")
-    place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    policy.offloaded = isinstance(place, CPUOffloadPolicy)
-    tower = () if policy.vision_frozen else policy.visual[0].get_submodule(policy.hf.family.vision_blocks)
-    for block in (*blocks, *tower):
-        fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=frozen)
-    # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
-    # both calls are needed, on every unit: the second alone leaves the averaging to a reduce op that gloo lacks.
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Loading into shards: no process ever holds the whole model
-
-
-def meta_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
-    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Mixtures of
-    experts come with them: their files hold experts in other shapes, which only transformers' own loading knows."""
-    config = load_config(path, attrs)
-    family = find_family(config, path, attrs)
-    if getattr(config.text_config, "num_experts", 0):
-        return load_hf(path, dtype, attrs)
-    _register_attention()
-    with _parameters_on_meta():
-        hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
-    return prepare(hf, family)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters without memory; buffers, such as rotary frequencies, are no part of a checkpoint and are made for real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model folder or hub id; a ValueError for one that is missing."""
-
-    def find(name: str) -> Path | None:
-        if os.path.isdir(path):
-            return Path(path) / name if (Path(path) / name).is_file() else None
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return Path(found) if found else None
-
-    index = find("model.safetensors.index.json")
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else ["model.safetensors"]
-    files = {name: find(name) for name in names}
-    missing = [name for name, file in files.items() if file is None]
-    if missing:
-        raise ValueError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)")
-    return list(files.values())
-
-
-def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
-    """name -> (dtype, shape, first byte) of a safetensors file, without reading a tensor; a ValueError that names a damaged one.
-
-    The file is 8 bytes of header length, a JSON header, and the tensors.      huggingface.co/docs/safetensors, "Format"
-    """
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        start = 8 + int.from_bytes(f.read(8), "little")
-        if size < 8 or start > size:
-            raise ValueError(f"{file}: truncated or no safetensors file: its header ends at byte {start} of {size}; fetch it again")
-        try:
-            header = json.loads(f.read(start - 8))
-            header.pop("__metadata__", None)
-            end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            found = {name: (SAFETENSORS_DTYPES[e["dtype"]], e["shape"], start + e["data_offsets"][0]) for name, e in header.items()}
-            spans = [e["data_offsets"][1] - e["data_offsets"][0] for e in header.values()]
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file}: its header is damaged ({type(e).__name__}: {e}); fetch it again") from e
-    if end != size:
-        raise ValueError(f"{file}: {size} bytes, where its header speaks of {end}: truncated or damaged; fetch it again")
-    for (name, (dtype, shape, _)), span in zip(found.items(), spans, strict=True):
-        if math.prod(shape) * dtype.itemsize != span:
-            raise ValueError(f"{file}: {name} of shape {shape} has {span} bytes: the header is damaged; fetch it again")
-    return found
-
-
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READ_BYTES = 2**22  # read at once
-
-
-@torch.no_grad()
-def load_sharded(policy: Policy, path: str) -> None:
-    """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others.
-    All files are checked before a byte is read into the model."""
-    hf = policy.hf
-    waiting = {name: p for name, p in hf.named_parameters() if p.is_meta}
-    if not waiting:
-        return
-    files = {file: tensors_of(file) for file in weight_files(path)}
-    transforms = get_model_conversion_mapping(hf)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    known = dict(hf.state_dict())
-    where, unused = {}, []
-    for file, tensors in files.items():
-        for key, (dtype, shape, first) in tensors.items():
-            name = rename_source_key(key, renamings, [], hf.base_model_prefix, known)[0]
-            if name in waiting:
-                where[name] = (file, dtype, shape, first)
-            elif name not in known:
-                unused.append(key)
-    if unused:
-        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
-    missing = [name for name in waiting if name not in where]
-    if missing:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}: {', '.join(missing[:3])}")
-    for name, (file, _, shape, _) in where.items():
-        if list(waiting[name].shape) != shape:
-            raise ValueError(f"{file}: {name} has shape {shape}, the config asks for {list(waiting[name].shape)}")
-
-    tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    place = policy.banned.device if not policy.offloaded else torch.device("cpu")
-    policy._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
-    if tied:  # each module has got a tensor of its own
-        hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
-    for name, parameter in hf.named_parameters():
-        if name in where:
-            file, dtype, shape, first = where[name]
-            local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            assert list(local_shape[1:]) == shape[1:], "only rows are sharded"
-            row = math.prod(shape[1:])
-            local = parameter.to_local().view(local_shape[0], row)  # no rows at all where there are more processes than rows
-            step = max(1, READ_BYTES // (row * dtype.itemsize))
-            with open(file, "rb") as f:
-                f.seek(first + offset[0] * row * dtype.itemsize)
-                for start in range(0, local_shape[0], step):
-                    rows = min(step, local_shape[0] - start)
-                    f.readinto(buffer := bytearray(rows * row * dtype.itemsize))
-                    local[start : start + rows].copy_(torch.frombuffer(buffer, dtype=dtype).view(rows, row))
-
-
-def full_parameters(
-    policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before it
-    travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers that have
-    one. All ranks must consume it together."""
-    layers = lora_layers(policy.hf)
-    for name, parameter in policy.named_parameters():
-        name, layer = name.removeprefix("hf."), layers.get(name.removeprefix("hf.").removesuffix(".weight"))
-        if name.startswith("value_head.") or ".lora_" in name or (trainable_only and layer is None and not parameter.requires_grad):
-            continue
-        if layer is None:
-            yield name, full(parameter, dtype)
-        else:
-            tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
-            yield name, tensor.to(dtype or parameter.dtype)
-
-
-def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Gathered from all ranks, without gradient, cast before it travels."""
-    tensor = parameter.detach()
-    tensor = tensor if dtype is None else tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def copy_weights(source: Policy, target: Policy) -> None:
-    """Weights of one model into another, shard by shard; both are sharded alike. A value head is left out."""
-    found = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        if name.startswith("hf."):
-            parameter.to_local().copy_(found[name].to_local())
-
-
-@torch.no_grad()
-def same_tower(a: Policy, b: Policy) -> bool:
-    """Are the vision towers of two models, sharded alike, equal on all ranks? Then they can share a cache of features."""
-    differ = torch.zeros((), dtype=torch.int32, device=a.banned.device)
-    for p, q in zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True):
-        differ |= not torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device))
-    dist.all_reduce(differ, dist.ReduceOp.MAX)
-    return not differ.item()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
-
-
-def make_optimizer(
-    policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None, vision_lr: float | None = None
-) -> torch.optim.AdamW:
-    """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
-    one (every update skipped, say) would have none, and could not be resumed. A value head and the vision tower are groups
-    of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
-    groups: dict[str, list[torch.Tensor]] = {"language": [], "head": [], "vision": []}
-    for name, p in policy.named_parameters():
-        if p.requires_grad:
-            vision = name.startswith(f"hf.{policy.hf.family.vision}.")
-            groups["head" if name.startswith("value_head.") else "vision" if vision else "language"].append(p)
-    groups = {kind: parameters for kind, parameters in groups.items() if parameters}
-    # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    by_kind = [{"params": parameters} for parameters in groups.values()]
-    optimizer = torch.optim.AdamW(by_kind, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    optimizer.kinds = list(groups)  # what each group holds
-    for p in (p for parameters in groups.values() for p in parameters):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()  # at learning rate 0
-    optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    set_learning_rate(optimizer, lr, head_lr, vision_lr)
-    return optimizer
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None, vision_lr: float | None = None
-) -> None:
-    rates = {"language": lr, "head": lr if head_lr is None else head_lr, "vision": lr if vision_lr is None else vision_lr}
-    for group, kind in zip(optimizer.param_groups, optimizer.kinds, strict=True):
-        group["lr"] = rates[kind]
-
-
-def complete_checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first. A name that was never completed does not match: it starts with a dot."""
-    return sorted(p for p in (out / "checkpoints").glob("step_*") if (p / "trainer.json").is_file())
-
-
-def _options(policy: Policy) -> StateDictOptions:
-    """A checkpoint of a model with adapters holds those alone; --model has the rest."""
-    return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
-
-
-def _state(policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, tuple[Policy, torch.optim.Optimizer | None]]) -> dict:
-    """What a checkpoint holds, by reference: {"model", "optimizer"} of the policy, and as much of each other model."""
-    model, optim = get_state_dict(policy, optimizer, options=_options(policy))
-    state = {"model": model, "optimizer": optim}
-    for name, (other, its_optimizer) in others.items():
-        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer, options=_options(other))
-        state[name] = {"model": model} | ({} if its_optimizer is None else {"optimizer": optim})
-    return state
-
-
-def save_checkpoint(
-    out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
-    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None, position: dict | None = None,
-) -> None:
-    """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
-    killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed.
-
-    `others` are models beside the policy that have changed, each with its optimizer if it has one; `position` is what
-    else the next step depends on. Random state is not stored because there is none: every draw is seeded from (seed,
-    purpose, step, ...).
-    """
-    final = out / "checkpoints" / f"step_{step:06d}"
-    temporary = final.with_name("." + final.name)
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_state(policy, optimizer, others or {}), checkpoint_id=temporary)
-    if dist.get_rank() == 0:
-        ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
-        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else []), *ranks])
-        trainer = {"step": step, "world": dist.get_world_size(), "parts": parts, **(position or {})}
-        (temporary / "trainer.json").write_text(json.dumps(trainer) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        for old in complete_checkpoints(out)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer,
-    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None,
-) -> dict:
-    """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
-    state = _state(policy, optimizer, others or {})
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_options(policy))
-    for name, (other, its_optimizer) in (others or {}).items():
-        part = state[name]
-        set_state_dict(other, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"],
-                       optim_state_dict=part.get("optimizer", {}), options=_options(other))
-    return json.loads((path / "trainer.json").read_text())
-
-
-def find_checkpoint(path: str) -> tuple[Path, dict] | None:
-    """For a run directory or one of its checkpoints: (checkpoint, the run's arguments). None for anything else."""
-    given = Path(path)
-    if (given / "trainer.json").is_file():
-        checkpoint = given
-    elif (given / "run.json").is_file():
-        complete = complete_checkpoints(given)
-        if not complete:
-            raise ValueError(f"{path!r} is a run without a complete checkpoint; train past --save-every first")
-        checkpoint = complete[-1]
-    else:
-        return None
-    return checkpoint, json.loads((checkpoint.parent.parent / "run.json").read_text())["args"]
-
-
-def attrs_of(args: dict) -> Attrs:
-    """(--vision-attr, --language-attr) of a run's arguments."""
-    return args.get("vision_attr"), args.get("language_attr")
-
-
-def lora_of(args: dict) -> Lora | None:
-    """The adapters of a run, by its arguments."""
-    if not args.get("lora_rank"):
-        return None
-    targets = tuple(args.get("lora_targets") or ())
-    return Lora(args["lora_rank"], args["lora_alpha"], args["lora_dropout"], targets, args["lora_vision"], args["seed"])
-
-
-def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
-    checkpoint or adapter folder."""
-    if (Path(path) / "adapter_config.json").is_file():
-        base = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
-        load_config(base)
-        return base, Path(path), {}
-    checkpoint, args = find_checkpoint(path) or (None, {})
-    base = args.get("model", path)
-    load_config(base, attrs_of(args))
-    return base, checkpoint, args
-
-
-def pixel_limits(args: dict) -> dict:
-    return {key: args.get(key) for key in ("min_pixels", "max_pixels")}
-
-
-def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or not."""
-    base, found, args = locate(path)
-    hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
-    lora = lora_of(args)
-    if found and not args:
-        read_adapter(hf, found, base)
-    elif found:
-        if lora:
-            add_lora(hf, lora)
-        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items() if not lora or ".lora_" in name}
-        with warnings.catch_warnings():  # that there is no process group is the intent
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": state}, checkpoint_id=found, no_dist=True)  # into the tensors themselves
-    return (merge_lora(hf) if merge else hf).to(dtype)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import grpo
-from model import Policy, Processor, full_parameters
+from model import Policy, Processor
 from prepare_data import Example
 from rollout import HFEngine, Prompt, Rollout, Sampling, VLLMEngine, difference, make_prompts
+from sharding import full_parameters
 from utils import derive_seed
 
 # Mean |difference| of a token's log-probability, in nats. In fp32 it is rounding, some 1e-7, and any mistake is far above

@@ -37,23 +37,11 @@ from model import (
     Processor,
     VisionCache,
     add_lora,
-    complete_checkpoints,
-    copy_weights,
     default_dtype,
-    full_parameters,
-    load_checkpoint,
     load_config,
     load_hf,
     load_processor,
-    load_sharded,
-    lora_of,
-    make_optimizer,
-    meta_hf,
     resolve_attention,
-    same_tower,
-    save_checkpoint,
-    set_learning_rate,
-    shard,
 )
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
@@ -68,6 +56,20 @@ from rollout import (
     resolve_engine,
 )
 from self_test import self_test
+from sharding import (
+    complete_checkpoints,
+    copy_weights,
+    full_parameters,
+    load_checkpoint,
+    load_sharded,
+    lora_of,
+    make_optimizer,
+    meta_hf,
+    same_tower,
+    save_checkpoint,
+    set_learning_rate,
+    shard,
+)
 from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, gather_dicts, print0, run_script, write_text
 
 

@@ -44,10 +44,11 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import grpo  # noqa: E402
 import train  # noqa: E402
-from model import ImageInput, Policy, VisionCache, full_parameters, load_hf, load_processor, make_optimizer, shard  # noqa: E402
+from model import ImageInput, Policy, VisionCache, load_hf, load_processor  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from reward import score_batch  # noqa: E402
 from rollout import HFEngine, Rollout, Sampling, make_prompts  # noqa: E402
+from sharding import full_parameters, make_optimizer, shard  # noqa: E402
 from utils import derive_seed, dist_setup  # noqa: E402
 
 LR, MAX_GRAD_NORM = 1e-4, 1.0

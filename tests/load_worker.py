@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from model import Lora, Policy, add_lora, full, load_hf, load_processor, load_sharded, meta_hf, shard  # noqa: E402
+from model import Lora, Policy, add_lora, load_hf, load_processor  # noqa: E402
+from sharding import full, load_sharded, meta_hf, shard  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
 
 

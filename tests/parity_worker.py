@@ -16,18 +16,9 @@ from PIL import Image  # noqa: E402
 
 import grpo  # noqa: E402
 import train  # noqa: E402
-from model import (  # noqa: E402
-    AdaptersOff,
-    Critic,
-    Policy,
-    add_lora,
-    load_hf,
-    load_processor,
-    lora_layers,
-    lora_of,
-    shard,
-)
+from model import AdaptersOff, Critic, Policy, add_lora, load_hf, load_processor, lora_layers  # noqa: E402
 from rollout import Rollout  # noqa: E402
+from sharding import lora_of, shard  # noqa: E402
 from utils import Context, dist_setup, run_script  # noqa: E402
 
 

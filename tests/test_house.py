@@ -30,13 +30,15 @@ def test_readme_maps_every_script():
 
 
 def test_imports_run_one_way():
-    top, middle = {"train.py", "eval.py", "merge_lora.py", "demo.py"}, {"prepare_data.py", "rollout.py", "reward.py", "grpo.py", "model.py"}
+    top = {"train.py", "eval.py", "merge_lora.py", "demo.py"}
+    middle = {"prepare_data.py", "rollout.py", "reward.py", "grpo.py", "model.py", "sharding.py"}
     for name in middle | {"kernels.py", "utils.py"}:
         # demo is imported where `prepare_data.py shapes` draws, and model where --inspect counts tokens
         allowed = {"demo.py", "model.py"} if name == "prepare_data.py" else set()
         assert not imports(name) & top - allowed, name
     for name in ("grpo.py", "reward.py", "kernels.py"):
-        assert not imports(name) & {"model.py", "rollout.py"}
+        assert not imports(name) & {"model.py", "sharding.py", "rollout.py"}
+    assert "sharding.py" not in imports("model.py") | imports("rollout.py")
     assert not imports("kernels.py") and not imports("utils.py")
 
 

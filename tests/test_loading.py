@@ -11,6 +11,7 @@ from test_train import TORCHRUN, run
 
 import demo
 import model as M
+import sharding
 
 
 def load(path, world, out, small):
@@ -49,7 +50,7 @@ def test_several_files_and_older_names(toys, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_built_without_weights_is_the_same_model(family, toys):
-    ours, theirs = M.meta_hf(str(toys[family])), M.load_hf(str(toys[family]))
+    ours, theirs = sharding.meta_hf(str(toys[family])), M.load_hf(str(toys[family]))
     names = [n for n, p in ours.named_parameters()]
     assert names == [n for n, _ in theirs.named_parameters()] and all(p.is_meta for p in ours.parameters()) == ("moe" not in family)
     buffers = dict(theirs.named_buffers())
@@ -70,11 +71,11 @@ def test_damaged_and_missing_files_are_named(toys, tmp_path):
     ]:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"model-00002-of-00003.safetensors: .*{words}"):
-            M.tensors_of(file)
+            sharding.tensors_of(file)
     file.unlink()
     with pytest.raises(ValueError, match="no model-00002-of-00003.safetensors there \\(1 of 3"):
-        M.weight_files(str(folder))
-    tensors = M.tensors_of(folder / "model-00001-of-00003.safetensors")
+        sharding.weight_files(str(folder))
+    tensors = sharding.tensors_of(folder / "model-00001-of-00003.safetensors")
     save_file({"model.norm.weight": torch.ones(64)}, file)
     assert len(tensors) > 10
     done = run([*TORCHRUN, 1, "tests/load_worker.py", folder, tmp_path / "out.json", toys["qwen2_5_vl"]], check=False)

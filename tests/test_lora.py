@@ -12,6 +12,7 @@ from test_train import TORCHRUN, flags, rows, run, shapes  # noqa: F401
 
 import merge_lora
 import model as M
+import sharding
 
 
 def logits(hf, processor, picture):
@@ -50,7 +51,7 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     assert torch.equal(logits(again, processor, picture), want)
     with M.without_adapters(again):
         assert torch.equal(logits(again, processor, picture), plain)
-    sent = dict(M.full_parameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
+    sent = dict(sharding.full_parameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
     assert sent.keys() == {f"{name}.weight" for name in M.lora_layers(ours)}
     engine = M.load_hf(str(path))
     for name, parameter in engine.named_parameters():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import demo
 import model as M
+import sharding
 from grpo import PolicyLoss, Sample, pack, plant
 
 QUESTION = "What is this odd thing, and why? "
@@ -295,7 +296,7 @@ def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, vision,
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, freeze_vision=vision, freeze_merger=merger)
     policy.zero_grad()
-    optimizer = M.make_optimizer(policy, 1e-3, 0.0, vision_lr=1e-5)
+    optimizer = sharding.make_optimizer(policy, 1e-3, 0.0, vision_lr=1e-5)
     micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
     policy(micro)[0].sum().backward()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}

@@ -10,8 +10,9 @@ from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
-from model import Critic, Policy, copy_weights, full_parameters, load_hf, load_processor, make_optimizer, same_tower, shard
+from model import Critic, Policy, load_hf, load_processor
 from rollout import Rollout
+from sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
 from utils import Context
 
 
