@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from PIL import Image
@@ -699,6 +700,39 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 # The policy
 
 
+class _OwnRows(torch.autograd.Function):
+    """Some rows of a tensor that all peers (see sharding.shard) hold alike. Gradients come back whole, and the same on all."""
+
+    @staticmethod
+    def forward(ctx, x_KH: torch.Tensor, rows: slice, peers: dist.ProcessGroup) -> torch.Tensor:
+        ctx.shape, ctx.rows, ctx.peers = x_KH.shape, rows, peers
+        return x_KH[rows]
+
+    @staticmethod
+    def backward(ctx, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_KH = grad_RH.new_zeros(ctx.shape)
+        torch.div(grad_RH, dist.get_world_size(ctx.peers), out=grad_KH[ctx.rows])  # what _AllRows multiplied by
+        dist.all_reduce(grad_KH, group=ctx.peers)
+        return grad_KH, None, None
+
+
+class _AllRows(torch.autograd.Function):
+    """Each peer's rows put together again, out of n; rows that several have are summed. The gradients of own rows are multiplied
+    by the number of peers, by which those of parameters that they hold alike are divided, see sharding.shard."""
+
+    @staticmethod
+    def forward(ctx, x_R: torch.Tensor, rows: slice, n: int, peers: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rows, ctx.peers = rows, peers
+        x_K = x_R.new_zeros(n)
+        x_K[rows] = x_R
+        dist.all_reduce(x_K, group=peers)
+        return x_K
+
+    @staticmethod
+    def backward(ctx, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_K[ctx.rows] * dist.get_world_size(ctx.peers), None, None, None
+
+
 class Policy(nn.Module):
     """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its scored tokens out; with a
     value head also the expected return before each of them. The head starts at 0, and so do the values."""
@@ -709,6 +743,7 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.hf, self.attention, self.cache, self.kernel = hf, attention, cache, kernel
+        self.peers: dist.ProcessGroup | None = None  # processes that divide the language blocks among them, see sharding.shard
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
@@ -766,12 +801,32 @@ class Policy(nn.Module):
         hidden_KH = self.hidden(micro)
         micro = micro.to(self.banned.device)
         values = (self.values(hidden_KH),) if hasattr(self, "value_head") else ()
-        scored = (hidden_KH, self.hf.get_output_embeddings().weight, micro.target_K)
+        if self.peers is None:
+            return *self.score(hidden_KH, micro.target_K, micro.values, temperature, loss), *values
+        n, rows = len(micro.target_K), self.own_rows(micro, loss)
+        hidden_RH, columns = _OwnRows.apply(hidden_KH, rows, self.peers), {name: column[rows] for name, column in micro.values.items()}
+        *total, logp_R, entropy_R = self.score(hidden_RH, micro.target_K[rows], columns, temperature, loss)
+        total = [_AllRows.apply(x[None], slice(0, 1), 1, self.peers).sum() for x in total]
+        return *total, *(_AllRows.apply(x_R, rows, n, self.peers) for x_R in (logp_R, entropy_R)), *values
+
+    def score(
+        self, hidden_KH: torch.Tensor, target_K: torch.Tensor, values: dict[str, torch.Tensor], temperature: float, loss: Callable | None
+    ) -> tuple[torch.Tensor, ...]:
+        """The policy head: what forward returns, but for the values."""
+        scored = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
         if loss is None:
-            logp, entropy = linear_logprob(*scored, temperature, self.banned, self.kernel)
-            return logp, entropy, *values
-        total, logp, entropy = fused_policy_loss(*scored, loss, micro.values, temperature, self.banned, self.kernel)
-        return total, logp, entropy, *values
+            return linear_logprob(*scored, temperature, self.banned, self.kernel)
+        return fused_policy_loss(*scored, loss, values, temperature, self.banned, self.kernel)
+
+    def own_rows(self, micro: Micro, loss: Callable | None) -> slice:
+        """The scored tokens that this one of the peers scores; whole sequences where the loss couples their tokens."""
+        n, me, peers = len(micro.target_K), dist.get_rank(self.peers), dist.get_world_size(self.peers)
+        cuts = torch.arange(n + 1)
+        if loss is not None and not loss.per_token:
+            ends = (micro.values["sequence"].diff() != 0).nonzero()[:, 0] + 1
+            cuts = torch.tensor([0, *ends.tolist(), n])
+        start, stop = cuts[torch.searchsorted(cuts, torch.tensor([n * me // peers, n * (me + 1) // peers]))].tolist()
+        return slice(start, stop)
 
 
 class Critic(Policy):

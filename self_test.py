@@ -88,6 +88,8 @@ def self_test(
     sampling = Sampling(min(NEW_TOKENS, args.max_new_tokens), args.temperature, seed=derive_seed(args.seed, "self-test"))
     engine.wake()
     rollouts = engine.generate(prompts, SAMPLES, sampling)
+    if policy.peers is not None:  # forwards in common, of prompts and samples that must be the same to the last token
+        dist.broadcast_object_list(rollouts, group=policy.peers, group_src=0)
     failures = check_prompts(rollouts, prompts)
     theirs = torch.tensor([p for r in rollouts for p in r.logprobs])
     alone = scored(policy, [[r] for r in rollouts], args, processor.image_token_id)

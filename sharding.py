@@ -18,9 +18,11 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
@@ -42,11 +44,103 @@ from model import (
 from utils import print0
 
 # ----------------------------------------------------------------------------------------------------------------------
-# FSDP2
+# FSDP2 and tensor parallelism
+
+# Tensor parallelism (arXiv:1909.08053, section 3): of a group of processes each computes some heads and some units of the MLP
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # linear layers of which each process has some outputs
+ROWS = ("o_proj", "down_proj")  # and some inputs: what they give is summed over the group
+HEAD_NORMS = ("q_norm", "k_norm")  # one weight for all heads, of which each process has some
+
+
+def check_tp(config: transformers.PreTrainedConfig, tp: int) -> None:
+    """ValueError where the language model does not divide into tp parts."""
+    text = config.get_text_config()
+    for name, what in (("num_key_value_heads", "key-value heads"), ("intermediate_size", "units of an MLP")):
+        n = getattr(text, name, None) or tp
+        if n % tp:
+            raise ValueError(f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
+
+
+def divisible(module: nn.Module) -> bool:
+    """Is this an attention layer or an MLP of layers that we know how to divide?"""
+    names = {name.split(".")[0] for name, _ in module.named_parameters()}
+    return bool(names & {*ROWS}) and names <= {*COLUMNS, *ROWS, *HEAD_NORMS}
+
+
+PARTS = {  # of which parameters, of such a layer, a process has some rows or columns; the rest it has whole
+    **dict.fromkeys(COLUMNS, {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}),
+    **dict.fromkeys(ROWS, {"weight": Shard(1), "lora_A": Shard(1)}),
+    **dict.fromkeys(HEAD_NORMS, {}),
+}
+
+
+def divide(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each process of a one-dimensional mesh its part of an attention layer or an MLP, in place. Parameters become DTensors,
+    so that FSDP and checkpoints know what they are parts of; the forward sees plain tensors, since operations on DTensors cost
+    a dispatch in Python each, and more for every new length of a micro-batch. What goes in and comes out is whole, and the
+    same on all processes: one sum of activations over them in the forward, one in the backward."""
+    group, n = mesh.get_group(), mesh.size()
+    layers = {name: layer for name, layer in module.named_children() if name in PARTS}
+    for kind, layer in layers.items():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            # every process has read or drawn the same, so each takes its part without asking
+            part = distribute_tensor(parameter.detach(), mesh, [PARTS[kind].get(name, Replicate())], src_data_rank=None)
+            layer.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+        if kind in ROWS:
+            layer.register_forward_hook(lambda _, inputs, output: _SumOutputs.apply(output, group))
+    forward = module.forward
+
+    def of_parts(*args, **kwargs):
+        held = {layer: dict(layer._parameters) for layer in layers.values()}
+        for kind, layer in layers.items():
+            for name, parameter in held[layer].items():
+                if parameter is not None:
+                    # what is held whole has met a part of the heads or units only: its gradients are still to be summed
+                    local = parameter.to_local(grad_placements=None if name in PARTS[kind] else [Partial()])
+                    layer._parameters[name] = local / n if kind in ROWS and name == "bias" else local  # the outputs are summed
+        try:
+            if args:
+                return forward(_SumGradients.apply(args[0], group), *args[1:], **kwargs)
+            return forward(**kwargs | {"hidden_states": _SumGradients.apply(kwargs["hidden_states"], group)})
+        finally:
+            for layer, parameters in held.items():
+                layer._parameters.update(parameters)
+
+    module.forward = of_parts
+
+
+class _SumOutputs(torch.autograd.Function):
+    """Over a group, in place; the gradient is the same on all of it already."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _SumGradients(torch.autograd.Function):
+    """What is the same on all of a group goes different ways there, and comes back as gradients to be summed."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 def shard(
-    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False, replicate: int = 1
+    policy: Policy, device: torch.device, compute_dtype: torch.dtype, frozen: bool = False, offload: bool = False, replicate: int = 1,
+    tp: int = 1,
 ) -> None:
     """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; always, also on one, so that
     there is a single code path.
@@ -56,28 +150,83 @@ def shard(
     forward and backward: tied weights stay tied, and a micro-batch without pictures skips no collective. What is `frozen`
     has no backward after which to let go of that unit, so it does so after the forward; with `offload` its shards wait in
     the memory of the CPU.
+
+    With `tp` above 1 so many neighbours, policy.peers, get the same micro-batches, and divide attention and MLPs among them;
+    those are units of their own, each part sharded over the processes that have the same part. What the peers compute alike
+    is sharded over all processes as it is without them, and so has one copy, which cannot drift apart. Its gradient comes
+    from each of the peers, so it is divided by their number.
     """
     policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    world = dist.get_world_size()
-    shape, names = ((world,), ("shard",)) if replicate == 1 else ((replicate, world // replicate), ("replicate", "shard"))
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    world, family = dist.get_world_size(), policy.hf.family
+    replicas = {"replicate": replicate} if replicate > 1 else {}
+
+    def mesh_of(**sizes: int) -> DeviceMesh:
+        sizes = replicas | sizes
+        return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
     plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
     mixed = MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(compute_dtype, torch.float32)  # gradients are reduced in fp32
-    blocks = policy.hf.get_submodule(f"{policy.hf.family.language}.{policy.hf.family.blocks}")
-    if len(blocks) == 0:
-        raise ValueError("shard: the language model has no blocks")
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     policy.offloaded = isinstance(place, CPUOffloadPolicy)
-    tower = () if policy.vision_frozen else policy.visual[0].get_submodule(policy.hf.family.vision_blocks)
-    for block in (*blocks, *tower):
-        fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=frozen)
+    blocks = policy.hf.get_submodule(f"{family.language}.{family.blocks}")
+    if len(blocks) == 0:
+        raise ValueError("shard: the language model has no blocks")
+    units: list[nn.Module] = list(blocks)
+    if tp > 1:
+        grid = mesh_of(shard=world // replicate // tp, tp=tp)
+        policy.peers, over_data = grid.get_group("tp"), grid[(*replicas, "shard")]
+        parts = [part for block in blocks for part in block.children()]
+        if not any(map(divisible, parts)):
+            names = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+            raise ValueError(f"--tp {tp}: of {names}, none is made of {', '.join((*COLUMNS, *ROWS))}, which are what can be divided; use 1")
+        for part in filter(divisible, parts):
+            divide(part, grid["tp"])
+            fully_shard(part, mesh=over_data, mp_policy=mixed, offload_policy=place).set_gradient_divide_factor(1.0)
+        # mixtures of experts, recurrent layers; norms are too small to be units
+        units = [part for part in parts if not divisible(part) and any(p.ndim > 1 for p in part.parameters())]
+        for unit in units:  # FSDP warns of units that return a view; an operation on it in place would drop its hooks
+            unit.register_forward_hook(lambda _, inputs, output: output.clone() if getattr(output, "_base", None) is not None else output)
+    if not policy.vision_frozen:
+        units += policy.visual[0].get_submodule(family.vision_blocks)
+    everyone = mesh_of(shard=world // replicate)
+    for unit in (*units, policy):
+        reshard = {} if unit is not policy else {"reshard_after_forward": frozen}
+        fully_shard(unit, mesh=everyone, mp_policy=mixed, offload_policy=place, **reshard).set_gradient_divide_factor(float(tp))
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
-    # both calls are needed, on every unit: the second alone leaves the averaging to a reduce op that gloo lacks.
+    # both calls are needed, on every unit: the factor alone leaves the averaging to a reduce op that gloo lacks.
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their global L2 norm is at most max_norm; returns the norm before. It is the same number on
+    all ranks, to the last bit, or else the copies of a replicated parameter would drift apart. (torch's own wants all
+    parameters on one mesh, which tensor parallelism has not.)"""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        gradient, copies = parameter.grad, 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            gradient, copies = gradient.to_local(), math.prod(size for placement, size in sizes if placement.is_replicate())
+        if gradient is not None:
+            by_copies.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for copies, gradients in by_copies.items():
+        square += get_total_norm(gradients).double() ** 2 / copies
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        for gradient in (gradient for gradients in by_copies.values() for gradient in gradients):
+            gradient.mul_(factor)
+    return norm
+
+
+def _placed(tensor: torch.Tensor) -> tuple | None:
+    """How a tensor lies over processes: operations on lists of tensors want them alike."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,8 +313,8 @@ READ_BYTES = 2**22  # read at once
 
 @torch.no_grad()
 def load_sharded(policy: Policy, path: str) -> None:
-    """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others.
-    All files are checked before a byte is read into the model."""
+    """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others, and
+    keeps its own columns of them. All files are checked before a byte is read into the model."""
     hf = policy.hf
     waiting = {name: p for name, p in hf.named_parameters() if p.is_meta}
     if not waiting:
@@ -201,16 +350,16 @@ def load_sharded(policy: Policy, path: str) -> None:
         if name in where:
             file, dtype, shape, first = where[name]
             local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            assert list(local_shape[1:]) == shape[1:], "only rows are sharded"
-            row = math.prod(shape[1:])
-            local = parameter.to_local().view(local_shape[0], row)  # no rows at all where there are more processes than rows
+            local, row = parameter.to_local(), math.prod(shape[1:])
+            columns = tuple(slice(at, at + n) for at, n in zip(offset[1:], local_shape[1:], strict=True))
             step = max(1, READ_BYTES // (row * dtype.itemsize))
             with open(file, "rb") as f:
                 f.seek(first + offset[0] * row * dtype.itemsize)
-                for start in range(0, local_shape[0], step):
+                for start in range(0, local_shape[0], step):  # no rows at all where there are more processes than rows
                     rows = min(step, local_shape[0] - start)
                     f.readinto(buffer := bytearray(rows * row * dtype.itemsize))
-                    local[start : start + rows].copy_(torch.frombuffer(buffer, dtype=dtype).view(rows, row))
+                    read = torch.frombuffer(buffer, dtype=dtype).view(rows, *shape[1:])
+                    local[start : start + rows].copy_(read[:, *columns])
 
 
 def full_parameters(
@@ -235,7 +384,11 @@ def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
     """Gathered from all ranks, without gradient, cast before it travels."""
     tensor = parameter.detach()
     tensor = tensor if dtype is None else tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for i in range(tensor.device_mesh.ndim):  # shards of a part of tensor parallelism to the part, then parts to the whole
+        tensor = tensor.redistribute(placements=[Replicate() if j <= i else p for j, p in enumerate(tensor.placements)])
+    return tensor.to_local()
 
 
 @torch.no_grad()
@@ -267,16 +420,16 @@ def make_optimizer(
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written before
     one (every update skipped, say) would have none, and could not be resumed. A value head and the vision tower are groups
     of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
-    groups: dict[str, list[torch.Tensor]] = {"language": [], "head": [], "vision": []}
+    groups: dict[tuple, list[torch.Tensor]] = {}
     for name, p in policy.named_parameters():
         if p.requires_grad:
             vision = name.startswith(f"hf.{policy.hf.family.vision}.")
-            groups["head" if name.startswith("value_head.") else "vision" if vision else "language"].append(p)
-    groups = {kind: parameters for kind, parameters in groups.items() if parameters}
+            kind = "head" if name.startswith("value_head.") else "vision" if vision else "language"
+            groups.setdefault((kind, _placed(p)), []).append(p)
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
     by_kind = [{"params": parameters} for parameters in groups.values()]
     optimizer = torch.optim.AdamW(by_kind, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    optimizer.kinds = list(groups)  # what each group holds
+    optimizer.kinds = [kind for kind, _ in groups]  # what each group holds
     for p in (p for parameters in groups.values() for p in parameters):
         p.grad = torch.zeros_like(p)
     optimizer.step()  # at learning rate 0
@@ -305,19 +458,24 @@ def _options(policy: Policy) -> StateDictOptions:
     return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, tuple[Policy, torch.optim.Optimizer | None]]) -> dict:
-    """What a checkpoint holds, by reference: {"model", "optimizer"} of the policy, and as much of each other model."""
-    model, optim = get_state_dict(policy, optimizer, options=_options(policy))
-    state = {"model": model, "optimizer": optim}
-    for name, (other, its_optimizer) in others.items():
-        model, optim = get_state_dict(other, [] if its_optimizer is None else its_optimizer, options=_options(other))
-        state[name] = {"model": model} | ({} if its_optimizer is None else {"optimizer": optim})
-    return state
+Trained = tuple[Policy, torch.optim.Optimizer | None]
+
+
+def _state(models: dict[str, Trained]) -> tuple[dict, dict[str, list]]:
+    """What a checkpoint holds, by reference: name -> {"model", "optimizer"} of each model, the policy's without the name. And the
+    groups of each optimizer, which it does not hold: they follow from the flags, and tensor parallelism has more of them."""
+    state, groups = {}, {}
+    for name, (model, optimizer) in models.items():
+        tensors, optim = get_state_dict(model, [] if optimizer is None else optimizer, options=_options(model))
+        groups[name] = optim.pop("param_groups", [])
+        part = {"model": tensors} | ({} if optimizer is None else {"optimizer": optim})
+        state |= part if name == "policy" else {name: part}
+    return state, groups
 
 
 def save_checkpoint(
     out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
-    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None, position: dict | None = None,
+    others: dict[str, Trained] | None = None, position: dict | None = None,
 ) -> None:
     """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
     killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed.
@@ -332,7 +490,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(policy, optimizer, others or {}), checkpoint_id=temporary)
+    dcp.save(_state({"policy": (policy, optimizer)} | (others or {}))[0], checkpoint_id=temporary)
     if dist.get_rank() == 0:
         ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
         parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else []), *ranks])
@@ -347,16 +505,17 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Path, policy: Policy, optimizer: torch.optim.Optimizer,
-    others: dict[str, tuple[Policy, torch.optim.Optimizer | None]] | None = None,
+    others: dict[str, Trained] | None = None,
 ) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
-    state = _state(policy, optimizer, others or {})
+    models: dict[str, Trained] = {"policy": (policy, optimizer)} | (others or {})
+    state, groups = _state(models)
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_options(policy))
-    for name, (other, its_optimizer) in (others or {}).items():
-        part = state[name]
-        set_state_dict(other, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"],
-                       optim_state_dict=part.get("optimizer", {}), options=_options(other))
+    for name, (model, its_optimizer) in models.items():
+        part = state if name == "policy" else state[name]
+        optim = {} if its_optimizer is None else part["optimizer"] | {"param_groups": groups[name]}
+        set_state_dict(model, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"], optim_state_dict=optim,
+                       options=_options(model))
     return json.loads((path / "trainer.json").read_text())
 
 

@@ -57,6 +57,8 @@ from rollout import (
 )
 from self_test import self_test
 from sharding import (
+    check_tp,
+    clip_gradients,
     complete_checkpoints,
     copy_weights,
     full_parameters,
@@ -70,7 +72,20 @@ from sharding import (
     set_learning_rate,
     shard,
 )
-from utils import Context, RunLog, Timers, all_sum, derive_seed, dist_setup, gather0, gather_dicts, print0, run_script, write_text
+from utils import (
+    Context,
+    RunLog,
+    Timers,
+    all_sum,
+    derive_seed,
+    dist_setup,
+    from_peers,
+    gather0,
+    gather_dicts,
+    print0,
+    run_script,
+    write_text,
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -88,6 +103,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--master-dtype", choices=("fp32", "bf16"), default="fp32",
                    help="of weights and optimizer; bf16 is half the memory but loses small updates, except to LoRA's fp32 adapters")
     p.add_argument("--replicate", type=int, default=1, help="HSDP: shard within this many groups of processes (nodes) and replicate across")
+    p.add_argument("--tp", type=int, default=1, help="tensor parallelism: so many neighbouring processes divide each language block")
     p.add_argument("--cpu-offload", action=flag, default=False, help="keep weights, gradients and optimizer in the CPU's memory (GPU only)")
     p.add_argument("--attn", choices=("auto", *ATTENTION), default="auto",
                    help="attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts are not shared)")
@@ -260,6 +276,9 @@ def validate(args: argparse.Namespace, world: int) -> None:
     need(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, f"--gamma {args.gamma} and --lam {args.lam} must be in [0, 1]")
     need(args.replicate >= 1 and world % args.replicate == 0,
          f"--replicate {args.replicate}: {world} processes do not divide into so many groups")
+    need(args.tp >= 1 and world % (args.replicate * args.tp) == 0,
+         f"--tp {args.tp}: {world} processes do not divide into groups of so many"
+         + (f" within each of --replicate {args.replicate}" if args.replicate > 1 else ""))
     need(not args.cpu_offload or torch.cuda.is_available(), "--cpu-offload: there is no GPU whose memory it could spare; leave it out")
     need(args.lora_rank >= 0 and args.lora_alpha > 0 and 0 <= args.lora_dropout < 1,
          f"--lora-rank {args.lora_rank} must not be negative, --lora-alpha {args.lora_alpha} must be above 0, --lora-dropout "
@@ -400,7 +419,7 @@ def pack_minibatch(
 ) -> list[grpo.Micro]:
     """Micro-batches of this rank's part of a minibatch, even in FLOPs; the same number on every rank."""
     total = all_sum({"tokens": sum(sum(r.loss_mask) for r in rollouts if is_used(r, args)),
-                     "sequences": sum(is_used(r, args) for r in rollouts)})
+                     "sequences": sum(is_used(r, args) for r in rollouts)}, args.tp)
     samples = []
     for i, r in enumerate(rollouts):
         n = sum(r.loss_mask)
@@ -473,11 +492,11 @@ def score(minibatches: list[list[grpo.Micro]], args, policy: Policy | None, refe
             model.reshard()
 
 
-def global_moments(x: torch.Tensor) -> tuple[float, float]:
-    """Mean and standard deviation (Bessel's correction) of the entries of all ranks, in float64."""
-    total = all_sum({"n": float(x.numel()), "sum": x.double().sum().item()})
+def global_moments(x: torch.Tensor, alike: int = 1) -> tuple[float, float]:
+    """Mean and standard deviation (Bessel's correction) of the entries of all ranks, in float64; `alike` as in all_sum."""
+    total = all_sum({"n": float(x.numel()), "sum": x.double().sum().item()}, alike)
     mean = total["sum"] / max(1.0, total["n"])
-    squares = all_sum({"squares": ((x.double() - mean) ** 2).sum().item()})["squares"]
+    squares = all_sum({"squares": ((x.double() - mean) ** 2).sum().item()}, alike)["squares"]
     return mean, math.sqrt(squares / (total["n"] - 1)) if total["n"] > 1 else 0.0
 
 
@@ -495,7 +514,7 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
         rewards_PG = total.view(len(rollouts) // args.group_size, args.group_size)
         moments = None
         if args.norm_std == "batch":
-            moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none"))
+            moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none"), args.tp)
         for r, a in zip(rollouts, grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments).flatten().tolist(), strict=True):
             r.advantage, r.columns["advantage"] = a, [a] * sum(r.loss_mask)
         return {}
@@ -516,7 +535,7 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
     advantages_BT, returns_BT = grpo.gae(rewards_BT, values_BT, mask_BT, gamma, lam)
     counted_BT = mask_BT & torch.tensor([is_used(r, args) for r in rollouts], dtype=torch.bool)[:, None]
     if args.norm_std == "batch":
-        advantages_BT = grpo.whiten(advantages_BT, *global_moments(advantages_BT[counted_BT]))
+        advantages_BT = grpo.whiten(advantages_BT, *global_moments(advantages_BT[counted_BT], args.tp))
     for r, advantages, returns, penalty in zip(rollouts, advantages_BT.tolist(), returns_BT.tolist(), penalties, strict=True):
         n = len(penalty)
         r.columns |= {"advantage": advantages[:n], "return": returns[:n]}
@@ -524,15 +543,14 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
     if not by_critic:
         return {}
     returns_K, values_K = returns_BT[counted_BT], values_BT[counted_BT]
-    (_, spread), (_, error) = global_moments(returns_K), global_moments(returns_K - values_K)
-    return {"value/mean": global_moments(values_K)[0], "value/explained_variance": 1 - (error / spread) ** 2 if spread > 0 else 0.0}
+    (_, spread), (_, error), (mean, _) = (global_moments(x, args.tp) for x in (returns_K, returns_K - values_K, values_K))
+    return {"value/mean": mean, "value/explained_variance": 1 - (error / spread) ** 2 if spread > 0 else 0.0}
 
 
 def clipped_step(model: Policy, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
     """The global gradient norm before clipping, and whether there was a step. A norm of 0 means that nothing had a
     gradient; stepping would move the weights by momentum and decay alone. All ranks see the same norm."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+    norm = clip_gradients(model, max_norm)
     good = math.isfinite(norm) and norm > 0
     if good:
         optimizer.step()
@@ -593,7 +611,7 @@ def update(
                 mismatch.add((old_logp - micro.values["engine_logp"])[real], micro.values["has_image"][real] > 0)
         sums["kl"], sums["tokens"] = sums["kl"] + here["kl"], sums["tokens"] + here["tokens"]
         if args.target_kl is not None and norms:
-            everywhere = all_sum(here)
+            everywhere = all_sum(here, args.tp)
             if everywhere["kl"] > args.target_kl * everywhere["tokens"]:
                 stopped = args.epochs * args.minibatches - len(norms)
                 break
@@ -606,7 +624,7 @@ def update(
         skipped += not stepped and not (warming and critic is not None)
         if critic is not None:
             critic_norms.append(clipped_step(critic, critic_optimizer, args.max_grad_norm)[0])
-    total = all_sum(sums)
+    total = all_sum(sums, args.tp)
     tokens, passes = max(1.0, total["tokens"]), len(norms) + (stopped > 0)
     metrics = {
         "loss/policy": total["loss"] / passes,
@@ -629,7 +647,7 @@ def update(
         metrics |= {"loss/value": total["value_loss"] / passes, "value/clipped": total["value_clipped"] / tokens}
     if critic is not None:
         metrics["value/grad_norm"] = sum(critic_norms) / len(critic_norms)
-    return metrics | mismatch.metrics(ctx)
+    return metrics | mismatch.metrics(ctx, args.tp)
 
 
 class Mismatch:
@@ -649,9 +667,9 @@ class Mismatch:
                 self.sums[f"n{kind}"] = self.sums.get(f"n{kind}", 0.0) + len(chosen)
                 self.worst[i] = max(self.worst[i], chosen.abs().max().item())
 
-    def metrics(self, ctx: Context) -> dict[str, float]:
-        """Over all ranks; a kind of prompt that the step did not have is left out."""
-        total = all_sum(self.sums)
+    def metrics(self, ctx: Context, alike: int = 1) -> dict[str, float]:
+        """Over all ranks, `alike` as in all_sum; a kind of prompt that the step did not have is left out."""
+        total = all_sum(self.sums, alike)
         worst = torch.tensor(self.worst, dtype=torch.float64, device=ctx.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         metrics = {}
@@ -757,7 +775,7 @@ def main(args: argparse.Namespace) -> None:
     validate(args, ctx.world)
     args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
     attrs = (args.vision_attr, args.language_attr)
-    load_config(args.model, attrs)
+    check_tp(load_config(args.model, attrs), args.tp)
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
     train_set, lengths = load_data(args, args.data, processor, reward_fn)
@@ -796,14 +814,14 @@ def main(args: argparse.Namespace) -> None:
         if args.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        shard(model, ctx.device, dtype, offload=args.cpu_offload, replicate=args.replicate)
+        shard(model, ctx.device, dtype, offload=args.cpu_offload, replicate=args.replicate, tp=args.tp)
         load_sharded(model, args.model)
     optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr, args.vision_lr)
     critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay) if critic else None
     reference = AdaptersOff(policy) if lora and args.kl_coef > 0 else None
     if args.kl_coef > 0 and not lora:
         reference = Policy(meta_hf(args.model, dtype, attrs), processor, True, args.attn, cache, args.kernel).requires_grad_(False).eval()
-        shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload, replicate=args.replicate)
+        shard(reference, ctx.device, dtype, frozen=True, offload=args.ref_offload, replicate=args.replicate, tp=args.tp)
         load_sharded(reference, args.model)
     beside = {"critic": (critic, critic_optimizer), "reference": (reference, None)}
     others = {name: beside[name] for name in checkpoint_parts(args) if name in beside}
@@ -889,6 +907,8 @@ def main(args: argparse.Namespace) -> None:
                 break
         chosen = choose_groups(signals, args.prompts_per_step)
         parts = [[r for key in chosen[k :: args.minibatches] if key in mine for r in mine[key]] for k in range(args.minibatches)]
+        shown = [r for part in parts for r in part]
+        parts = from_peers(parts, policy.peers)  # processes that divide the model train on the same
         rollouts = [r for part in parts for r in part]
         m["progress/epoch"] = position / (len(train_set) // args.prompts_per_step)
         m |= rollout_metrics([r for group in mine.values() for r in group], args.group_size)
@@ -910,7 +930,7 @@ def main(args: argparse.Namespace) -> None:
 
         # 5. update
         with timers("update"):
-            torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank))
+            torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank // args.tp))
             m["lr"] = learning_rate(step, args)
             critic_lr = args.critic_lr * m["lr"] / args.lr
             vision_lr = None if args.vision_lr is None else args.vision_lr * m["lr"] / args.lr
@@ -934,7 +954,7 @@ def main(args: argparse.Namespace) -> None:
         # 7. report
         done, last = step + 1, step + 1 == args.steps
         if args.sample_every and (done % args.sample_every == 0 or done == start + 1):
-            records = gather0(rollout_records(rollouts, by_uid))
+            records = gather0(rollout_records(shown, by_uid))
             if ctx.main:
                 show_samples(records[0], by_uid[records[0]["uid"]])
                 stem = out / "rollouts" / f"step_{done:06d}"

@@ -93,11 +93,24 @@ class Timers:
         return {f"time/{name}": s for name, s in seconds.items()}
 
 
-def all_sum(values: dict[str, float]) -> dict[str, float]:
-    """Sum of each entry over ranks, in float64 and rank order; a key that only some ranks have counts 0 elsewhere."""
+def all_sum(values: dict[str, float], alike: int = 1) -> dict[str, float]:
+    """Sum of each entry over ranks, in float64 and rank order; a key that only some ranks have counts 0 elsewhere. Where so
+    many neighbours hold `alike` values, those of the first count."""
     parts: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, values)
+    parts = parts[::alike]
     return {key: sum(part.get(key, 0.0) for part in parts) for key in sorted({k for part in parts for k in part})}
+
+
+def from_peers(items: list[list], group: dist.ProcessGroup | None) -> list[list]:
+    """Lists of a group's processes, joined one by one in rank order, on each of them; what is this process's own stays the same
+    objects. Without a group, its own."""
+    if group is None:
+        return items
+    parts: list[list[list]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(parts, items, group=group)
+    parts[dist.get_rank(group)] = items
+    return [[item for theirs in lists for item in theirs] for lists in zip(*parts, strict=True)]
 
 
 def gather_dicts(items: dict) -> dict:

@@ -1,6 +1,6 @@
 """Run by test_loading.py under torchrun: load a model into shards, measure its memory, compare with transformers' loading.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N tests/load_worker.py MODEL OUT.json SMALL
+    python -m torch.distributed.run --standalone --nproc-per-node N tests/load_worker.py MODEL OUT.json SMALL [TP]
 
 SMALL is loaded first, so that code which is imported on the way does not count as memory of the model.
 """
@@ -28,17 +28,18 @@ def status(key: str) -> int:
 
 def main(_) -> None:
     torch.set_num_threads(1)
-    model, out, small = sys.argv[1:]
+    model, out, small = sys.argv[1:4]
+    tp = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     ctx, processor = dist_setup(), load_processor(model)
     policy = Policy(meta_hf(small), processor)
-    shard(policy, ctx.device, torch.float32)
+    shard(policy, ctx.device, torch.float32, tp=tp)
     load_sharded(policy, small)
     del policy
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = status("VmRSS")
     policy = Policy(meta_hf(model), processor)
-    shard(policy, ctx.device, torch.float32)
+    shard(policy, ctx.device, torch.float32, tp=tp)
     load_sharded(policy, model)
     peak = status("VmHWM") - before
     want, whole = load_hf(model), sum(p.nbytes for p in policy.parameters())
@@ -46,7 +47,7 @@ def main(_) -> None:
     buffers = dict(want.named_buffers())
     equal_buffers = all(torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned")
     lora = Policy(add_lora(meta_hf(model), Lora(2, 4.0)), processor)
-    shard(lora, ctx.device, torch.float32)
+    shard(lora, ctx.device, torch.float32, tp=tp)
     load_sharded(lora, model)
     equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(p.is_meta for p in lora.parameters())
     tied = lora.hf.lm_head.weight is lora.hf.get_input_embeddings().weight

@@ -14,18 +14,24 @@ import model as M
 import sharding
 
 
-def load(path, world, out, small):
-    run([*TORCHRUN, world, "tests/load_worker.py", path, out, small])
+def load(path, world, out, small, tp=1):
+    run([*TORCHRUN, world, "tests/load_worker.py", path, out, small, tp])
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_processes_hold_half_each_even_while_loading(tied, toys, tmp_path):
+@pytest.mark.parametrize("tied,tp", [(False, 1), (True, 1), (False, 2)])
+def test_two_processes_hold_half_each_even_while_loading(tied, tp, toys, tmp_path):
     demo.make_model(tmp_path / "model", hidden=512, layers=4, vocab=8192, tied=tied)
-    for part in load(tmp_path / "model", 2, tmp_path / "out.json", toys["qwen2_5_vl"]):
+    for part in load(tmp_path / "model", 2, tmp_path / "out.json", toys["qwen2_5_vl"], tp):
         assert part["whole"] > (45 if tied else 60) * 2**20 and part["equal"] == [True] * 3 and part["tied"] == tied
-        print(f"tied {tied}: peak {part['peak'] / part['whole']:.2f} x {part['whole'] / 2**20:.0f} MiB")
+        print(f"tied {tied}, tp {tp}: peak {part['peak'] / part['whole']:.2f} x {part['whole'] / 2**20:.0f} MiB")
         assert 0.45 * part["whole"] < part["peak"] < 0.75 * part["whole"]
+
+
+def test_uneven_and_empty_shards(toys, tmp_path):
+    """Parts of three shards; and decay rates, of which there are fewer than processes."""
+    for part in load(toys["qwen3_5"], 6, tmp_path / "out.json", toys["qwen2_5_vl"], tp=2):
+        assert part["equal"] == [True] * 3
 
 
 def sharded(path, tmp_path):
