@@ -15,7 +15,6 @@ import importlib.util
 import io
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -428,13 +427,26 @@ def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
             layer.cpu_linear = torch.nn.functional.linear
 
         layers.dispatch_cpu_unquantized_gemm = keep_weight
+        drop_shared_memory(arguments["tensor_parallel_size"])
     llm = LLM(**arguments)
+    if not cuda:
+        drop_shared_memory(arguments["tensor_parallel_size"])
     engine = llm.llm_engine
     model = engine.model_executor.driver_worker.model_runner.model
     fused = {}
     for module in model.modules():  # Qwen2-VL says it of its language model only
         fused |= {name: list(parts) for name, parts in getattr(module, "packed_modules_mapping", {}).items()}
     return llm, VLLMParts(model, model.hf_to_vllm_mapper, fused, engine.reset_encoder_cache, engine.add_lora, engine.remove_lora)
+
+
+def drop_shared_memory(tp: int) -> None:
+    """On a CPU processes that share a model talk through files that vLLM leaves behind, and the next start trips over them. Once
+    all have them open, or before, their names can go."""
+    if tp > 1:
+        dist.barrier()
+        for file in Path("/dev/shm").glob("-tp:*cpushm*"):
+            file.unlink(missing_ok=True)
+        dist.barrier()
 
 
 class VLLMEngine:
@@ -631,14 +643,13 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         memory = Path("/dev/shm")  # vLLM's documented way in is a folder; this one is no disk
-        folder = tempfile.mkdtemp(prefix="adapter-", dir=memory if memory.is_dir() else None)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder) / "adapter_model.safetensors")
-        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        folder = tempfile.TemporaryDirectory(prefix="adapter-", dir=memory if memory.is_dir() else None)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(folder.name) / "adapter_model.safetensors")
+        (Path(folder.name) / "adapter_config.json").write_text(json.dumps(config))
         self.adapter_id += 1
-        request = LoRARequest(f"step-{self.adapter_id}", self.adapter_id, folder)
+        request = LoRARequest(f"step-{self.adapter_id}", self.adapter_id, folder.name)
         if self.adapter is not None:
             self.parts.remove_adapter(self.adapter.lora_int_id)
-            shutil.rmtree(self.adapter_folder)
         try:
             added = self.parts.add_adapter(request)
         except (ValueError, RuntimeError) as e:
