@@ -76,6 +76,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
     if args.adapter and run and not run.get("lora_rank"):
         raise ValueError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
+    open_repository(args.push)
     processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
     hf = load_trained(args.run, merge=False)
     if args.adapter:
@@ -108,13 +109,30 @@ def main(args: argparse.Namespace) -> None:
     print(f"wrote {out} from {found} (base {base}); largest log-probability difference {gap:.1e}")
 
 
-def push(repository: str | None, folder: Path) -> None:
-    """Upload to the hub; a private repository is made if there is none."""
-    if repository:
+def open_repository(name: str | None) -> None:
+    """Make sure, before any work, that --push can be done; a private repository is made if there is none."""
+    if name is None:
+        return
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise ValueError(f"--push {name}: not logged in to the hub; run `hf auth login` or set HF_TOKEN, or leave the flag out")
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+    except OSError as e:  # what the hub refuses is one
+        raise ValueError(f"--push {name}: the hub gives no such repository to write to ({str(e).strip().splitlines()[0]})") from e
+
+
+def push(name: str | None, folder: Path) -> None:
+    """Upload a folder to a repository of the hub."""
+    if name is not None:
         from huggingface_hub import HfApi
 
-        HfApi().create_repo(repository, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository, folder_path=folder)
+        try:
+            HfApi().upload_folder(repo_id=name, folder_path=folder)
+        except OSError as e:
+            raise ValueError(f"--push {name}: the hub refused ({str(e).strip().splitlines()[0]}); {folder} is complete, and stays") from e
+        print(f"uploaded {folder} to {name}")
 
 
 if __name__ == "__main__":
