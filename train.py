@@ -353,6 +353,12 @@ def find_start(args: argparse.Namespace) -> Path | None:
         raise ValueError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic}, "
                          f"--ref-every {args.ref_every} and --lora-rank {args.lora_rank} need "
                          f"{wanted or 'the policy alone'}; keep the run's flags, or start a new one")
+    path = given.parent.parent / "run.json"
+    before = json.loads(path.read_text())["args"] if path.is_file() else {}
+    for name in ("freeze_vision", "freeze_merger", "lora_targets", "lora_vision"):
+        if name in before and before[name] != getattr(args, name):
+            raise ValueError(f"--resume {given}: other weights were trained there: --{name.replace('_', '-')} was {before[name]} and is "
+                             f"{getattr(args, name)}; keep it, or start a new run from what merge_lora.py exports")
     if newest is not None and newest.resolve() != given.resolve():
         raise ValueError(
             f"--resume {args.resume} is not the newest checkpoint of --out {args.out}, which is {newest.name}; two histories "

@@ -310,6 +310,8 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
     done = run([*TORCHRUN, 2, "train.py", *common, "--steps", 4, "--resume", "auto"])
     assert "resumed from" in done.stdout and [row["step"] for row in rows(tmp_path / "r")] == [1, 2, 3, 4]
     assert "changed since: --steps 2 -> 4" in done.stdout
+    other = run([sys.executable, "train.py", *common, "--steps", 6, "--resume", "auto", "--no-freeze-vision"], check=False)
+    assert other.returncode == 1 and "other weights were trained there: --freeze-vision was True and is False" in other.stderr
     mixed = run([sys.executable, "train.py", *common, "--steps", 6, "--resume", tmp_path / "r/checkpoints/step_000002"], check=False)
     assert mixed.returncode == 1 and "two histories must not mix" in mixed.stderr
 
