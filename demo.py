@@ -188,6 +188,7 @@ def make_model(
     import transformers
 
     from model import FAMILIES
+    from sharding import save_hf
 
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
@@ -204,10 +205,14 @@ def make_model(
         text["rope_parameters"]["mrope_interleaved"] = True  # transformers always interleaves; vLLM only if the config says so
     if "qwen3_5" in family:
         text["layer_types"] = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": hidden // 4, "linear_value_head_dim": hidden // 4}
         text["rope_parameters"]["partial_rotary_factor"] = 1.0
     if family.endswith("moe"):
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden}
+        # not square, so that no one can take them the wrong way round
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // 4}
+        # what vLLM asks of Qwen3-VL's configs, as the hub has them; transformers always does it
+        text |= {"norm_topk_prob": True} if "vl" in family else {"shared_expert_intermediate_size": hidden}
     vision = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 96, "hidden_size": hidden, "mlp_ratio": 2}
@@ -237,7 +242,7 @@ def make_model(
                 module.weight.normal_(0, 0.5)
         model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
     model.generation_config = transformers.GenerationConfig(eos_token_id=ids("<|im_end|>"), pad_token_id=ids("<|endoftext|>"))
-    model.save_pretrained(out)
+    save_hf(model, out)
     tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
     processor = {

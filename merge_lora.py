@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
-from sharding import attrs_of, load_trained, locate, pixel_limits
+from sharding import attrs_of, load_trained, locate, pixel_limits, save_hf
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
         folder = Path(temporary) / "model"
-        hf.save_pretrained(folder)
+        save_hf(hf, folder)
         save_processor(base, processor, folder)
         gap = (probe_logprobs(load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))) - expected).abs().max().item()
         if not gap <= args.tolerance:

@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -421,12 +422,18 @@ def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
 
     if not cuda:
         # For a CPU vLLM repacks the weights of linear layers and throws the originals away. New ones could not be loaded.
+        import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts
         import vllm.model_executor.layers.utils as layers
 
         def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
             layer.cpu_linear = torch.nn.functional.linear
 
         layers.dispatch_cpu_unquantized_gemm = keep_weight
+        # Its kernel for experts knows no other order than the packed one: they are packed when they are used
+        pack, kernel = experts.cpu_prepack_moe_weight, experts.cpu_fused_moe
+        experts.cpu_prepack_moe_weight = lambda weight, isa: weight
+        experts.cpu_fused_moe = lambda output, hidden, w13, w2, b13, b2, weights, ids, activation, isa, *more: kernel(
+            output, hidden, pack(w13, isa), pack(w2, isa), b13, b2, weights, ids, activation, isa, *more)
         drop_shared_memory(arguments["tensor_parallel_size"])
     llm = LLM(**arguments)
     if not cuda:
@@ -475,7 +482,8 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
-        banned = processor.banned(transformers.AutoConfig.from_pretrained(path).get_text_config().vocab_size).to(device)
+        text = transformers.AutoConfig.from_pretrained(path).get_text_config()
+        banned = processor.banned(text.vocab_size).to(device)
 
         class Ban(LogitsProcessor):
             """Takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias would not: it is
@@ -502,6 +510,9 @@ class VLLMEngine:
             # generator back, which torch's for CPUs cannot do.
             "kv_cache_memory_bytes": int(cache_gb * 2**30), "enforce_eager": True, "skip_mm_profiling": True,
             "enable_chunked_prefill": False, "block_size": 32}
+        if getattr(text, "num_experts", 0) and cuda:
+            where["moe_backend"] = "triton"  # of the kernels the one that leaves the weights in the order in which new ones come
+        recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())  # their states are cached by chunks of prefills
         max_batched_tokens = max_batched_tokens if cuda else max(max_batched_tokens, max_model_len)
         lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank} if lora_rank else {}
         try:
@@ -509,7 +520,7 @@ class VLLMEngine:
                 cuda, model=path, dtype=str(dtype).removeprefix("torch."), tensor_parallel_size=tp,
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
                 max_model_len=max_model_len, max_num_seqs=max_rows, max_num_batched_tokens=max_batched_tokens,
-                enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+                enable_prefix_caching=cuda or not recurrent, logprobs_mode="processed_logprobs",
                 limit_mm_per_prompt={"image": pictures if max_images else 0, "video": 0},
                 mm_processor_kwargs={"size": {k: size[k] for k in ("shortest_edge", "longest_edge")}},
                 mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the pictures shared out
@@ -535,6 +546,8 @@ class VLLMEngine:
         for parameter in self.own:
             module = parameter.replace(".base_layer.", ".").split(".")[-2]
             self.n_parts[parameter] = len(self.parts.fused.get(module, [module]))
+            if module == "routed_experts":
+                self.n_parts[parameter] = len(self.own[parameter]) * (2 if parameter.endswith("w13_weight") else 1)
 
     # The four verbs --------------------------------------------------------------------------------------------------
 
@@ -602,7 +615,7 @@ class VLLMEngine:
         """
         self._wake("weights")
         calls, n_bytes, pieces, tower = 0, 0, set(), False
-        for bucket in buckets(named_tensors, self.bucket_bytes):
+        for bucket in buckets(one_by_one(named_tensors), self.bucket_bytes):
             for name, tensor in bucket:
                 pieces.add(self._locate(name))
                 tower = tower or "visual." in name
@@ -663,7 +676,7 @@ class VLLMEngine:
         is any. Tensors that vLLM stacks in one parameter are compared when the last of them has come."""
         gaps: dict[str, float] = {}
         waiting: dict[str, dict[int, tuple[str, torch.Tensor]]] = {}
-        for name, tensor in named_tensors:
+        for name, tensor in one_by_one(named_tensors):
             parameter, part = self._locate(name)
             parts = waiting.setdefault(parameter, {})
             parts[part] = name, tensor.to(self.device, self.dtype)
@@ -671,6 +684,9 @@ class VLLMEngine:
             if len(parts) < n:
                 continue
             sizes = [full.shape[0] for _, full in (parts[i] for i in range(n))]
+            if own.ndim == 3:  # experts
+                own = own.flatten(0, 1)
+                sizes = [len(own) // n] * n
             if own.shape[0] != sum(sizes) and n > 1:  # shared out: keys and values may have fewer heads than there are processes
                 sizes[0] //= self.tp
                 sizes[1:] = [(own.shape[0] - sizes[0]) // (n - 1)] * (n - 1)
@@ -691,6 +707,11 @@ class VLLMEngine:
     def _locate(self, name: str) -> tuple[str, int]:
         """Of a Hugging Face parameter: vLLM's parameter, and which part of that it is."""
         target, part = self.parts.mapper.map_name(name) or "", 0
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", target)
+        for layer in ("", "base_layer.") if expert else ():
+            parameter = f"{expert[1]}.{layer}routed_experts.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+            if parameter in self.own:
+                return parameter, int(expert[2]) if expert[3] == "down" else 2 * int(expert[2]) + (expert[3] == "up")
         parent, module, leaf = ("..." + target).rsplit(".", 2)
         for fused, members in self.parts.fused.items():
             if module in members:
@@ -715,6 +736,20 @@ class VLLMEngine:
         if what not in self.awake:
             self.llm.wake_up(tags=[what])
             self.awake.add(what)
+
+
+def one_by_one(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The experts of a layer, which transformers has in one tensor (experts, outputs, inputs), each under a name of its own:
+    vLLM reads those for every family, but experts in one tensor for some families the other way round."""
+    for name, tensor in named_tensors:
+        stem, _, kind = name.rpartition(".experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for i, expert in enumerate(tensor):
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if kind == "gate_up_proj" else [("down", expert)]
+            for part, weight in parts:
+                yield f"{stem}.experts.{i}.{part}_proj.weight", weight
 
 
 def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:

@@ -6,16 +6,19 @@ A policy is built without weights (meta_hf), sharded (shard) and filled (load_sh
 import json
 import math
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from model import (
@@ -234,16 +237,32 @@ def _placed(tensor: torch.Tensor) -> tuple | None:
 
 
 def meta_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
-    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Mixtures of
-    experts come with them: their files hold experts in other shapes, which only transformers' own loading knows."""
+    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Only a model whose
+    files hold weights in ways that load_sharded does not know comes with them, each process reading all of it."""
     config = load_config(path, attrs)
     family = find_family(config, path, attrs)
-    if getattr(config.text_config, "num_experts", 0):
-        return load_hf(path, dtype, attrs)
     register_attention()
     with _parameters_on_meta():
         hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
+    strange = [converter for converter in converters_of(hf) if not understood(converter)]
+    if strange:
+        print0(f"{path}: its files hold {', '.join(strange[0].source_patterns)} in a form that only transformers reads; each process does, "
+               f"whole")
+        return load_hf(path, dtype, attrs)
     return prepare(hf, family)
+
+
+def converters_of(hf: nn.Module) -> list[WeightConverter]:
+    """What transformers does, beyond renaming, to the tensors of this model's files."""
+    return [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightConverter)]
+
+
+def understood(converter: WeightConverter) -> bool:
+    """Experts of a mixture: in one tensor whose last two axes may be the other way round, or in one or two tensors each."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    if steps == [("Transpose", None)]:
+        return {converter.operations[0].dim0, converter.operations[0].dim1} == {1, 2} and converter.operations[0].check_dims
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 @contextmanager
@@ -311,55 +330,104 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 READ_BYTES = 2**22  # read at once
 
 
+def save_hf(hf: nn.Module, folder: Path) -> None:
+    """The model's folder, as transformers writes it but for experts: it reads them either way round, but writes them as it holds
+    them. The hub has, and vLLM reads, those of some families with inputs before outputs."""
+    hf.save_pretrained(folder)
+    turned = tuple(pattern for converter in converters_of(hf) for pattern in converter.source_patterns
+                   if type(converter.operations[0]).__name__ == "Transpose")
+    for file in folder.glob("*.safetensors") if turned else ():
+        tensors = load_file(file)
+        tensors |= {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name.endswith(turned)}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, and where it belongs in a parameter."""
+
+    file: Path
+    dtype: torch.dtype
+    first: int  # its first byte
+    shape: list[int]  # as in the parameter, with as many axes
+    at: list[int]  # where in the parameter it begins
+    turned: bool = False  # the file has the last two axes the other way round
+
+
+def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[str, list[Stored]]:
+    """For each parameter, by name and shape, the tensors that it is made of. All files are checked; a ValueError names what is
+    damaged, missing or of another shape."""
+    files = {file: tensors_of(file) for file in weight_files(path)}
+    converters, known = converters_of(hf), dict(hf.state_dict())
+    renamings = [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightRenaming)]
+    patterns = {pattern: converter.source_patterns for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, list[Stored]] = {name: [] for name in shapes}
+    unused = []
+    for file, tensors in files.items():
+        for key, (dtype, shape, first) in tensors.items():
+            name, pattern = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
+            if name not in shapes:
+                unused += [] if name in known else [key]
+                continue
+            want, at, turned = shapes[name], [0] * len(shapes[name]), False
+            if pattern is not None and "*" in pattern:  # one expert's, or a part of one's: the parts are of equal size
+                at[0] = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)[1])
+                at[1] = patterns[pattern].index(pattern) * want[1] // len(patterns[pattern])
+                shape = [1, *shape]
+            elif pattern is not None and shape != want:
+                shape, turned = [shape[0], *shape[:0:-1]], True
+            if len(shape) != len(want) or any(start + n > limit for start, n, limit in zip(at, shape, want, strict=True)) or (
+                    pattern is None and shape != want):
+                raise ValueError(f"{file}: {key} has shape {tensors[key][1]}, the config asks {want} of {name}")
+            found[name].append(Stored(file, dtype, first, shape, at, turned))
+    if unused:
+        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
+    missing = [name for name, parts in found.items() if sum(math.prod(part.shape) for part in parts) < math.prod(shapes[name])]
+    if missing:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: {', '.join(missing[:3])}")
+    return found
+
+
+def read_stored(stored: Stored, local: torch.Tensor, offset: Sequence[int]) -> None:
+    """Into a process's part of a parameter, which begins at `offset` of the whole: what the file's tensor has of it."""
+    starts = [max(o, a) for o, a in zip(offset, stored.at, strict=True)]
+    stops = [min(o + n, a + m) for o, n, a, m in zip(offset, local.shape, stored.at, stored.shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return
+    into, of = ([slice(start - b, stop - b) for start, stop, b in zip(starts, stops, base, strict=True)] for base in (offset, stored.at))
+    row = math.prod(stored.shape[1:])
+    in_file = stored.shape[:0:-1] if stored.turned else stored.shape[1:]
+    step = max(1, READ_BYTES // (row * stored.dtype.itemsize))
+    with open(stored.file, "rb") as f:
+        f.seek(stored.first + of[0].start * row * stored.dtype.itemsize)
+        for start in range(into[0].start, into[0].stop, step):
+            rows = min(step, into[0].stop - start)
+            f.readinto(buffer := bytearray(rows * row * stored.dtype.itemsize))
+            read = torch.frombuffer(buffer, dtype=stored.dtype).view(rows, *in_file)
+            read = read.transpose(1, 2) if stored.turned else read
+            local[start : start + rows, *into[1:]].copy_(read[:, *of[1:]])
+
+
 @torch.no_grad()
 def load_sharded(policy: Policy, path: str) -> None:
     """Fill a policy that was built by meta_hf and sharded: each process reads its own rows of each tensor, and no others, and
     keeps its own columns of them. All files are checked before a byte is read into the model."""
     hf = policy.hf
-    waiting = {name: p for name, p in hf.named_parameters() if p.is_meta}
+    waiting = {name: list(p.shape) for name, p in hf.named_parameters() if p.is_meta}
     if not waiting:
         return
-    files = {file: tensors_of(file) for file in weight_files(path)}
-    transforms = get_model_conversion_mapping(hf)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    known = dict(hf.state_dict())
-    where, unused = {}, []
-    for file, tensors in files.items():
-        for key, (dtype, shape, first) in tensors.items():
-            name = rename_source_key(key, renamings, [], hf.base_model_prefix, known)[0]
-            if name in waiting:
-                where[name] = (file, dtype, shape, first)
-            elif name not in known:
-                unused.append(key)
-    if unused:
-        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
-    missing = [name for name in waiting if name not in where]
-    if missing:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}: {', '.join(missing[:3])}")
-    for name, (file, _, shape, _) in where.items():
-        if list(waiting[name].shape) != shape:
-            raise ValueError(f"{file}: {name} has shape {shape}, the config asks for {list(waiting[name].shape)}")
-
+    found = find_stored(hf, path, waiting)
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
     place = policy.banned.device if not policy.offloaded else torch.device("cpu")
     policy._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
     if tied:  # each module has got a tensor of its own
         hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
     for name, parameter in hf.named_parameters():
-        if name in where:
-            file, dtype, shape, first = where[name]
-            local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-            local, row = parameter.to_local(), math.prod(shape[1:])
-            columns = tuple(slice(at, at + n) for at, n in zip(offset[1:], local_shape[1:], strict=True))
-            step = max(1, READ_BYTES // (row * dtype.itemsize))
-            with open(file, "rb") as f:
-                f.seek(first + offset[0] * row * dtype.itemsize)
-                for start in range(0, local_shape[0], step):  # no rows at all where there are more processes than rows
-                    rows = min(step, local_shape[0] - start)
-                    f.readinto(buffer := bytearray(rows * row * dtype.itemsize))
-                    read = torch.frombuffer(buffer, dtype=dtype).view(rows, *shape[1:])
-                    local[start : start + rows].copy_(read[:, *columns])
+        if name in found:
+            _, offset = compute_local_shape_and_global_offset(waiting[name], parameter.device_mesh, parameter.placements)
+            for stored in found[name]:
+                read_stored(stored, parameter.to_local(), offset)
 
 
 def full_parameters(
