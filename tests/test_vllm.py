@@ -19,6 +19,7 @@ from rollout import HFEngine, Sampling, VLLMEngine, make_prompts
 pytestmark = pytest.mark.vllm
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+RECURRENT = ("qwen3_5", "qwen3_5_moe")  # for a CPU vLLM has them in bfloat16 only, and with wider heads
 SIZES = dict(max_model_len=384, max_images=3, max_batched_tokens=512, max_rows=64, cache_gb=0.125)
 
 
@@ -26,16 +27,16 @@ SIZES = dict(max_model_len=384, max_images=3, max_batched_tokens=512, max_rows=6
 def toys(tmp_path_factory):
     """As conftest's, but wider: vLLM's attention for CPUs wants heads of 32."""
     root = tmp_path_factory.mktemp("vllm_toys")
-    for family in (*FAMILIES, "qwen2_vl"):
-        demo.make_model(root / family, family, seed=0, hidden=128, layers=2, vocab=448)
-    return {family: root / family for family in (*FAMILIES, "qwen2_vl")}
+    for family in (*FAMILIES, *RECURRENT, "qwen2_vl"):
+        demo.make_model(root / family, family, seed=0, hidden=256 if family in RECURRENT else 128, layers=2, vocab=448)
+    return {family: root / family for family in (*FAMILIES, *RECURRENT, "qwen2_vl")}
 
 
 KEPT = []  # vLLM takes its process groups down with the first engine that is collected
 
 
-def start(folder, pixels=(), **more):
-    KEPT.append(VLLMEngine(str(folder), M.load_processor(str(folder), *pixels), CPU, torch.float32, **SIZES | more))
+def start(folder, pixels=(), dtype=torch.float32, **more):
+    KEPT.append(VLLMEngine(str(folder), M.load_processor(str(folder), *pixels), CPU, dtype, **SIZES | more))
     return KEPT[-1]
 
 
@@ -174,6 +175,32 @@ def test_ends_are_kept_and_told_apart(restored, mixed):
         assert len(r.logprobs) == len(r.loss_mask) == len(r.response)
     greedy = Sampling(12, 0.0)
     assert_same(engine.generate(prompts, 1, greedy), HFEngine(hf, processor, CPU).generate(prompts, 1, greedy))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_families_are_as_near_as_bfloat16_allows(family, toys, mixed):
+    """Engine and trainer, before and after new weights; what bfloat16 does to transformers' own model is the measure."""
+    hf, half, processor = M.load_hf(str(toys[family])).eval(), M.load_hf(str(toys[family])).eval(), M.load_processor(str(toys[family]))
+    engine = start(toys[family], dtype=torch.bfloat16)
+    prompts = make_prompts(mixed, processor)
+    for change in (0.0, 0.3):
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in hf.parameters():
+                p += change * p.std(unbiased=False) * torch.randn(p.shape, generator=generator)
+        half.load_state_dict(hf.state_dict())
+        half.bfloat16()
+        if change:
+            stale = engine.generate(prompts, 2, Sampling(10, seed=1))
+            engine.load_weights(named(half))
+            assert not engine.unequal_weights(named(half))
+        rollouts = engine.generate(prompts, 2, Sampling(10, seed=1))
+        exact, rounded = ([trainer_logprobs(model, processor, r) for r in rollouts] for model in (hf, half))
+        ours = [(torch.tensor(r.logprobs) - e).abs().mean().item() for r, e in zip(rollouts, exact, strict=True)]
+        theirs = [(a - e).abs().mean().item() for a, e in zip(rounded, exact, strict=True)]
+        assert sum(ours) < 2 * sum(theirs) and max(ours) < 0.02
+        half.float()
+    assert [r.token_ids for r in stale] != [r.token_ids for r in rollouts]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
