@@ -10,6 +10,7 @@ same pixels, and report the log-probability of the distribution that they sample
 Axes: P prompts, B rows being decoded, L cached tokens, V vocabulary.
 """
 
+import functools
 import hashlib
 import importlib.util
 import io
@@ -421,26 +422,7 @@ def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
     from vllm import LLM
 
     if not cuda:
-        # For a CPU vLLM repacks the weights of linear layers and throws the originals away. New ones could not be loaded.
-        import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts
-        import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as recurrent
-        import vllm.model_executor.layers.utils as layers
-
-        def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-            layer.cpu_linear = torch.nn.functional.linear
-
-        layers.dispatch_cpu_unquantized_gemm = keep_weight
-        # Nor will its kernels for the convolution of recurrent layers find packed weights
-        def unpacked(kernel: Callable) -> Callable:
-            return lambda **k: kernel(**k | {"weight": k["weight"].flatten(1), "is_weight_packed": False})
-
-        for name in ("_causal_conv1d_update_cpu", "_causal_conv1d_fwd_cpu"):
-            setattr(recurrent, name, unpacked(getattr(recurrent, name)))
-        # Its kernel for experts knows no other order than the packed one: they are packed when they are used
-        pack, kernel = experts.cpu_prepack_moe_weight, experts.cpu_fused_moe
-        experts.cpu_prepack_moe_weight = lambda weight, isa: weight
-        experts.cpu_fused_moe = lambda output, hidden, w13, w2, b13, b2, weights, ids, activation, isa, *more: kernel(
-            output, hidden, pack(w13, isa), pack(w2, isa), b13, b2, weights, ids, activation, isa, *more)
+        leave_weights_alone()
         drop_shared_memory(arguments["tensor_parallel_size"])
     llm = LLM(**arguments)
     if not cuda:
@@ -451,6 +433,31 @@ def start_vllm(cuda: bool, **arguments) -> tuple[object, VLLMParts]:
     for module in model.modules():  # Qwen2-VL says it of its language model only
         fused |= {name: list(parts) for name, parts in getattr(module, "packed_modules_mapping", {}).items()}
     return llm, VLLMParts(model, model.hf_to_vllm_mapper, fused, engine.reset_encoder_cache, engine.add_lora, engine.remove_lora)
+
+
+@functools.cache
+def leave_weights_alone() -> None:
+    """For a CPU vLLM packs weights once they are loaded, and new ones would never reach what is computed with. Linear layers and
+    the convolutions of recurrent layers do without; experts, whose kernel wants them packed, are when they are used."""
+    import vllm.model_executor.layers.fused_moe.experts.cpu_moe as experts
+    import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as recurrent
+    import vllm.model_executor.layers.utils as layers
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    def unpacked(kernel: Callable) -> Callable:
+        return lambda **k: kernel(**k | {"weight": k["weight"].flatten(1), "is_weight_packed": False})
+
+    pack, kernel = experts.cpu_prepack_moe_weight, experts.cpu_fused_moe
+
+    def packed(output, hidden, w13, w2, b13, b2, weights, ids, activation, isa, *more) -> None:
+        kernel(output, hidden, pack(w13, isa), pack(w2, isa), b13, b2, weights, ids, activation, isa, *more)
+
+    layers.dispatch_cpu_unquantized_gemm = keep
+    for name in ("_causal_conv1d_update_cpu", "_causal_conv1d_fwd_cpu"):
+        setattr(recurrent, name, unpacked(getattr(recurrent, name)))
+    experts.cpu_prepack_moe_weight, experts.cpu_fused_moe = lambda weight, isa: weight, packed
 
 
 def drop_shared_memory(tp: int) -> None:
