@@ -19,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -417,6 +418,23 @@ def choose_groups(signals: dict[tuple[int, int], bool], n: int) -> list[tuple[in
     """The n groups to train on, by (round, place in the batch): the first whose rewards are unequal, and where there are
     too few of them, the first others."""
     return sorted(sorted(signals, key=lambda key: (not signals[key], key))[:n])
+
+
+def share(
+    parts: list[list[Rollout]], peers: dist.ProcessGroup | None, examples: dict[str, Example], processor: Processor
+) -> list[list[Rollout]]:
+    """This process's rollouts, part by part, with those of its peers (sharding.shard). Pictures do not travel, patches being
+    many times a picture's size: they are made here as they were there."""
+    if peers is None:
+        return parts
+    light = [[replace(r, images=[]) for r in part] for part in parts]
+    mine = {id(a): b for without, part in zip(light, parts, strict=True) for a, b in zip(without, part, strict=True)}
+    joined = from_peers(light, peers)
+    theirs = [r for part in joined for r in part if id(r) not in mine]
+    images = {p.uid: p.images for p in make_prompts([examples[uid] for uid in dict.fromkeys(r.uid for r in theirs)], processor)}
+    for r in theirs:
+        r.images = images[r.uid]
+    return [[mine.get(id(r), r) for r in part] for part in joined]
 
 
 def pack_minibatch(
@@ -914,7 +932,7 @@ def main(args: argparse.Namespace) -> None:
         chosen = choose_groups(signals, args.prompts_per_step)
         parts = [[r for key in chosen[k :: args.minibatches] if key in mine for r in mine[key]] for k in range(args.minibatches)]
         shown = [r for part in parts for r in part]
-        parts = from_peers(parts, policy.peers)  # processes that divide the model train on the same
+        parts = share(parts, policy.peers, by_uid, processor)  # processes that divide the model train on the same
         rollouts = [r for part in parts for r in part]
         m["progress/epoch"] = position / (len(train_set) // args.prompts_per_step)
         m |= rollout_metrics([r for group in mine.values() for r in group], args.group_size)
