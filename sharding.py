@@ -378,14 +378,16 @@ def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[
                 shape, turned = [shape[0], *shape[:0:-1]], True
             if len(shape) != len(want) or any(start + n > limit for start, n, limit in zip(at, shape, want, strict=True)) or (
                     pattern is None and shape != want):
-                raise ValueError(f"{file}: {key} has shape {tensors[key][1]}, the config asks {want} of {name}")
+                raise ValueError(f"{file}: {key} has shape {tensors[key][1]}, the config asks {want} of {name}: files of "
+                                 f"another model, or damaged; fetch them again with their config.json")
             found[name].append(Stored(file, dtype, first, shape, at, turned))
     if unused:
         print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
     missing = [name for name, parts in found.items() if sum(math.prod(part.shape) for part in parts) < math.prod(shapes[name])]
     if missing:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: {', '.join(missing[:3])}")
+        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: {', '.join(missing[:3])}; "
+                         f"fetch it again")
     return found
 
 

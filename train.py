@@ -409,6 +409,11 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def dropout_seed(args: argparse.Namespace, step: int, rank: int) -> int:
+    """The same for peers, which --tp makes neighbours: what they compute alike must stay alike."""
+    return derive_seed(args.seed, "dropout", step, rank // args.tp)
+
+
 def is_used(r: Rollout, args: argparse.Namespace) -> bool:
     """Does the loss count this response?"""
     return args.truncated != "mask" or r.finish_reason != "length"
@@ -932,7 +937,8 @@ def main(args: argparse.Namespace) -> None:
         chosen = choose_groups(signals, args.prompts_per_step)
         parts = [[r for key in chosen[k :: args.minibatches] if key in mine for r in mine[key]] for k in range(args.minibatches)]
         shown = [r for part in parts for r in part]
-        parts = share(parts, policy.peers, by_uid, processor)  # processes that divide the model train on the same
+        with timers("rollout"):
+            parts = share(parts, policy.peers, by_uid, processor)  # processes that divide the model train on the same
         rollouts = [r for part in parts for r in part]
         m["progress/epoch"] = position / (len(train_set) // args.prompts_per_step)
         m |= rollout_metrics([r for group in mine.values() for r in group], args.group_size)
@@ -954,7 +960,7 @@ def main(args: argparse.Namespace) -> None:
 
         # 5. update
         with timers("update"):
-            torch.manual_seed(derive_seed(args.seed, "dropout", step, ctx.rank // args.tp))
+            torch.manual_seed(dropout_seed(args, step, ctx.rank))
             m["lr"] = learning_rate(step, args)
             critic_lr = args.critic_lr * m["lr"] / args.lr
             vision_lr = None if args.vision_lr is None else args.vision_lr * m["lr"] / args.lr

@@ -117,6 +117,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
         for name in ("advantage", "return") if args.adv == "gae" else ("advantage",):
             micro.take(name)
     micros = micros or pack()
+    torch.manual_seed(train.dropout_seed(args, 0, ctx.rank))
     metrics |= train.update(policy, optimizers["policy"], [micros], args, ctx, args.kl_coef, reference, critic, optimizers.get("critic"))
     for m in models.values():
         assert_equal_copies(m)

@@ -166,7 +166,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             wanted = json.loads(body)
             status = 403 if wanted.get("organization") == "others" else 200
             answer = {"url": f"http://{self.headers['Host']}/{wanted['organization']}/{wanted['name']}", "name": wanted["name"]}
-            self.server.made.append(wanted.get("visibility"))
+            self.server.made.append(wanted.get("visibility") or wanted.get("private"))  # versions of the client differ
         elif "/preupload/" in path:
             status = 403 if "/others/" in path else 200
             answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]}
@@ -207,7 +207,7 @@ def test_a_merged_adapter_is_uploaded_whole(toys, tmp_path):
         refused = [run([*command, tmp_path / out, "--push", f"others/{out}"], check=False, env=environment) for out in ("absent", "there")]
     finally:
         hub.shutdown()
-    assert hub.made[0] == "private" and "uploaded" in done.stdout
+    assert hub.made[0] in ("private", True) and "uploaded" in done.stdout
     written = {str(f.relative_to(tmp_path / "hf")): f.read_bytes() for f in (tmp_path / "hf").rglob("*") if f.is_file()}
     assert hub.files == written and "model.safetensors" in written
     assert [r.returncode for r in refused] == [1, 1] and "Traceback" not in refused[0].stderr + refused[1].stderr
