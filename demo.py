@@ -25,6 +25,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from errors import UserError
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The shapes task
 
@@ -111,7 +113,7 @@ def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, 
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to a picture, the answer types in turn."""
     if split not in SALT:
-        raise ValueError(f"--split {split!r}: shapes has {', '.join(SALT)}")
+        raise UserError(f"--split {split!r}: shapes has {', '.join(SALT)}")
     types = ("count", "colour", "shape", "exists", "angle")
     waiting: dict[str, list] = {t: [] for t in types}
     seen = set()
@@ -280,7 +282,7 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
 
     ctx = dist_setup()
     if batch % ctx.world:
-        raise ValueError(f"warm start: {batch} pictures a step do not divide among {ctx.world} processes")
+        raise UserError(f"warm start: {batch} pictures a step do not divide among {ctx.world} processes")
     processor = load_processor(str(base))
     hf = load_hf(str(base))
     policy = Policy(hf, processor, freeze_vision=False)
@@ -377,7 +379,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
 
     # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
     if out.exists() and any(out.iterdir()) and not (out / "train.parquet").is_file():
-        raise ValueError(f"--out {out} is not empty and no earlier demo's folder; choose another")
+        raise UserError(f"--out {out} is not empty and no earlier demo's folder; choose another")
 
 
     shutil.rmtree(out, ignore_errors=True)

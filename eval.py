@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from errors import UserError
 from model import Processor, default_dtype
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
@@ -182,15 +183,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("samples", "max_new_tokens", "max_prompt_tokens", "rows", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise ValueError(f"--temperature {args.temperature} must not be negative, and --top-p {args.top_p} must be in (0, 1]")
+        raise UserError(f"--temperature {args.temperature} must not be negative, and --top-p {args.top_p} must be in (0, 1]")
     if args.samples > 1 and args.temperature == 0:
-        raise ValueError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
+        raise UserError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
     if not 0 < args.gpu_memory_utilization < 1:
-        raise ValueError(f"--gpu-memory-utilization {args.gpu_memory_utilization}: must be in (0, 1)")
+        raise UserError(f"--gpu-memory-utilization {args.gpu_memory_utilization}: must be in (0, 1)")
     if Path(args.out).is_file():
-        raise ValueError(f"--out {args.out} is a file; give a directory")
+        raise UserError(f"--out {args.out} is a file; give a directory")
     return args
 
 
@@ -212,7 +213,7 @@ def main(args: argparse.Namespace) -> dict:
     for line in left_out:
         print0(f"left out: {line}")
     if not kept:
-        raise ValueError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
+        raise UserError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     results, engines = {}, []
     for name, path in paths.items():

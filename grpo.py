@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from errors import UserError
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages
 
@@ -341,7 +343,7 @@ def token_weight(how: str, n_tokens: int, global_tokens: int, global_sequences: 
         return 1.0 / (global_sequences * n_tokens)
     if how == "const":
         return 1.0 / (global_sequences * constant)
-    raise ValueError(f"--loss-agg {how!r}: known are {', '.join(LOSS_AGGREGATIONS)}")
+    raise UserError(f"--loss-agg {how!r}: known are {', '.join(LOSS_AGGREGATIONS)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -499,7 +501,7 @@ def split_tree(samples: Sequence[Sample], max_tokens: int, image_token: int) -> 
         tokens = identities[i]
         if len(tokens) > max_tokens:
             prompt = samples[i].scored.index(True)
-            raise ValueError(
+            raise UserError(
                 f"prompt {samples[i].uid!r} of {prompt} tokens with a response of {len(samples[i].tokens) - prompt} needs {len(tokens)} "
                 f"tokens, over --micro-tokens {max_tokens}; raise that, or lower --max-prompt-tokens or --max-new-tokens"
             )

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import torch
 
+from errors import UserError
+
 try:
     import triton
     import triton.language as tl
@@ -41,13 +43,13 @@ def interpreted() -> bool:
 def resolve_kernel(choice: str, device: torch.device) -> str:
     """Turn --kernel auto|triton|torch into the implementation of the whole run; called once, at start-up."""
     if choice not in KERNELS:
-        raise ValueError(f"--kernel {choice!r}: known are {', '.join(KERNELS)}")
+        raise UserError(f"--kernel {choice!r}: known are {', '.join(KERNELS)}")
     if choice == "auto":
         return "triton" if device.type == "cuda" and triton is not None else "torch"
     if choice == "triton" and triton is None:
-        raise ValueError("--kernel triton: the triton package is not installed; pip install triton, or use --kernel torch")
+        raise UserError("--kernel triton: the triton package is not installed; pip install triton, or use --kernel torch")
     if choice == "triton" and device.type != "cuda" and not interpreted():
-        raise ValueError(f"--kernel triton needs a GPU, and this is a {device.type}; use --kernel torch (or set TRITON_INTERPRET=1, "
+        raise UserError(f"--kernel triton needs a GPU, and this is a {device.type}; use --kernel torch (or set TRITON_INTERPRET=1, "
                          "which runs the kernels in Triton's interpreter: for tests, thousands of times slower)")
     return choice
 

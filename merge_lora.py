@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
+from errors import UserError
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
 from sharding import attrs_of, load_trained, locate, pixel_limits, save_hf
@@ -69,13 +70,13 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
 def main(args: argparse.Namespace) -> None:
     base, found, run = locate(args.run) if Path(args.run).is_dir() else (args.run, None, {})
     if found is None:
-        raise ValueError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
+        raise UserError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
                          f"(adapter_config.json)")
     out = Path(args.out)
     if out.is_file() or (out.exists() and any(out.iterdir())):
-        raise ValueError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
+        raise UserError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
     if args.adapter and run and not run.get("lora_rank"):
-        raise ValueError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
+        raise UserError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
     open_repository(args.push)
     processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
     hf = load_trained(args.run, merge=False)
@@ -98,7 +99,7 @@ def main(args: argparse.Namespace) -> None:
         save_processor(base, processor, folder)
         gap = (probe_logprobs(load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))) - expected).abs().max().item()
         if not gap <= args.tolerance:
-            raise ValueError(
+            raise UserError(
                 f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over --tolerance "
                 f"{args.tolerance:.0e}; it was not kept. Raise --tolerance only if you know why"
             )
@@ -116,11 +117,11 @@ def open_repository(name: str | None) -> None:
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise ValueError(f"--push {name}: not logged in to the hub; run `hf auth login` or set HF_TOKEN, or leave the flag out")
+        raise UserError(f"--push {name}: not logged in to the hub; run `hf auth login` or set HF_TOKEN, or leave the flag out")
     try:
         HfApi().create_repo(name, private=True, exist_ok=True)
     except OSError as e:  # what the hub refuses is one
-        raise ValueError(f"--push {name}: the hub gives no such repository to write to ({str(e).strip().splitlines()[0]})") from e
+        raise UserError(f"--push {name}: the hub gives no such repository to write to ({str(e).strip().splitlines()[0]})") from e
 
 
 def push(name: str | None, folder: Path) -> None:
@@ -131,7 +132,7 @@ def push(name: str | None, folder: Path) -> None:
         try:
             HfApi().upload_folder(repo_id=name, folder_path=folder)
         except OSError as e:
-            raise ValueError(f"--push {name}: the hub refused ({str(e).strip().splitlines()[0]}); {folder} is complete, and stays") from e
+            raise UserError(f"--push {name}: the hub refused ({str(e).strip().splitlines()[0]}); {folder} is complete, and stays") from e
         print(f"uploaded {folder} to {name}")
 
 

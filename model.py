@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from errors import UserError
 from grpo import Micro
 from kernels import fused_policy_loss, linear_logprob
 from utils import derive_seed
@@ -74,11 +75,11 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|imag
 def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig:
     """The model's config; a ValueError for a path or family that we cannot load, before anything large is read."""
     if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
-        raise ValueError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
+        raise UserError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise ValueError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
+        raise UserError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
     find_family(config, path, attrs)
     return config
 
@@ -88,7 +89,7 @@ def _family_of_paths(config_class: type, config_json: str, path: str, vision: st
     config = config_class(**json.loads(config_json))
     auto = transformers.AutoModelForImageTextToText
     if type(config) not in auto._model_mapping:
-        raise ValueError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of pictures and text")
+        raise UserError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of pictures and text")
     with torch.device("meta"):  # its shape without its weights
         hf = auto.from_config(config)
     for flag, dotted in (("--vision-attr", vision), ("--language-attr", language)):
@@ -97,16 +98,16 @@ def _family_of_paths(config_class: type, config_json: str, path: str, vision: st
             children = dict(at.named_children())
             if name not in children:
                 where = ".".join(dotted.split(".")[:i]) or type(hf).__name__
-                raise ValueError(f"{flag} {dotted!r}: {where} has no child {name!r}; its children are {', '.join(children) or 'none'}")
+                raise UserError(f"{flag} {dotted!r}: {where} has no child {name!r}; its children are {', '.join(children) or 'none'}")
             at = children[name]
     tower, text = hf.get_submodule(vision), hf.get_submodule(language)
     lists = [[n for n, m in part.named_children() if isinstance(m, nn.ModuleList) and len(m)] for part in (tower, text)]
     for flag, dotted, part, found in (("--vision-attr", vision, tower, lists[0]), ("--language-attr", language, text, lists[1])):
         if not found:
             children = ", ".join(n for n, _ in part.named_children())
-            raise ValueError(f"{flag} {dotted!r} has no list of blocks; its children are {children or 'none'}")
+            raise UserError(f"{flag} {dotted!r} has no list of blocks; its children are {children or 'none'}")
     if not callable(getattr(hf.model, "get_image_features", None)):
-        raise ValueError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which pictures enter the model")
+        raise UserError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which pictures enter the model")
     mergers = tuple(n for n, _ in tower.named_children() if "merger" in n)
     linear = {n.rsplit(".", 1)[-1] for n, m in getattr(text, lists[1][0]).named_modules() if isinstance(m, nn.Linear)}
     return Family(type(hf).__name__, vision, language, mergers, lists[0][0], lists[1][0], tuple(sorted(linear)))
@@ -118,9 +119,9 @@ def find_family(config: transformers.PreTrainedConfig, path: str, attrs: Attrs =
     if attrs and all(attrs):
         return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *attrs)
     if attrs and any(attrs):
-        raise ValueError(f"--vision-attr {attrs[0]!r} and --language-attr {attrs[1]!r}: give both or neither")
+        raise UserError(f"--vision-attr {attrs[0]!r} and --language-attr {attrs[1]!r}: give both or neither")
     if config.model_type not in FAMILIES:
-        raise ValueError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any other "
+        raise UserError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any other "
                          f"that sees pictures as they do by --vision-attr and --language-attr, where its tower and language model live")
     return FAMILIES[config.model_type]
 
@@ -148,28 +149,28 @@ class Processor:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError, ImportError) as e:
-            raise ValueError(f"--model {path!r}: cannot load its tokenizer and image processor ({str(e).splitlines()[0]})") from e
+            raise UserError(f"--model {path!r}: cannot load its tokenizer and image processor ({str(e).splitlines()[0]})") from e
         size = dict(self.image_processor.size)
         if min_pixels is not None:
             size["shortest_edge"] = min_pixels
         if max_pixels is not None:
             size["longest_edge"] = max_pixels
         if size["shortest_edge"] < 1 or size["longest_edge"] < 1:
-            raise ValueError(f"--min-pixels {min_pixels} and --max-pixels {max_pixels} must be at least 1")
+            raise UserError(f"--min-pixels {min_pixels} and --max-pixels {max_pixels} must be at least 1")
         if size["shortest_edge"] > size["longest_edge"]:
-            raise ValueError(
+            raise UserError(
                 f"--min-pixels {size['shortest_edge']} is over --max-pixels {size['longest_edge']}; a picture cannot meet both"
             )
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         if self.tokenizer.chat_template is None:
-            raise ValueError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
+            raise UserError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         ids = self.tokenizer.convert_tokens_to_ids
         config = transformers.AutoConfig.from_pretrained(path)
         placeholders = [getattr(config, name, None) for name in FAMILIES.get(config.model_type, Family("")).placeholders]
         self.image_token_id = placeholders[0]
         if self.image_token_id is None:
-            raise ValueError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
+            raise UserError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
         self.banned_ids = sorted({i for i in [*placeholders, *map(ids, VISION_TOKENS)] if i is not None})
@@ -221,11 +222,11 @@ class Processor:
             if token != self.image_token_id:
                 ids.append(token)
             elif not left:
-                raise ValueError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} images")
+                raise UserError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} images")
             else:
                 ids.extend([token] * left.pop(0).n_tokens)
         if left:
-            raise ValueError(f"prompt has fewer {IMAGE_MARK} marks than its {len(images)} images")
+            raise UserError(f"prompt has fewer {IMAGE_MARK} marks than its {len(images)} images")
         return ids
 
 
@@ -391,9 +392,9 @@ def resolve_attention(choice: str, device: torch.device) -> str:
     if choice == "auto":
         return "flex" if device.type == "cuda" else "sdpa"
     if choice not in ATTENTION:
-        raise ValueError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
+        raise UserError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
     if choice != "sdpa" and device.type != "cuda":
-        raise ValueError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
+        raise UserError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
     return choice
 
 
@@ -598,7 +599,7 @@ def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
     known = {name.rsplit(".", 1)[-1] for name in linear if name.startswith(text)}
     missing = set(lora.targets) - known
     if missing:
-        raise ValueError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's blocks have "
+        raise UserError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's blocks have "
                          f"{', '.join(sorted(known))}")
     targets = set(lora.targets or family.lora_targets)
     for name, layer in linear.items():
@@ -661,10 +662,10 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     config = json.loads((folder / "adapter_config.json").read_text())
     recorded = config.get("base_model_name_or_path") or ""
     if os.path.basename(recorded.rstrip("/")) != os.path.basename(base.rstrip("/")):  # folders move, names stay
-        raise ValueError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
+        raise UserError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
     unread = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias") if config.get(k)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unread:
-        raise ValueError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
+        raise UserError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
                          f"{''.join(f', {k} {config[k]!r}' for k in unread)}: only plain LoRA is read; merge the adapter with peft")
     tensors = read_safetensors(folder / "adapter_model.safetensors")
     linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
@@ -673,13 +674,13 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     wanted = {f"base_model.model.{name}.{ab}.weight" for name in names for ab in ("lora_A", "lora_B")}
     if wanted != set(tensors) or not names <= linear.keys():
         odd = sorted([*(wanted ^ set(tensors)), *(names - linear.keys())])
-        raise ValueError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: {', '.join(odd[:3])}")
+        raise UserError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: {', '.join(odd[:3])}")
     for name in sorted(names):
         layer = linear[name]
         a, b = (tensors[f"base_model.model.{name}.{ab}.weight"] for ab in ("lora_A", "lora_B"))
         want = (config["r"], layer.in_features), (layer.out_features, config["r"])
         if (tuple(a.shape), tuple(b.shape)) != want:
-            raise ValueError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, where "
+            raise UserError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, where "
                              f"the base needs {want[0]} and {want[1]}")
         layer.__class__ = LoraLinear
         layer.adapt(config["r"], scale, config.get("lora_dropout", 0.0))
@@ -693,7 +694,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"{path}: missing, truncated or no safetensors file ({e})") from e
+        raise UserError(f"{path}: missing, truncated or no safetensors file ({e})") from e
 
 
 # ----------------------------------------------------------------------------------------------------------------------

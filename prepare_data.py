@@ -38,6 +38,8 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
+from errors import UserError
+
 MARK = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
 CHUNK = 64  # rows checked together; also the read batch, so memory holds a few dozen images beyond the result
@@ -102,12 +104,12 @@ def decode_image(data: bytes) -> Image.Image:
         opened.load()
         image = ImageOps.exif_transpose(opened)
     if image.mode == "F":
-        raise ValueError("float pixels have no agreed range; convert the file to 8 or 16 bits")
+        raise UserError("float pixels have no agreed range; convert the file to 8 or 16 bits")
     if image.mode.startswith("I"):
         # convert("RGB") would clip every value above 255 to white
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
-            raise ValueError(f"grey values {values.min()}..{values.max()} exceed 16 bits; convert the file")
+            raise UserError(f"grey values {values.min()}..{values.max()} exceed 16 bits; convert the file")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -310,10 +312,10 @@ def checked(raws: Iterable[Raw], build: Callable[[Raw], Example], bad: list[str]
 def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
     """Raise ValueError with the first few bad rows and the count, unless `bad_rows` is "skip"."""
     if bad_rows not in ("error", "skip"):
-        raise ValueError(f"--bad-rows is {bad_rows!r}, expected error or skip")
+        raise UserError(f"--bad-rows is {bad_rows!r}, expected error or skip")
     if bad and bad_rows == "error":
         lines = "\n  ".join(bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else []))
-        raise ValueError(
+        raise UserError(
             f"{len(bad)} of {len(bad) + good} rows are bad (parquet rows count from 0):\n  {lines}\n"
             "Mend them, or pass --bad-rows skip to leave them out."
         )
@@ -340,16 +342,16 @@ def parquet_files(path: str | Path | list, split: str | None = None) -> list[Pat
         if split and there:
             files = splits[split]
         elif len(there) > 1:
-            raise ValueError(f"{path} holds shards of {', '.join(there)}; pass those of one, e.g. '{path}/train*'")
+            raise UserError(f"{path} holds shards of {', '.join(there)}; pass those of one, e.g. '{path}/train*'")
     elif not path.exists() and any(c in name for c in "*?["):
         files = [Path(p) for p in sorted(glob.glob(name))]
     if not files:
-        raise ValueError(f"{path}: no parquet file{f' of --split {split}' if split else ''} found there")
+        raise UserError(f"{path}: no parquet file{f' of --split {split}' if split else ''} found there")
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; check the path given to --data or --input")
+            raise UserError(f"{file}: no such file; check the path given to --data or --input")
         if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty (0 bytes); write it again with prepare_data.py")
+            raise UserError(f"{file} is empty (0 bytes); write it again with prepare_data.py")
     return files
 
 
@@ -360,7 +362,7 @@ def need_columns(found: list[str], keys: tuple, file: Path) -> None:
         if column and column not in found:
             hint = " ('' if there are no images)" if flag == "--image-key" else ""
             has = ", ".join(map(str, found))
-            raise ValueError(f"{file}: no column {column!r}; it has {has}. Name the right one with {flag}{hint}")
+            raise UserError(f"{file}: no column {column!r}; it has {has}. Name the right one with {flag}{hint}")
 
 
 def table_row(row: dict, keys: tuple, where: str, number: int, root: Path, rest: bool = False) -> Raw:
@@ -384,7 +386,7 @@ def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowException, OSError) as e:
-            raise ValueError(f"{file} is not a readable parquet file: {e}") from e
+            raise UserError(f"{file} is not a readable parquet file: {e}") from e
         schema = parquet.schema_arrow
         need_columns(schema.names, keys, file)
         wanted = {keys[0], keys[1], keys[2] or "reward_model", "data_source", "extra_info"}
@@ -396,7 +398,7 @@ def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False
             if out:
                 print(f"{file}: left out the binary columns {', '.join(out)}")
         if parquet.metadata.num_rows == 0:
-            raise ValueError(f"{file} has no rows")
+            raise UserError(f"{file} has no rows")
         with parquet:
             batches, row = parquet.iter_batches(CHUNK, columns=columns), 0
             while True:
@@ -405,7 +407,7 @@ def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False
                 except StopIteration:
                     break
                 except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
-                    raise ValueError(f"{file} is damaged near row {row}: {e}") from e
+                    raise UserError(f"{file} is damaged near row {row}: {e}") from e
                 for record in rows:
                     yield table_row(record, keys, f"{file} row {row}", number, root or file.parent, rest)
                     row, number = row + 1, number + 1
@@ -427,7 +429,7 @@ def read_examples(
     examples = list(itertools.islice(rows, limit))
     refuse_bad(bad, len(examples), bad_rows)
     if not examples:
-        raise ValueError(f"{path}: none of the {len(bad)} rows is usable; the first: {bad[:1]}")
+        raise UserError(f"{path}: none of the {len(bad)} rows is usable; the first: {bad[:1]}")
     return examples, bad
 
 
@@ -515,7 +517,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
                 writer.write_batch(pa.RecordBatch.from_pylist(columns, schema=writer.schema))
                 count += len(group)
         if count == 0:
-            raise ValueError(f"nothing to write to {path}: the source gave no usable row")
+            raise UserError(f"nothing to write to {path}: the source gave no usable row")
         first = [k for k in ("split", "index", "uid", "answer_type") if k in types]
         fields = {k: common_type(types[k]) for k in first + [k for k in types if k not in first]}
         if mixed := [k for k, t in fields.items() if t is None]:
@@ -531,7 +533,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
                 try:
                     extras = pa.array(extras, schema.field("extra_info").type)
                 except pa.ArrowInvalid as e:  # integers above 2**53 in a field that also holds floats
-                    raise ValueError(f"{path}: extra_info does not fit one type, store that field as text: {e}") from e
+                    raise UserError(f"{path}: extra_info does not fit one type, store that field as text: {e}") from e
                 writer.write_table(table.set_column(4, schema.field("extra_info"), extras))
         os.replace(final, path)
     finally:
@@ -624,13 +626,13 @@ def download(hub_id: str, split: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as e:
-        raise ValueError(f"--input {hub_id}: pip install huggingface_hub to download it. {remedy}") from e
+        raise UserError(f"--input {hub_id}: pip install huggingface_hub to download it. {remedy}") from e
     try:
         patterns = [f"{split}*.parquet", f"*/{split}*.parquet"]
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
     except (OSError, ValueError) as e:  # the hub's errors are OSErrors, a malformed id is a ValueError
         reason = str(e).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"--input {hub_id}: no such local path, and the download from the Hugging Face hub failed ({reason}). "
             f"{remedy}"
         ) from e
@@ -648,12 +650,12 @@ def shapes_rows(args: argparse.Namespace) -> Iterator[Raw]:
 def text_lines(file: Path) -> Iterator[str]:
     """Lines of a UTF-8 text file (newlines kept). Raises ValueError naming the file."""
     if not file.is_file():
-        raise ValueError(f"--input {file}: no such file")
+        raise UserError(f"--input {file}: no such file")
     with open(file, encoding="utf-8-sig", newline="") as f:
         try:
             yield from f
         except UnicodeDecodeError as e:
-            raise ValueError(f"{file} is not UTF-8 text: {e}; save it as UTF-8") from e
+            raise UserError(f"{file} is not UTF-8 text: {e}; save it as UTF-8") from e
 
 
 def text_rows(file: Path, records: Iterable, columns: list[str], args: argparse.Namespace) -> Iterator[Raw]:
@@ -685,7 +687,7 @@ def jsonl_rows(args: argparse.Namespace) -> Iterator[Raw]:
     # rows may leave keys out, so a column is missing only if no row has it: one cheap pass ahead of the real one
     columns = list(dict.fromkeys(k for _, row in records() if isinstance(row, dict) for k in row))
     if not columns:
-        raise ValueError(f"{file}: no line holds a JSON object")
+        raise UserError(f"{file}: no line holds a JSON object")
     return text_rows(file, records(), columns, args)
 
 
@@ -696,14 +698,14 @@ def csv_rows(args: argparse.Namespace) -> Iterator[Raw]:
     reader = csv.reader(text_lines(file))
     columns = next(reader, None)
     if not columns:
-        raise ValueError(f"{file} is empty: the first line must name the columns")
+        raise UserError(f"{file} is empty: the first line must name the columns")
 
     def records() -> Iterator[tuple[int, dict | str]]:
         while True:
             try:
                 cells = next(reader, None)
             except csv.Error as e:
-                raise ValueError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
+                raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
             if cells is None:
                 return
             row: dict | str = dict(zip(columns, cells, strict=False))
@@ -809,21 +811,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     for flag, value in {"--n": args.n, "--limit": args.limit, "--url-tries": args.url_tries}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}, expected at least 1")
+            raise UserError(f"{flag} is {value}, expected at least 1")
     if args.source == "inspect":
         if not args.file:
-            raise ValueError("inspect needs a file: prepare_data.py inspect FILE.parquet")
+            raise UserError("inspect needs a file: prepare_data.py inspect FILE.parquet")
         return inspect_file(args.file, args)
     if args.file:
-        raise ValueError(f"unexpected argument {args.file!r}; pass it as --input {args.file}")
+        raise UserError(f"unexpected argument {args.file!r}; pass it as --input {args.file}")
     if args.out is None or args.out.is_dir():
-        raise ValueError(f"--out is {args.out}, expected the parquet file to write, e.g. --out {args.source}.parquet")
+        raise UserError(f"--out is {args.out}, expected the parquet file to write, e.g. --out {args.source}.parquet")
     if args.source in ("jsonl", "csv", "parquet") and not args.input:
-        raise ValueError(f"{args.source} needs --input FILE")
+        raise UserError(f"{args.source} needs --input FILE")
     if args.source in ("jsonl", "csv") and len(args.input) > 1:
-        raise ValueError(f"{args.source} takes one --input file, got {len(args.input)}: {' '.join(args.input)}")
+        raise UserError(f"{args.source} takes one --input file, got {len(args.input)}: {' '.join(args.input)}")
     if args.input and args.out.resolve() in [Path(i).resolve() for i in args.input]:
-        raise ValueError(f"--out {args.out} is also the --input; write to another file")
+        raise UserError(f"--out {args.out} is also the --input; write to another file")
     max_bytes = int(args.url_max_mb * 2**20)
     fetch = partial(fetch_url, timeout=args.url_timeout, max_bytes=max_bytes, tries=args.url_tries)
     build = partial(
@@ -851,5 +853,5 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except ValueError as e:
+    except UserError as e:
         sys.exit(f"error: {e}")

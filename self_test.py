@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import grpo
+from errors import UserError
 from model import Policy, Processor
 from prepare_data import Example
 from rollout import HFEngine, Prompt, Rollout, Sampling, VLLMEngine, difference, make_prompts
@@ -120,7 +121,7 @@ def self_test(
     dist.all_gather_object(everywhere, failures)
     failed = [f"{line} (rank {rank})" for rank, lines in enumerate(everywhere) for line in lines]
     if failed:
-        raise ValueError("self-test before the first step (--no-self-test trains all the same): " + "; ".join(dict.fromkeys(failed)))
+        raise UserError("self-test before the first step (--no-self-test trains all the same): " + "; ".join(dict.fromkeys(failed)))
     pictures = sum(len(p.images) > 0 for p in prompts)
     return (
         f"self-test: {len(prompts)} prompts ({pictures} with pictures) tokenised alike; |dlogp| of engine and trainer "

@@ -30,6 +30,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
+from errors import UserError
 from model import (
     Attrs,
     Lora,
@@ -61,7 +62,7 @@ def check_tp(config: transformers.PreTrainedConfig, tp: int) -> None:
     for name, what in (("num_key_value_heads", "key-value heads"), ("intermediate_size", "units of an MLP")):
         n = getattr(text, name, None) or tp
         if n % tp:
-            raise ValueError(f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
+            raise UserError(f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
 
 
 def divisible(module: nn.Module) -> bool:
@@ -181,7 +182,7 @@ def shard(
         parts = [part for block in blocks for part in block.children()]
         if not any(map(divisible, parts)):
             names = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
-            raise ValueError(f"--tp {tp}: of {names}, none is made of {', '.join((*COLUMNS, *ROWS))}, which are what can be divided; use 1")
+            raise UserError(f"--tp {tp}: of {names}, none is made of {', '.join((*COLUMNS, *ROWS))}, which are what can be divided; use 1")
         for part in filter(divisible, parts):
             divide(part, grid["tp"])
             fully_shard(part, mesh=over_data, mp_policy=mixed, offload_policy=place).set_gradient_divide_factor(1.0)
@@ -296,7 +297,7 @@ def weight_files(path: str) -> list[Path]:
     files = {name: find(name) for name in names}
     missing = [name for name, file in files.items() if file is None]
     if missing:
-        raise ValueError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)")
+        raise UserError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)")
     return list(files.values())
 
 
@@ -309,7 +310,7 @@ def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
     with open(file, "rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
         if size < 8 or start > size:
-            raise ValueError(f"{file}: truncated or no safetensors file: its header ends at byte {start} of {size}; fetch it again")
+            raise UserError(f"{file}: truncated or no safetensors file: its header ends at byte {start} of {size}; fetch it again")
         try:
             header = json.loads(f.read(start - 8))
             header.pop("__metadata__", None)
@@ -317,12 +318,12 @@ def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
             found = {name: (SAFETENSORS_DTYPES[e["dtype"]], e["shape"], start + e["data_offsets"][0]) for name, e in header.items()}
             spans = [e["data_offsets"][1] - e["data_offsets"][0] for e in header.values()]
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file}: its header is damaged ({type(e).__name__}: {e}); fetch it again") from e
+            raise UserError(f"{file}: its header is damaged ({type(e).__name__}: {e}); fetch it again") from e
     if end != size:
-        raise ValueError(f"{file}: {size} bytes, where its header speaks of {end}: truncated or damaged; fetch it again")
+        raise UserError(f"{file}: {size} bytes, where its header speaks of {end}: truncated or damaged; fetch it again")
     for (name, (dtype, shape, _)), span in zip(found.items(), spans, strict=True):
         if math.prod(shape) * dtype.itemsize != span:
-            raise ValueError(f"{file}: {name} of shape {shape} has {span} bytes: the header is damaged; fetch it again")
+            raise UserError(f"{file}: {name} of shape {shape} has {span} bytes: the header is damaged; fetch it again")
     return found
 
 
@@ -378,7 +379,7 @@ def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[
                 shape, turned = [shape[0], *shape[:0:-1]], True
             if len(shape) != len(want) or any(start + n > limit for start, n, limit in zip(at, shape, want, strict=True)) or (
                     pattern is None and shape != want):
-                raise ValueError(f"{file}: {key} has shape {tensors[key][1]}, the config asks {want} of {name}: files of "
+                raise UserError(f"{file}: {key} has shape {tensors[key][1]}, the config asks {want} of {name}: files of "
                                  f"another model, or damaged; fetch them again with their config.json")
             found[name].append(Stored(file, dtype, first, shape, at, turned))
     if unused:
@@ -386,7 +387,7 @@ def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[
     missing = [name for name, parts in found.items() if sum(math.prod(part.shape) for part in parts) < math.prod(shapes[name])]
     if missing:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: {', '.join(missing[:3])}; "
+        raise UserError(f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: {', '.join(missing[:3])}; "
                          f"fetch it again")
     return found
 
@@ -597,7 +598,7 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
     elif (given / "run.json").is_file():
         complete = complete_checkpoints(given)
         if not complete:
-            raise ValueError(f"{path!r} is a run without a complete checkpoint; train past --save-every first")
+            raise UserError(f"{path!r} is a run without a complete checkpoint; train past --save-every first")
         checkpoint = complete[-1]
     else:
         return None

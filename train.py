@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 import grpo
+from errors import UserError
 from eval import evaluate, rollout_page, summarise
 from kernels import KERNELS, resolve_kernel
 from model import (
@@ -222,7 +223,7 @@ def validate(args: argparse.Namespace, world: int) -> None:
 
     def need(ok: bool, message: str) -> None:
         if not ok:
-            raise ValueError(message)
+            raise UserError(message)
 
     counts = ("prompts_per_step group_size max_new_tokens max_prompt_tokens micro_tokens rollout_rows rollout_tp max_num_batched_tokens "
               "sync_bucket_mb sample_rounds epochs minibatches steps save_every keep")
@@ -316,7 +317,7 @@ def tis_bounds(text: str) -> tuple[float, float]:
     except ValueError:
         low, high = 1.0, 0.0
     if not 0 <= low < 1 < high:
-        raise ValueError(f"--tis-mask {text!r}: give LOW,HIGH around 1, such as 0.5,2")
+        raise UserError(f"--tis-mask {text!r}: give LOW,HIGH around 1, such as 0.5,2")
     return low, high
 
 
@@ -332,7 +333,7 @@ def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_
         + (f" or --limit-images {args.limit_images}" if args.limit_images is not None else "")
     )
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {args.max_prompt_tokens}"
             + (f" and --limit-images {args.limit_images}" if args.limit_images is not None else "") + "; raise it, or lower --max-pixels"
         )
@@ -351,17 +352,17 @@ def find_start(args: argparse.Namespace) -> Path | None:
         return None
     held, wanted = json.loads((given / "trainer.json").read_text()).get("parts", []), checkpoint_parts(args)
     if held != wanted:
-        raise ValueError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic}, "
+        raise UserError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic}, "
                          f"--ref-every {args.ref_every} and --lora-rank {args.lora_rank} need "
                          f"{wanted or 'the policy alone'}; keep the run's flags, or start a new one")
     path = given.parent.parent / "run.json"
     before = json.loads(path.read_text())["args"] if path.is_file() else {}
     for name in ("freeze_vision", "freeze_merger", "lora_targets", "lora_vision"):
         if name in before and before[name] != getattr(args, name):
-            raise ValueError(f"--resume {given}: other weights were trained there: --{name.replace('_', '-')} was {before[name]} and is "
+            raise UserError(f"--resume {given}: other weights were trained there: --{name.replace('_', '-')} was {before[name]} and is "
                              f"{getattr(args, name)}; keep it, or start a new run from what merge_lora.py exports")
     if newest is not None and newest.resolve() != given.resolve():
-        raise ValueError(
+        raise UserError(
             f"--resume {args.resume} is not the newest checkpoint of --out {args.out}, which is {newest.name}; two histories "
             f"must not mix: choose another --out, or delete the later checkpoints"
         )
@@ -492,7 +493,7 @@ def probe_memory(policy: Policy, longest: Example, processor: Processor, args: a
     try:
         (0.0 * sum(policy(micro, args.temperature)).sum()).backward()
     except torch.OutOfMemoryError as e:
-        raise ValueError(f"--micro-tokens {args.micro_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this GPU's "
+        raise UserError(f"--micro-tokens {args.micro_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this GPU's "
                          f"memory ({str(e).splitlines()[0]}); lower it, or turn on --grad-checkpointing") from e
     policy.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
@@ -811,12 +812,12 @@ def main(args: argparse.Namespace) -> None:
     eval_set, eval_lengths = load_data(args, args.eval_data, processor, reward_fn) if args.eval_data else ([], [])
     by_uid = {example.uid: example for example in train_set}
     if len(train_set) < args.prompts_per_step:
-        raise ValueError(
+        raise UserError(
             f"--data {args.data} has {len(train_set)} usable examples, fewer than --prompts-per-step {args.prompts_per_step}"
         )
     longest = max(lengths)
     if longest + args.max_new_tokens > args.micro_tokens:
-        raise ValueError(
+        raise UserError(
             f"--micro-tokens {args.micro_tokens} cannot hold the longest prompt of {longest} tokens and a response of "
             f"--max-new-tokens {args.max_new_tokens}; raise it to {longest + args.max_new_tokens}, or lower one of the others"
         )

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from errors import UserError
+
 
 @dataclass(frozen=True)
 class Context:
@@ -45,11 +47,11 @@ def dist_setup() -> Context:
 
 
 def run_script(main: Callable, parse_args: Callable) -> None:
-    """Run a script's main as its process: a ValueError becomes one line, anything else keeps its traceback."""
+    """Run a script's main as its process: a UserError becomes one line, anything else keeps its traceback."""
     code = 0
     try:
         main(parse_args())
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them

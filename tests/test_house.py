@@ -39,7 +39,7 @@ def test_imports_run_one_way():
     for name in ("grpo.py", "reward.py", "kernels.py"):
         assert not imports(name) & {"model.py", "sharding.py", "rollout.py"}
     assert "sharding.py" not in imports("model.py") | imports("rollout.py")
-    assert not imports("kernels.py") and not imports("utils.py")
+    assert not imports("errors.py") and imports("kernels.py") == imports("utils.py") == {"errors.py"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -1,0 +1,62 @@
+"""Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import it."""
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """A mistake of the user's, or a state of the machine that only they can mend. The text names the flag, file or row, the
+    values and the remedy; scripts print it as one line. Every other exception keeps its traceback."""
+
+
+class Note:
+    """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and traceback."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.add_note(self.text)
+
+
+FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextmanager
+def writing(path: Path, what: str, remedy: str = "free some, or give another folder") -> Iterator[None]:
+    """A full disk or a folder that must not be written to becomes a UserError that names `what` was written and where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(f"{what}: no space left for {error.filename or path} ({free_bytes(path)} bytes free); {remedy}") from error
+        if error.errno in CLOSED:
+            raise UserError(f"{what}: {error.filename or path} cannot be written ({error.strerror}); {remedy}") from error
+        raise
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """Before any work: can files be made in `folder`, or in what exists of the way to it? UserError if not. Leaves nothing."""
+    with writing(folder, what):
+        with tempfile.TemporaryFile(dir=existing(folder)) as file:
+            file.write(bytes(4096))
+            file.flush()
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = path.resolve()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the disk that holds, or would hold, a path."""
+    return shutil.disk_usage(existing(path)).free
