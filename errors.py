@@ -23,8 +23,16 @@ class Note:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if error is not None and self.text:
             error.add_note(self.text)
+
+
+class Interrupted(Exception):
+    """A run that was asked to end has saved what there was to save. The text says how to go on."""
+
+    def __init__(self, number: int, text: str):
+        super().__init__(text)
+        self.number = number  # of the signal
 
 
 FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)

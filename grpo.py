@@ -236,6 +236,7 @@ class PolicyLoss:
     Called with logp_K and entropy_K of scored tokens and `values`, each (K,): advantage and weight; old_logp unless the
     data is on policy, where the old policy is the current one; ref_logp with a `kl`; engine_logp with tis_cap, which caps
     the weight tis (see importance_weight), and tis_mask, outside of which sequences do not count (see keep_sequences);
+    trainer_logp, what these two compare with the engine, if that is not old_logp (dropout is on in the update only);
     sequence. Returns the weighted loss of each token, whose plain sum is the loss, and indicators: policy_loss's, "capped"
     and "kept". `per_token`: no token's loss depends on another token, so blocks may end anywhere; otherwise they hold whole
     sequences, told apart by values["sequence"].
@@ -265,11 +266,12 @@ class PolicyLoss:
             logp_K, old_logp_K, values["advantage"], self.clip_low, self.clip_high, self.dual_clip,
             self.kind, values.get("sequence"), self.sapo_tau_positive, self.sapo_tau_negative,
         )
+        trainer_logp_K = values.get("trainer_logp", old_logp_K)
         if self.tis_cap is not None:
-            tis_K, indicators["capped"] = importance_weight(old_logp_K, values["engine_logp"], self.tis_cap)
+            tis_K, indicators["capped"] = importance_weight(trainer_logp_K, values["engine_logp"], self.tis_cap)
             loss_K = loss_K * tis_K
         if self.tis_mask is not None:
-            indicators["kept"] = keep_sequences(old_logp_K, values["engine_logp"], values["sequence"], *self.tis_mask)
+            indicators["kept"] = keep_sequences(trainer_logp_K, values["engine_logp"], values["sequence"], *self.tis_mask)
             weight_K = weight_K * indicators["kept"]
         if self.kl is not None:
             loss_K = loss_K + self.kl_coef * kl(logp_K, values["ref_logp"], self.kl)
@@ -554,7 +556,7 @@ def balance(
     costs: Sequence[float], k: int, cap: float | None = None, sizes: Sequence[int] | None = None, max_size: int | None = None
 ) -> list[list[int]]:
     """Partition the indices of `costs` into k bins so that the largest total cost is small. Every index is in one bin,
-    a bin's indices ascend, and bins are empty where there are fewer items than bins. Deterministic.
+    a bin's indices ascend, and bins are empty only where there are fewer items than bins. Deterministic.
 
     `cap` bounds a bin's cost and `max_size` its total of `sizes` (say tokens, where costs are FLOPs). Neither is ever
     exceeded: ValueError for an item that exceeds one alone, and where no partition is found. The search is a heuristic,
@@ -600,6 +602,12 @@ def balance(
     bins: list[list[int]] = [[] for _ in range(k)]
     for i, b in enumerate(best.tolist()):
         bins[b].append(i)
+    # The search may leave a bin empty. An item alone is within every bound, and the bin that it leaves gets lighter.
+    for empty in (b for b in bins if not b):
+        rich = max((b for b in bins if len(b) > 1), key=lambda b: cost_N[b].sum(), default=None)
+        if rich is None:  # fewer items than bins
+            break
+        empty.append(rich.pop(int(cost_N[rich].argmin())))
     return bins
 
 

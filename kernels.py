@@ -148,7 +148,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
         for group in _groups(loss, values, head.blocks(0, len(target_K))):
             blocks = head.blocks(group.start, group.stop)
             values_R = {name: column[group] for name, column in values.items()}
-            if train and kernel == "triton" and inlined(loss):  # one kernel: statistics, loss and gradient
+            if train and kernel == "triton" and inlined(loss, values):  # one kernel: statistics, loss and gradient
                 block = _TritonBlock(head, group, loss, values_R)
                 logp_K[group], entropy_K[group] = block.logp_R, block.entropy_R
                 total += block.loss_R.sum()
@@ -389,9 +389,9 @@ def banned_mask(banned: torch.Tensor, vocab: int) -> torch.Tensor:
     return torch.zeros(vocab, dtype=torch.uint8, device=banned.device).index_fill_(0, banned, 1)
 
 
-def inlined(loss: Callable) -> bool:
-    """Whether _loss_kernel can evaluate this loss itself."""
-    return getattr(loss, "kind", None) in INLINED and loss.per_token
+def inlined(loss: Callable, values: dict[str, torch.Tensor]) -> bool:
+    """Whether _loss_kernel can evaluate this loss itself, on these columns."""
+    return getattr(loss, "kind", None) in INLINED and loss.per_token and "trainer_logp" not in values
 
 
 @_jit

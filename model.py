@@ -81,7 +81,22 @@ def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig
     except (OSError, ValueError) as e:
         raise UserError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
     find_family(config, path, attrs)
+    refuse_unpackable(config, path)
     return config
+
+
+def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
+    """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on the
+    longest sequence of a batch, which would differ from one micro-batch to another."""
+    text = config.get_text_config()
+    sliding = [kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind]
+    if sliding:
+        raise UserError(f"--model {path!r}: {len(sliding)} layers have {sliding[0]} (a window of {getattr(text, 'sliding_window', None)} "
+                        f"tokens), which is not computed here; if no sequence is longer, set use_sliding_window to false in config.json")
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise UserError(f"--model {path!r}: rotary embeddings of type {rope!r} depend on the longest sequence of a batch; set another "
+                        f"rope_type, such as 'yarn', in its config.json")
 
 
 @functools.cache
@@ -818,6 +833,21 @@ class Policy(nn.Module):
         if loss is None:
             return linear_logprob(*scored, temperature, self.banned, self.kernel)
         return fused_policy_loss(*scored, loss, values, temperature, self.banned, self.kernel)
+
+    def plain_logprobs(self, ids: Sequence[int], images: Sequence[ImageInput], n_prompt: int, temperature: float) -> torch.Tensor:
+        """Log-probabilities of ids[n_prompt:], by transformers' own forward with its own positions and masks: none of what we
+        do to pack, place and embed. What the self-test compares with; sharding.shard makes it a forward for FSDP."""
+        device = self.banned.device
+        ids_1T = torch.tensor([ids], device=device)
+        # transformers expects no picture in a response, so the marks of prompts alone
+        inputs = {"mm_token_type_ids": (ids_1T == self.image_token_id).int()}
+        if images:
+            inputs["pixel_values"] = torch.cat([image.pixel_values for image in images]).to(device)
+            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images], device=device)
+        hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False, **inputs)[0][0]
+        logits = hidden_TH[n_prompt - 1 : -1].float() @ self.hf.get_output_embeddings().weight.float().t() / temperature
+        logits[:, self.banned] = -torch.inf
+        return logits.log_softmax(-1).gather(1, ids_1T[0, n_prompt:, None])[:, 0]
 
     def own_rows(self, micro: Micro, loss: Callable | None) -> slice:
         """The scored tokens that this one of the peers scores; whole sequences where the loss couples their tokens."""

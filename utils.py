@@ -1,22 +1,27 @@
 """Small things every script needs: process group, seeds, timers, the run log, the rollout pages."""
 
 import atexit
+import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import Interrupted, Note, UserError, writing
 
 
 @dataclass(frozen=True)
@@ -32,28 +37,40 @@ class Context:
         return self.rank == 0
 
 
-def dist_setup() -> Context:
-    """Join the process group torchrun started, or make one of size 1, so that there is a single code path."""
+def dist_setup(timeout_minutes: float = 30.0) -> Context:
+    """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one rank waits
+    for longer than that is an error."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Context(dist.get_rank(), dist.get_world_size(), device)
+
+
+RANK_HINT = ("This is rank {RANK} of {WORLD_SIZE}. If another rank ended before, its message says why, and this one only lost its "
+             "connection. A training run goes on from its newest checkpoint with --resume auto.")
 
 
 def run_script(main: Callable, parse_args: Callable) -> None:
     """Run a script's main as its process: a UserError becomes one line, anything else keeps its traceback."""
     code = 0
     try:
-        main(parse_args())
+        with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
+            main(parse_args())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
+    except Interrupted as stop:
+        print0(stop, file=sys.stderr)
+        code = 128 + stop.number
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -81,11 +98,14 @@ class Timers:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
+        self.stage, self.entered = "set-up", 0  # where the run is, and how often that has changed: what parallel/watch.py tells
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.stage, self.entered = name, self.entered + 1
         yield
+        self.stage, self.entered = f"what follows {name}", self.entered + 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -130,7 +150,40 @@ def gather0(items: list) -> list:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The run log
+# The run directory
+
+
+def lock_folder(out: Path, patience: float = 5.0) -> object:
+    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the holder.
+    `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are killed."""
+    with writing(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "a+")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(
+                    f"--out {out}: another run writes there ({file.read().strip()}); wait for it, or choose another folder"
+                ) from error
+            time.sleep(0.2)
+        except OSError as error:  # some network file systems have no locks
+            print(f"--out {out} cannot be locked ({error.strerror}): take care that no other run writes there", file=sys.stderr)
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line that was cut off is none."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def describe_run(args: dict) -> dict:
@@ -149,6 +202,11 @@ def describe_run(args: dict) -> dict:
     }
 
 
+def json_line(row: dict[str, float]) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    return json.dumps({key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}) + "\n"
+
+
 class RunLog:
     """run.json and metrics.jsonl in the run directory, plus tensorboard/ when asked for. Only rank 0 writes."""
 
@@ -159,9 +217,8 @@ class RunLog:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / "run.json", json.dumps(describe_run(args), indent=2) + "\n")
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
-        rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [row for row in rows if start_step and row.endswith("\n") and json.loads(row)["step"] <= start_step]
-        write_text(self.path, "".join(kept))
+        kept = [row for row in read_rows(self.path) if start_step and row["step"] <= start_step]
+        write_text(self.path, "".join(map(json_line, kept)))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -170,8 +227,8 @@ class RunLog:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if not self.ctx.main:
             return
-        with open(self.path, "a") as f:
-            f.write(json.dumps({"step": step, **metrics}) + "\n")
+        with writing(self.path, "--out"), open(self.path, "a") as f:
+            f.write(json_line({"step": step, **metrics}))
         if self.board:
             for key, value in metrics.items():
                 self.board.add_scalar(key, value, step)
@@ -183,7 +240,8 @@ class RunLog:
 
 def write_text(path: Path, text: str) -> None:
     """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with writing(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)

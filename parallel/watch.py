@@ -1,0 +1,139 @@
+"""Runs that are asked to end, and ranks that stop answering: everything is saved, or it is said who is to blame.
+
+Interrupt   SIGTERM (schedulers), SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's --signal) and SIGXCPU end a run between two stages of a
+            step, on all ranks at once, with a checkpoint. A step that has not reached its update is dropped, as if it had not begun.
+Watch       every rank tells the others every few seconds that it lives and how far it is. One that falls silent, or stays behind
+            while the others wait for it, is named, and the run ends: torchrun --max-restarts can go on.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from errors import Interrupted
+from utils import Context, Timers
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
+
+
+class Interrupt:
+    """Remembers a signal until all ranks stand at the same place of the loop; `check` is that place.
+
+    Until `arm`, while there is nothing to save, a signal ends the process at once. After that, `grace` seconds later at the
+    latest: a stage that takes longer than that is lost with its step, not the checkpoints before it.
+    """
+
+    def __init__(self, grace: float):
+        self.grace, self.number, self.since = grace, 0, 0.0
+        self.save: Callable[[], str] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def arm(self, save: Callable[[], str]) -> None:
+        """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it."""
+        self.save = save
+
+    def requested(self) -> bool:
+        """Of this rank alone; what only it does may end early."""
+        return self.number != 0
+
+    def agreed(self) -> int:
+        """The signal that any rank got, on all ranks, or 0."""
+        number = torch.tensor(self.number)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
+
+    def check(self) -> None:
+        """On all ranks at once: go on, or save and raise Interrupted."""
+        number = self.agreed()
+        if number:
+            raise Interrupted(number, f"{signal.Signals(number).name}: {self.save()}")
+
+    def _handle(self, number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if self.save is None:
+            self._leave(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
+        if not self.number:
+            self.number, self.since = number, time.monotonic()
+            late = f"{name}: not saved within --grace-seconds {self.grace:g}; --resume auto goes on from the newest checkpoint"
+            timer = threading.Timer(self.grace, self._leave, (number, late))
+            timer.daemon = True
+            timer.start()
+            self._say(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
+        elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # once more, and not the same key press
+            self._leave(number, f"{name} again: not saved; --resume auto goes on from the newest checkpoint")
+
+    @classmethod
+    def _leave(cls, number: int, text: str) -> None:
+        cls._say(text)
+        os._exit(128 + number)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            os.write(2, f"{text}\n".encode())  # not print, in the middle of which the handler may have been called
+
+
+class Watch(threading.Thread):
+    """A thread of each rank, with a connection of its own to the run's store, so that it speaks while the rank computes or waits."""
+
+    def __init__(self, ctx: Context, timers: Timers, minutes: float):
+        super().__init__(daemon=True)
+        self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
+        self.period = min(5.0, self.limit / 10)
+        if ctx.world > 1 and minutes > 0:
+            patience = timedelta(seconds=max(10.0, self.limit))
+            own = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+            self.store = dist.PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
+            self.store.set(self._key(ctx.rank), self._word(0))
+            dist.barrier()  # every rank has spoken once
+            self.start()
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"rank{rank}"
+
+    def _word(self, beat: int) -> str:
+        return f"{beat}|{self.timers.entered}|{self.timers.stage}|{socket.gethostname()} process {os.getpid()}"
+
+    def run(self) -> None:
+        ranks = range(self.ctx.world)
+        now = heard = time.monotonic()
+        said = [("", now)] * len(ranks)  # of each rank: its last word, and when it came
+        moved = [(0, now)] * len(ranks)  # stages entered, and since when it is so many
+        beat = 0
+        while True:
+            time.sleep(self.period)
+            beat, now = beat + 1, time.monotonic()
+            try:
+                self.store.set(self._key(self.ctx.rank), self._word(beat))
+                words = [word.decode() for word in self.store.multi_get([self._key(r) for r in ranks])]
+            except RuntimeError:  # of the network; the store lives in torchrun, or in rank 0
+                if now - heard > self.limit:
+                    self._end(0, f"has not answered for {(now - heard) / 60:.3g} minutes: its store is gone", "or torchrun beside it")
+                continue
+            heard = now
+            stages = [int(word.split("|")[1]) for word in words]
+            said = [old if old[0] == word else (word, now) for old, word in zip(said, words, strict=True)]
+            moved = [old if old[0] == n else (n, now) for old, n in zip(moved, stages, strict=True)]
+            for rank in ranks:
+                _, _, stage, where = words[rank].split("|")
+                silent, behind = now - said[rank][1], now - moved[rank][1]
+                if silent > self.limit:
+                    self._end(rank, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
+                # Those that wait for it have gone further, and got no further since
+                if behind > self.limit and stages[rank] < max(stages):
+                    self._end(rank, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
+
+    def _end(self, rank: int, what: str, where: str) -> None:
+        text = (f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here; --resume auto "
+                f"goes on from the newest checkpoint (torchrun --max-restarts does so by itself)\n")
+        os.write(2, text.encode())
+        os._exit(1)
