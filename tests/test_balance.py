@@ -1,6 +1,7 @@
 """Balancing and its cost model.   pytest tests/test_balance.py"""
 
 import itertools
+import random
 import time
 from pathlib import Path
 
@@ -218,3 +219,22 @@ def test_a_tree_counts_its_prompt_once():
     assert tree_flops(config, 50, [64], [9] * 4, [9] * 4) == pytest.approx(trunk + 4 * (one - trunk), rel=1e-12)
     text = sequence_flops(config, 59, [], 9)
     assert sequence_flops(config, 59, [64], 9, train_vision=True) - text == pytest.approx(3 * (one - text))
+
+
+def test_no_bin_is_empty_while_there_are_items_for_all():
+    """An empty micro-batch would end the run. The first case is one that the search alone leaves with an empty bin."""
+    cases = [([15, 15, 15, 14, 9, 35], 5, [3, 3, 3, 7, 9, 7], 10)]
+    rng = random.Random(0)
+    for _ in range(3000):
+        n = rng.randint(2, 9)
+        cases.append(([rng.choice([0, 1, 9, 15, 35]) for _ in range(n)], rng.randint(2, n), [rng.randint(1, 9) for _ in range(n)], 10))
+    found = 0
+    for costs, k, sizes, room in cases:
+        try:
+            bins = balance(costs, k, sizes=sizes, max_size=room)
+        except ValueError:  # no partition within the bounds
+            continue
+        found += 1
+        assert all(bins) and sorted(i for b in bins for i in b) == list(range(len(costs)))
+        assert all(sum(sizes[i] for i in b) <= room for b in bins) and all(b == sorted(b) for b in bins)
+    assert found > 1000

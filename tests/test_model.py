@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import demo
 import model as M
 import sharding
+from errors import UserError
 from grpo import PolicyLoss, Sample, pack, plant
 
 QUESTION = "What is this odd thing, and why? "
@@ -390,3 +391,17 @@ def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, samples_of, 
     assert exact[head].abs().max() > 0 and ("hf.lm_head.weight" in exact) == (not tied)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm() + 1e-9, name
+
+
+def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
+    """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
+    for change, match in ((lambda text: text.update(sliding), "1 layers have sliding_attention .a window of 16 tokens"),
+                          (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'")):
+        config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
+        change(config["text_config"])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=match):
+            M.load_config(str(tmp_path))
+    for path in toys.values():
+        M.load_config(str(path))

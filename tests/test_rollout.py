@@ -1,5 +1,6 @@
 """HFEngine against transformers' generate and against full recomputation.   pytest tests/test_rollout.py"""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from PIL import Image
 
 import model as M
 from demo import png
+from errors import UserError
 from grpo import Sample, plant
-from rollout import HFEngine, KVCache, Sampling, drop_long_prompts, make_prompts, sample_tokens
+from rollout import HFEngine, KVCache, Sampling, drop_long_prompts, logits_of, make_prompts, sample_tokens
 
 CPU = torch.device("cpu")
 
@@ -196,3 +198,36 @@ def test_a_prompt_that_cannot_be_encoded_names_its_example(loaded):
     with pytest.raises(ValueError, match="example 'bad'"):
         make_prompts([example("bad", "<image><image>", [Image.new("RGB", (84, 84))])], processor)
 
+
+
+def test_bfloat16_logits_are_summed_in_fp32(toys, loaded, examples):
+    """The engine's log-probabilities against the trainer's, both in bfloat16: 16-bit logits would be off three times as far."""
+    _, processor = loaded["qwen2_5_vl"]
+    policy = M.Policy(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor)
+    engine = HFEngine(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor, torch.device("cpu"))
+    gaps = []
+    for r in engine.generate(make_prompts(examples, processor), 4, Sampling(12, seed=3)):
+        sample = Sample(r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)
+        with torch.no_grad():
+            gaps.append((policy(plant([sample], processor.image_token_id))[0] - torch.tensor(r.logprobs)).abs())
+    hidden, head = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), policy.hf.lm_head.weight.detach()
+    exact = hidden.double() @ head.double().t()
+    error = (logits_of(hidden, head.t().float()) - exact).abs().max()
+    assert error < 1e-6 < (hidden @ head.t() - exact).abs().max() / 100
+    assert torch.cat(gaps).mean() < 1.2e-3, torch.cat(gaps).mean()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples):
+    """From weights with a NaN or an infinity: answers would be made up."""
+    logits = torch.zeros(3, 9)
+    logits[1, 4] = bad
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="logits of 1 of 3 rows are not finite.*--model"):
+            sample_tokens(logits, Sampling(1, temperature), torch.full((3,), 0.5))
+    hf = M.load_hf(str(toys["qwen2_5_vl"]))
+    with torch.no_grad():
+        hf.model.language_model.layers[0].mlp.up_proj.weight[0, 0] = bad
+    engine = HFEngine(hf, loaded["qwen2_5_vl"][1], torch.device("cpu"))
+    with pytest.raises(UserError, match="are not finite"):
+        engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))

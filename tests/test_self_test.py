@@ -47,6 +47,29 @@ def test_a_stale_tensor_is_named(pair):
         S.self_test(*pair)
 
 
+def test_a_mistake_that_engine_and_trainer_share_is_named(pair, monkeypatch):
+    """Pictures placed as if they were text: both compute with the same code, so only transformers' own forward can tell."""
+    as_text = lambda ids, grids, image_token, merge: torch.arange(len(ids)).expand(3, -1)  # noqa: E731
+    monkeypatch.setattr(M, "mrope_positions", as_text)
+    monkeypatch.setattr(rollout, "mrope_positions", as_text)
+    with pytest.raises(ValueError, match="of the trainer and of transformers' own forward differ by .*positions, embeddings or attention"):
+        S.self_test(*pair)
+
+
+@pytest.mark.parametrize("family", M.FAMILIES)
+def test_our_forward_is_transformers_own_for_every_family(family, loaded, picture):
+    hf, processor = loaded[family]
+    images = [processor.image(f"{i}", picture(90 + 40 * i, 84, i)) for i in range(2)]
+    prompt = processor.encode([{"role": "user", "content": "Compare <image> with <image>."}], images)
+    ids = prompt + [5, 6, 7, 8]
+    policy = M.Policy(hf, processor)
+    with torch.no_grad():
+        sample = S.grpo.Sample("x", ids, [False] * len(prompt) + [True] * 4, {}, images)
+        ours = policy(S.grpo.plant([sample], processor.image_token_id), 0.7)
+        theirs = policy.plain_logprobs(ids, images, len(prompt), 0.7)
+    torch.testing.assert_close(ours[0], theirs, rtol=0, atol=5e-6)
+
+
 def test_another_function_is_named(pair):
     original = pair[1].generate
 

@@ -80,7 +80,7 @@ def parity(toy, tmp_path, *cases, worlds=(1, 2)):
 def assert_equal_updates(one, two, what, tolerance=1e-5):
     assert one["metrics"]["update/tokens"] == two["metrics"]["update/tokens"] > 50, what
     assert one["metrics"].keys() == two["metrics"].keys()
-    for key in one["metrics"].keys() - {"update/skipped", "rollout/max_abs_dlogp"}:
+    for key in one["metrics"].keys() - {"update/empty", "rollout/max_abs_dlogp"}:
         assert one["metrics"][key] == pytest.approx(two["metrics"][key], rel=1e-5, abs=1e-6), (what, key)
     for key in ("loss/policy", "loss/value"):
         assert one["metrics"].get(key, 0.0) == pytest.approx(two["metrics"].get(key, 0.0), rel=1e-6, abs=1e-6), (what, key)
@@ -290,7 +290,7 @@ def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
     assert "resumed" not in first.stdout
     run([sys.executable, "train.py", *common, "--steps", 2, "--resume", "auto"])
     logged = rows(tmp_path / "r")
-    assert [row["step"] for row in logged] == [0, 1, 2] and all(row["update/skipped"] == 1 for row in logged[1:])
+    assert [row["step"] for row in logged] == [0, 1, 2] and all(row["update/empty"] == 1 for row in logged[1:])
     assert logged[0]["eval/accuracy"] == logged[1]["reward/mean"] == -3.5
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
     start, end = (load_file(p / "model.safetensors") for p in (toys["qwen2_5_vl"], tmp_path / "hf"))
@@ -411,7 +411,10 @@ CASES = [
     ("good", {"--target-kl": "0"}, "--target-kl 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
     ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
-    ("good", {"--top-p": "1.5"}, "--top-p 1.5"),
+    ("good", {"--top-p": "0.8"}, "--top-p 0.8: the loss has log-probabilities of the whole distribution"),
+    ("good", {"--kl-coef": "0.1", "--kl-in": "reward"}, "--kl-in reward with --norm-std group.*--norm-std batch or none"),
+    ("good", {"--vllm": "kv_cache_dtype=fp8"}, "--vllm kv_cache_dtype=fp8: the engine is --rollout hf"),
+    ("good", {"--grace-seconds": "0"}, "--grace-seconds 0.0 and --timeout-minutes 30.0 must be above 0"),
     ("good", {"--rollout-tp": "2"}, "--rollout-tp 2 does not divide 1 processes"),
     ("good", {"--gpu-memory-utilization": "1.5"}, "--gpu-memory-utilization 1.5: must be in"),
     ("good", {"--limit-images": "0"}, "none of 6 prompts fits --max-prompt-tokens 80 and --limit-images 0"),

@@ -10,7 +10,7 @@ from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
-from model import Critic, Policy, load_hf, load_processor
+from model import Critic, Lora, Policy, add_lora, load_hf, load_processor, lora_layers
 from rollout import Rollout
 from sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
 from utils import Context
@@ -76,9 +76,12 @@ def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
     policy = make_policy(toys["qwen2_5_vl"], args)
     optimizer, before = make_optimizer(policy, args.lr, args.weight_decay), weights(policy)
     m, micros = one_update(args, ctx, policy, optimizer, make_rollouts([[0.1] * 4, [0.1] * 4]))
-    assert micros == [] and m["policy/grad_norm"] == 0 and m["update/skipped"] == 1
+    assert micros == [] and m["policy/grad_norm"] == 0 and m["update/empty"] == 1 and m["update/skipped"] == 0
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
+    measured = {"policy/entropy", "policy/clipped", "policy/kl_old", "rollout/kl", "rollout/max_abs_dlogp"}
+    assert not measured & m.keys()  # of nothing
     m, micros = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN))
+    assert measured <= m.keys() and m["update/steps"] == 1
     uids = {s.uid for micro in micros for s in micro.samples}
     assert uids == ({"p0", "p1", "p2"} if "reinforce" in algo else {"p0", "p1"}) and m["policy/grad_norm"] > 0
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters())
@@ -218,10 +221,50 @@ def test_truncated_responses_are_kept_masked_or_penalised(toys, ctx):
         assert sum(x for s in samples for x in s.values["weight"]) == pytest.approx(8 / 12 if how != "mask" else 6 / 9)  # p2 is constant
     assert packed == {"keep": 8, "penalise": 8, "mask": 6}
     example = type("E", (), {"uid": "p0"})
-    for how, expected in (("keep", {"reward": 0.5}), ("penalise", {"reward": -0.5, "overlong": -1.0})):
+    for how, expected in (("keep", {"reward": 0.5}), ("penalise", {"reward": -0.5, "overlong": -1.0, "unpenalised": 0.5})):
         rollouts = make_rollouts([[0.0, 0.0]], length=8)[:1]
         train.give_rewards(rollouts, {"p0": example}, lambda r, e, finish_reason: {"reward": 0.5}, parse(f"--truncated {how}"))
         assert rollouts[0].rewards == expected
+
+
+def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_are(ctx):
+    """Seven wrong answers and one that is wrong and too long: DAPO's filter is for correctness."""
+    args = parse("--group-size 8 --algo dapo --overlong-buffer 4")
+    rollouts = make_rollouts([[0.0] * 8, [0.0] * 7 + [1.0]], length=3)
+    for long in (rollouts[0], rollouts[8]):
+        long.token_ids, long.loss_mask = long.token_ids + [7] * 5, [True] * 8
+    example = type("E", (), {"uid": "p"})
+    given = {id(r): r.rewards["reward"] for r in rollouts}
+    scores = iter([given[id(r)] for r in rollouts])
+    train.give_rewards(rollouts, dict.fromkeys(("p0", "p1"), example), lambda r, e, finish_reason: {"reward": next(scores)}, args)
+    assert rollouts[0].rewards["reward"] == -1 and {r.task_reward for r in rollouts[:8]} == {0.0}
+    train.set_advantages(rollouts, args, 0.0)  # the first group is one that was kept for want of others
+    assert [r.advantage for r in rollouts[:8]] == [0.0] * 8 and rollouts[8].advantage < 0 < rollouts[15].advantage
+
+
+def test_dropout_leaves_the_ratio_and_the_engines_metrics_alone(toys, ctx):
+    """One update with adapters and heavy dropout: what is compared with the engine is scored without it, the ratio is 1."""
+    processor = load_processor(str(toys["qwen2_5_vl"]))
+    made = {}
+    for dropout in (0.0, 0.5):
+        args = parse(f"--lora-rank 4 --lora-dropout {dropout} --tis-cap 1.05 --tis-mask 0.9,1.1")
+        hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), Lora(4, 32.0, dropout))
+        for layer in lora_layers(hf).values():
+            torch.nn.init.constant_(layer.lora_B, 0.02)
+        policy = Policy(hf, processor)
+        policy.path = str(toys["qwen2_5_vl"])
+        policy.train()
+        rollouts = make_rollouts(UNEVEN)
+        for r in rollouts:  # an engine that computes just what the trainer does
+            micro = grpo.plant([grpo.Sample("x", r.token_ids, [False] * 5 + r.loss_mask, {})], processor.image_token_id)
+            with torch.no_grad():
+                r.logprobs = policy(micro)[0].tolist()
+        torch.manual_seed(0)
+        made[dropout], _ = one_update(args, ctx, policy, make_optimizer(policy, 1e-3, 0.0), rollouts)
+    assert made[0.5]["policy/grad_norm"] != made[0.0]["policy/grad_norm"]  # there was dropout
+    for m in made.values():
+        assert m["rollout/max_abs_dlogp"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
+        assert m["policy/kl_old"] == 0 and m["policy/clipped"] == 0
 
 
 def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
