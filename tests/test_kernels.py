@@ -271,9 +271,9 @@ def test_what_is_compared_with_the_engine_may_be_another_column(name, kernel, mo
     test_fused_loss_and_gradients_equal_float64(name, kernel, 1.0, False, True, monkeypatch, dropout=True)
     values = columns(torch.zeros(39))
     del values["old_logp"]
-    changed = values | {"trainer_logp": values["engine_logp"] + 9.0}  # far over every bound
-    logp, entropy = torch.full((2, 39), -1.0)
-    assert not torch.equal(LOSSES[name](logp, entropy, changed)[0], LOSSES[name](logp, entropy, values)[0])
+    logp = values["engine_logp"]  # the engine's policy is the trainer's, so all weights are 1; then one far over every bound
+    losses = [LOSSES[name](logp, logp, values | {"trainer_logp": logp + gap})[0] for gap in (0.0, 9.0)]
+    assert torch.equal(losses[0], LOSSES[name](logp, logp, values)[0]) and not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
