@@ -33,7 +33,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,10 @@ def decode_image(data: bytes) -> Image.Image:
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_header(image)
-        with LARGE if image.width * image.height > LARGE_PIXELS else nullcontext():
+        if image.width * image.height <= LARGE_PIXELS:
+            return to_rgb(image)
+        with LARGE:
+            Image.core.set_block_size(64 << 20)  # malloc keeps smaller blocks for the thread that freed them
             return to_rgb(image)
 
 

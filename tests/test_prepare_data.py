@@ -862,7 +862,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
 
 
-def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys):
+def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
     """Those that do not look like Qwen's: known only with the tokenizer."""
     processor = load_processor(str(toys["qwen2_5_vl"]))
     tokens = {"additional_special_tokens": ["[STOP]"]}
@@ -878,6 +878,10 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys):
         drop_long_prompts(examples, processor, 2048)
     kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
+    args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
+    assert train.load_data(args, tmp_path / "f.parquet", processor, load_reward(None)) == (kept, lengths)
+    said = capsys.readouterr().out
+    assert "0 over --max-prompt-tokens 2048, 1 with special tokens" in said and "left out: 'hiyouga/geometry3k/train/f/1'" in said
 
 
 def png_header(width: int, height: int) -> bytes:
