@@ -193,9 +193,10 @@ class Processor:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
-        """The tokenizer's special tokens that the messages' own text would be read as: `render` takes text and template alike."""
+        """The tokenizer's special tokens that `render` would read from the messages' own text."""
         texts = [text for message in messages for text in message["content"].split(IMAGE_MARK)]
-        ids = {i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)} - {self.tokenizer.unk_token_id}
+        ids = {i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)}
+        ids.discard(self.tokenizer.unk_token_id)  # of any text that the vocabulary lacks
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:

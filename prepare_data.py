@@ -103,8 +103,10 @@ class Example:
 
 @dataclass(slots=True)
 class Raw:
-    """One row as found, before any check. `problem` is set when the source could not even read it. `name` tells its file from
-    others in uids."""
+    """One row as found, before any check. `problem` is set when the source could not even read it.
+
+    `name` tells its file from others in uids.
+    """
 
     where: str
     number: int
@@ -136,7 +138,7 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def check_header(image: Image.Image) -> None:
-    """Refuse, before anything is decoded, what would take too much memory or what the model's image processor refuses."""
+    """Refuse, before anything is decoded, what takes too much memory or what the model's image processor refuses."""
     (width, height), most = image.size, f"at most {MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
     if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise UserError(f"{width}x{height} pixels, {most} are read; make it smaller")
@@ -186,8 +188,10 @@ def is_public(address: str) -> bool:
 
 
 class Fetcher(urllib.request.AbstractHTTPHandler):
-    """Connects to addresses that were checked, the very ones, and ends its connections at a deadline. A socket's own timeout
-    would not do: it is per operation, and a header can come byte by byte."""
+    """Connects to addresses that were checked, the very ones, and ends its connections at a deadline.
+
+    A socket's own timeout would not do: it is per operation, and a header can come byte by byte.
+    """
 
     http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
@@ -241,7 +245,7 @@ class Fetcher(urllib.request.AbstractHTTPHandler):
 
 
 def fetch_once(url: str, timeout: float, max_bytes: int, private: bool) -> bytes:
-    """Body of a URL, redirects followed, `timeout` seconds for all of it. Raises OSError, HTTPException or ValueError."""
+    """Body of a URL, redirects followed, in `timeout` seconds. Raises OSError, HTTPException or ValueError."""
     fetcher, opener = Fetcher(timeout, private), urllib.request.OpenerDirector()
     for handler in (urllib.request.ProxyHandler(), fetcher):
         opener.add_handler(handler)
@@ -275,9 +279,7 @@ def fetch_once(url: str, timeout: float, max_bytes: int, private: bool) -> bytes
             connected.close()
 
 
-def fetch_url(
-    url: str, timeout: float = 20.0, max_bytes: int = 32 << 20, tries: int = 3, private: bool = False
-) -> bytes:  # fmt: skip
+def fetch_url(url: str, timeout: float = 20, max_bytes: int = 32 << 20, tries: int = 3, private: bool = False) -> bytes:
     """Body of an http(s) URL; `timeout` seconds bound each try as a whole. Raises BadRow naming the flag to change.
 
     Addresses that are not public are refused unless `private`, redirects to them too.
@@ -301,7 +303,7 @@ def fetch_url(
 
 
 def read_file(path: Path) -> bytes:
-    """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError, ValueError or BadRow."""
+    """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError or ValueError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise BadRow(f"{path} is no regular file")
@@ -425,7 +427,7 @@ def build_example(
         last["content"] = f"{last['content']} {instruction}"
     for i, m in enumerate(messages):
         if found := SPECIAL.search(m["content"]):
-            raise BadRow(f"message {i} contains {found[0]!r}, which tokenizers read as a special token; write it otherwise")
+            raise BadRow(f"message {i} contains {found[0]!r}, a special token to tokenizers; write it otherwise")
         if "<video>" in m["content"]:
             raise BadRow(f"message {i} contains <video>, and videos are not supported; leave such rows out")
     cells = raw.images if isinstance(raw.images, list) else [raw.images] if raw.images not in (None, "") else []
@@ -459,7 +461,7 @@ def build_example(
     extra = drop_none(raw.extra or {})
     source = data_source or raw.data_source
     if not isinstance(source, str):
-        raise BadRow(f"data_source is a {type(source).__name__}, expected a string; --data-source NAME gives one to every row")
+        raise BadRow(f"data_source is a {type(source).__name__}, expected a string; --data-source NAME replaces it")
     if split:
         if not source:
             raise BadRow("no data_source; --data-source NAME gives one to every row")
@@ -558,8 +560,10 @@ def need_columns(found: list[str], keys: tuple, file: Path) -> None:
 def table_row(
     row: dict | str, keys: tuple, where: str, number: int, root: Path, rest: bool = False, name: str = ""
 ) -> Raw:  # fmt: skip
-    """Pick the columns `keys` = (prompt, image, answer) out of a row; `rest` puts the others into extra. A text is a row that
-    could not be read, and why."""
+    """Pick the columns `keys` = (prompt, image, answer) out of a row; `rest` puts the others into extra.
+
+    A text in place of the row says why it could not be read.
+    """
     if isinstance(row, str):
         return Raw(where, number, problem=row)
     prompt_key, image_key, answer_key = keys
@@ -573,7 +577,8 @@ def table_row(
     images = row.get(image_key) if image_key else None
     filled = [key for key in VIDEOS if key not in keys and row.get(key)]
     problem = f"column {filled[0]} is not empty, and videos are not supported; leave such rows out" if filled else ""
-    return Raw(where, number, root, row.get("data_source") or "", row.get(prompt_key), images, truth, extra, problem, name)
+    source, prompt = row.get("data_source") or "", row.get(prompt_key)
+    return Raw(where, number, root, source, prompt, images, truth, extra, problem, name)
 
 
 def file_names(files: list[Path]) -> list[str]:
@@ -587,7 +592,8 @@ def file_names(files: list[Path]) -> list[str]:
     return names
 
 
-CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)  # UTF-8, dates, depth: of Python, not of the file
+# What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
+CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
 
 def batch_rows(batch: pa.RecordBatch) -> list[dict | str]:
@@ -644,7 +650,8 @@ def read_examples(
     `answer_key=None` means reward_model.ground_truth, `image_key=""` a file without images, `limit` the first so
     many good rows. `data_source` replaces the column's; a file without that column gives "". `instruction` is put behind
     prompts that do not end with it.
-    Returns the examples and one line per row left out (only with bad_rows="skip"). Raises ValueError naming file, row, reason and remedy.
+    Returns the examples and one line per row left out (only with bad_rows="skip"). Raises UserError naming file, row,
+    reason and remedy.
     """
     bad: list[str] = []
     build = partial(build_example, data_source=data_source, instruction=instruction)
@@ -663,7 +670,7 @@ def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--image-key", default="images", help="column of the images ('' if there are none)")
     p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
     p.add_argument("--data-source", help="task of all rows, e.g. geo3k (default: the file's data_source column)")
-    p.add_argument("--instruction", default="", help="text behind each prompt that lacks it; geo3k: the geometry recipe's own")
+    p.add_argument("--instruction", default="", help="text behind prompts that lack it; geo3k: that recipe's own")
     p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
 
 
@@ -876,7 +883,7 @@ def shapes_rows(args: argparse.Namespace) -> Iterator[Raw]:
 
 
 def text_lines(file: Path) -> Iterator[str]:
-    """Lines of a UTF-8 text file (newlines kept); bytes that are no UTF-8 become what BAD_BYTE finds. Raises UserError."""
+    """Lines of a UTF-8 text file (newlines kept); bytes that are no UTF-8 become what BAD_BYTE finds."""
     if not file.is_file():
         raise UserError(f"--input {file}: no such file")
     try:
@@ -1024,7 +1031,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--split", choices=list(SPLITS), default="train", help="which split; stored in extra_info.split")
     p.add_argument("--n", type=int, default=1000, help="shapes: how many rows")
     p.add_argument("--seed", type=int, default=0, help="shapes: seed")
-    p.add_argument("--instruction", help="text behind each prompt that lacks it; geo3k, that source's default: the recipe's own")
+    p.add_argument("--instruction", help="text behind prompts that lack it; geo3k, its source's default: the recipe's own")
     p.add_argument("--prompt-key", help="column of the prompt (default prompt; geo3k: problem)")
     p.add_argument("--image-key", help="column of the images (default images; '' for no images)")
     p.add_argument("--answer-key", help="column of the answer (default reward_model.ground_truth; text, geo3k: answer)")
