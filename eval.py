@@ -208,7 +208,7 @@ def main(args: argparse.Namespace) -> dict:
     processors = {name: Processor(locate(path)[0], **limits) for name, path in paths.items()}
     kept, left_out = examples, list(skipped)
     for processor in processors.values():
-        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens)
+        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, bad_rows=args.bad_rows)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
