@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -334,6 +335,8 @@ READ_BYTES = 2**22  # read at once
 def save_hf(hf: nn.Module, folder: Path) -> None:
     """The model's folder, as transformers writes it but for experts: it reads them either way round, but writes them as it holds
     them. The hub has, and vLLM reads, those of some families with inputs before outputs."""
+    for config in (hf.config, *(getattr(hf.config, name) for name in hf.config.sub_configs)):
+        config.dtype = hf.dtype  # transformers leaves the inner ones as they were read
     hf.save_pretrained(folder)
     turned = tuple(pattern for converter in converters_of(hf) for pattern in converter.source_patterns
                    if type(converter.operations[0]).__name__ == "Transpose")
@@ -341,6 +344,27 @@ def save_hf(hf: nn.Module, folder: Path) -> None:
         tensors = load_file(file)
         tensors |= {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name.endswith(turned)}
         save_file(tensors, file, metadata={"format": "pt"})
+    follow_umask(folder)
+
+
+def follow_umask(folder: Path) -> None:
+    """safetensors leaves its files readable by their owner alone; they get what the umask gives other files."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o666 & ~umask)
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """A full disk met by safetensors, which has an error class of its own, becomes the OSError that it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 @dataclass(frozen=True)
