@@ -11,7 +11,6 @@ import copy
 import json
 import math
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,10 +18,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
-from errors import UserError, check_writable, writing
+from errors import UserError
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
-from sharding import attrs_of, follow_umask, load_trained, locate, pixel_limits, save_hf, saving
+from sharding import attrs_of, check_new_folder, load_trained, locate, pixel_limits, save_hf, whole_folder
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -117,9 +116,7 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
                          f"(adapter_config.json)")
     out = Path(args.out)
-    if out.is_file() or (out.exists() and any(out.iterdir())):
-        raise UserError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
-    check_writable(out.parent, f"--out {args.out}")
+    check_new_folder(out)
     if args.adapter and run and not run.get("lora_rank"):
         raise UserError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
     open_repository(args.push)
@@ -129,25 +126,23 @@ def main(args: argparse.Namespace) -> None:
     if broken:
         raise UserError(f"{found}: {len(broken)} tensors hold values that are no finite numbers: {', '.join(broken[:3])}; merge an earlier "
                         f"checkpoint")
-    # under a name of its own until all is checked: neither a fault nor a full disk leaves half a folder
-    with writing(out, f"--out {args.out}"), saving():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
-            folder = Path(temporary) / "model"
-            told = write_merged(hf, folder, base, processor, dtype, run, args) if not args.adapter else write_adapter(hf, base, folder)
-            follow_umask(folder)
-            if out.exists():
-                out.rmdir()
-            folder.rename(out)
+    with whole_folder(out) as folder:
+        if args.adapter:
+            write_adapter(hf, base, folder)
+        else:
+            moved = write_merged(hf, folder, base, processor, dtype, run, args)
     push(args.push, out)
-    print(f"wrote {out} from {found} (base {base}); {told}" if told else f"wrote the adapter {out} from {found} (base {base})")
+    if args.adapter:
+        return print(f"wrote the adapter {out} from {found} (base {base})")
+    print(f"wrote {out} from {found} (base {base}); largest log-probability difference from the run {moved:.1e}, by rounding to "
+          f"{args.dtype}")
 
 
 def write_merged(
     hf: torch.nn.Module, folder: Path, base: str, processor: Processor, dtype: torch.dtype, run: dict, args: argparse.Namespace
-) -> str:
+) -> float:
     """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what was to be
-    written, and what the folder as a whole says about a picture. -> the difference from the run, which is rounding alone."""
+    written, and what the folder as a whole says about a picture. -> the largest difference from the run, which is rounding alone."""
     trained, probes = probe_logprobs(hf, processor), probe_layers(hf)
     check_layers(merge_lora(hf), probes)
     for parameter in hf.parameters():
@@ -162,7 +157,7 @@ def write_merged(
     if not gap <= allowed:
         raise UserError(f"--out {args.out}: the written folder's log-probabilities differ from those of its weights in memory by "
                         f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why")
-    return f"largest log-probability difference from the run {(logprobs - trained).abs().max().item():.1e}, by rounding to {args.dtype}"
+    return (logprobs - trained).abs().max().item()
 
 
 def open_repository(name: str | None) -> None:

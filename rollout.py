@@ -497,7 +497,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
-        text = transformers.AutoConfig.from_pretrained(path).get_text_config()
+        text = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         banned = processor.banned(text.vocab_size).to(device)
 
         class Ban(LogitsProcessor):
