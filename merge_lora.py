@@ -50,11 +50,17 @@ def save_processor(base: str, processor: Processor, folder: Path) -> None:
         found = cached_file(base, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
         if found:
             shutil.copyfile(found, folder / name)  # not its mode: a cache's files may be their owner's alone
-    settings = folder / "preprocessor_config.json"
-    if settings.is_file():
-        kept = {k: v for k, v in json.loads(settings.read_text()).items() if k not in ("size", "min_pixels", "max_pixels")}
-        settings.write_text(json.dumps(kept | {"size": dict(processor.image_processor.size)}, indent=2) + "\n")
-    else:
+    held = False  # in a file of its own, or as a part of another, which wins; both may be there
+    for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        whole = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        settings = whole.get(part) if part else whole
+        if settings:
+            for old in ("min_pixels", "max_pixels"):
+                settings.pop(old, None)
+            settings["size"] = dict(processor.image_processor.size)
+            (folder / name).write_text(json.dumps(whole, indent=2) + "\n")
+            held = True
+    if not held:
         processor.image_processor.save_pretrained(folder)
 
 
@@ -150,9 +156,12 @@ def write_merged(
     rounded = probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
-    written = load_hf(str(folder), attrs=attrs_of(run))
+    written, reader = load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))
     check_weights(written, hf)
-    logprobs = probe_logprobs(written, Processor(str(folder)))
+    if reader.image_processor.size != processor.image_processor.size:
+        raise RuntimeError(f"the written folder sees pictures at {reader.image_processor.size}, the run at "
+                           f"{processor.image_processor.size}; it was not kept")
+    logprobs = probe_logprobs(written, reader)
     gap, allowed = (logprobs - rounded).abs().max().item(), rounding(hf, rounded) if args.tolerance is None else args.tolerance
     if not gap <= allowed:
         raise UserError(f"--out {args.out}: the written folder's log-probabilities differ from those of its weights in memory by "

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import stat
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_folder_that_computes_otherwise_is_refused(toys, tmp_path, monkeypatch
         merge(source, tmp_path / "out")
     merge(source, tmp_path / "forced", "--tolerance", "10")
     assert not (tmp_path / "out").exists() and (tmp_path / "forced").exists()
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_pixel_limits_reach_every_file_that_holds_them(files, toys, tmp_path):
+    """transformers 5 writes a processor as one file, in which the image processor's settings are a part."""
+    base = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "base")
+    own = json.loads((base / "preprocessor_config.json").read_text()) | {"max_pixels": 9000}
+    (base / "processor_config.json").write_text(json.dumps({"image_processor": own, "processor_class": own["processor_class"]}))
+    if files == 1:
+        (base / "preprocessor_config.json").unlink()
+    shutil.copytree(base, tmp_path / "out", ignore=shutil.ignore_patterns("*processor*"))
+    G.save_processor(str(base), M.Processor(str(base), None, 4000), tmp_path / "out")
+    assert M.Processor(str(tmp_path / "out")).image_processor.size == {"shortest_edge": 784, "longest_edge": 4000}
+    assert (tmp_path / "out" / "preprocessor_config.json").exists() == (files == 2)
 
 
 def test_weights_that_are_no_numbers_are_named(toys, tmp_path):
