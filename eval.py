@@ -124,13 +124,13 @@ h1{font-size:1.35rem;overflow-wrap:anywhere}
 .fact span{color:#647084;font-size:.8rem}
 .card{display:grid;grid-template-columns:220px 1fr;gap:1.2rem;margin:0 0 1rem;padding:1rem;
 background:#fff;border:1px solid #dfe3ea;border-radius:10px}
-.card img{width:100%;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
+.card img{width:100%;max-height:320px;object-fit:contain;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
 .prompt{white-space:pre-wrap;overflow-wrap:anywhere}
 .meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem}
 .sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.35rem 0}
 .right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
 .sample code{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace}
-.sample div{color:#647084;font-size:.8rem}
+.sample div,.sample span{color:#647084;font-size:.8rem}
 @media(max-width:700px){.card{grid-template-columns:1fr}}
 """
 
@@ -143,7 +143,7 @@ def thumbnail(data: bytes) -> str:
             opened.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
             image = ImageOps.exif_transpose(opened).convert("RGB") if name == "JPEG" else decode_image(data)
     except IMAGE_ERRORS:
-        return "<p>(an image that cannot be read)</p>"
+        return "<div class=meta>(an image that cannot be read)</div>"
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     files = {name: data} if max(size) <= THUMBNAIL and name in ("PNG", "JPEG", "GIF", "WEBP") else {}
     for kind in ("PNG", "JPEG"):
@@ -163,7 +163,7 @@ def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dic
         return html.escape(str(text))
 
     cells = {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    cells |= {kind: part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
+    cells |= {f"accuracy: {kind}": part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
     parts = [f"<!doctype html><meta charset=utf-8><title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>"]
     parts.append("<div class=facts>" + "".join(
         f"<div class=fact><b>{number(value)}</b><span>{safe(key)}</span></div>" for key, value in cells.items()) + "</div>")
@@ -180,7 +180,8 @@ def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dic
             notes = [f"{safe(key)} {number(float(value))}" for key, value in s["rewards"].items()]
             notes += [f"advantage {s['advantage']:+.3f}"] if "advantage" in s else []
             notes += [f"{s['tokens']} tokens"] + (["cut at the length limit"] if s["finish_reason"] == "length" else [])
-            parts.append(f"<div class='sample {right}'><code>{safe(s['text'])}</code><div>{' &middot; '.join(notes)}</div></div>")
+            text = safe(s["text"]) or "<span>(empty)</span>"
+            parts.append(f"<div class='sample {right}'><code>{text}</code><div>{' &middot; '.join(notes)}</div></div>")
         parts.append("</div></div>")
     return "\n".join(parts) + "\n"
 

@@ -100,7 +100,7 @@ def test_page_shows_as_text_whatever_came_from_data_policy_or_reward():
     facts = {"accuracy": 0.25, "reward/" + evil: 0.5, "by_answer_type": {evil: {"accuracy": 0.5}}}
     page = E.rollout_page(evil, facts, [record] * 250, {evil: example})
     found = Tags(page)
-    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}
+    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}  # ours, all of them
     assert found.tags["img"] == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
     assert found.attributes == {"charset", "class", "alt", "src"}
     assert page.count("an image that cannot be read") == 200
