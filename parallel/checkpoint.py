@@ -461,7 +461,7 @@ def locate(path: str) -> tuple[str, Path | None, dict]:
     """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
     checkpoint or adapter folder."""
     if (Path(path) / "adapter_config.json").is_file():
-        base = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+        base = read_json(Path(path) / "adapter_config.json").get("base_model_name_or_path") or ""
         load_config(base)
         return base, Path(path), {}
     checkpoint, args = find_checkpoint(path) or (None, {})
@@ -490,5 +490,5 @@ def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = Tr
     bad = find_bad(dict(hf.named_parameters()))
     if bad:
         adapted = ".lora_" in bad or not lora_layers(hf)  # else the base's own
-        raise UserError(f"{found if found and adapted else base}: {bad} {BAD}: damaged, or of a training that diverged; use another")
+        raise UserError(f"{found if found and adapted else base}: {bad} {BAD}: damaged, or of a training that diverged")
     return (merge_lora(hf) if merge else hf).to(dtype)
