@@ -68,7 +68,8 @@ def step_of(checkpoint: Path) -> int | None:
 def complete_checkpoints(out: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
     found = [path for path in (out / "checkpoints").glob("step_*") if step_of(path) is not None]
-    return sorted((path for path in found if (path / "trainer.json").is_file()), key=lambda path: (step_of(path), path.name))
+    complete = [path for path in found if (path / "trainer.json").is_file()]
+    return sorted(complete, key=lambda path: (step_of(path), path.name))
 
 
 def read_json(file: Path) -> dict:
@@ -96,7 +97,7 @@ def read_trainer(checkpoint: Path) -> dict:
     if {"files", "crc32"} & trainer.keys() and file.read_text() != sealed(rest):
         raise UserError(f"{file}: damaged: its checksum is not the one it was written with")
     if not isinstance(trainer.get("step"), int) or step_of(checkpoint) not in (None, trainer["step"]):
-        raise UserError(f"{file}: it is of step {trainer.get('step')}, but the folder's name says another; give it back its own")
+        raise UserError(f"{file}: it is of step {trainer.get('step')}, but the folder's name says another; rename it back")
     return rest
 
 
@@ -134,7 +135,7 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
 
 
 def checksum(file: Path) -> list:
-    """[bytes, CRC-32] of a file: against bad disks and cut copies, at the speed of reading. It is no proof of who wrote it."""
+    """[bytes, CRC-32] of a file: against bad disks and cut copies, as fast as it is read; no proof of who wrote it."""
     crc = size = 0
     with open(file, "rb") as f:
         while block := f.read(2**22):
@@ -169,10 +170,10 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def intact(path: Path, set_aside: bool = False) -> Path | None:
-    """The given checkpoint, verified; or a run directory's newest intact one, None if it has none at all. All ranks call it.
+    """The given checkpoint, verified; or a run directory's newest intact one, None if it has none. All ranks call it.
 
-    Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep nor a
-    later start counts them."""
+    Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep
+    nor a later start counts them."""
     found = on_rank0(lambda: [path] if (path / "trainer.json").is_file() else complete_checkpoints(path))
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
@@ -205,8 +206,9 @@ def _options(policy: Policy) -> StateDictOptions:
 
 
 def _state(models: dict[str, Trained]) -> tuple[dict, dict[str, list]]:
-    """What a checkpoint holds, by reference: name -> {"model", "optimizer"} of each model, the policy's without the name. And the
-    groups of each optimizer, which it does not hold: they follow from the flags, and tensor parallelism has more of them."""
+    """What a checkpoint holds, by reference: name -> {"model", "optimizer"} of each model, the policy's without the name.
+    And the groups of each optimizer, which it does not hold: they follow from the flags, and tensor parallelism has more
+    of them."""
     state, groups = {}, {}
     for name, (model, optimizer) in models.items():
         tensors, optim = get_state_dict(model, [] if optimizer is None else optimizer, options=_options(model))
@@ -295,13 +297,13 @@ def save_checkpoint(
         good = on_rank0(lambda: complete_checkpoints(out))
         remedy = (f"The newest good one is {good[-1]}: continue from it with --resume auto" if good
                   else "There is no earlier one: start again")
-        raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower --lr "
-                        f"or --max-grad-norm")
+        raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower "
+                        f"--lr or --max-grad-norm")
     needed = sum(tensor.numel() * tensor.element_size() + OVERHEAD * world for tensor in tensors.values())
 
     def full(free: int) -> UserError:
-        return UserError(f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, {free} are free. Free "
-                         f"some; earlier checkpoints are intact, and --resume auto continues from the newest")
+        return UserError(f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, {free} are free. "
+                         f"Free some; earlier checkpoints are intact, and --resume auto continues from the newest")
 
     def prepare() -> None:
         with writing(out, f"--out {out}"):
@@ -363,8 +365,9 @@ def raise_first(failure: CheckpointException) -> NoReturn:
 
 # All that a checkpoint's .metadata may name. It is a pickle, which calls what it names: anything else could be any program
 PLAIN = (
-    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta,
-    metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING, _StorageInfo, OrderedDict,
+    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
+    metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING,
+    _StorageInfo, OrderedDict,
 )
 ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in PLAIN} | {
     ("torch", "Size"): torch.Size,
@@ -377,7 +380,7 @@ ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in PLAIN} | {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint, which is not run: forged or damaged")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run; forged or damaged")
         return ALLOWED[module, name]
 
 
@@ -419,14 +422,14 @@ class _Reader(FileSystemReader):
     def read_data(self, plan, planner):
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
-                raise UserError(f"{self.path / '.metadata'}: {item.dest_index.fqn} is no tensor there, but an object that runs "
-                                f"what it likes when read: forged; do not use this checkpoint")
+                raise UserError(f"{self.path / '.metadata'}: {item.dest_index.fqn} is no tensor there, but an object that "
+                                f"runs what it likes when read: forged; do not use this checkpoint")
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # of torch.load(weights_only=True)
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            raise UserError(f"{self.reading}: it names {named[1] if named else '?'}, no part of a tensor, which is not run: "
-                            f"forged or damaged; do not use this checkpoint") from error
+            raise UserError(f"{self.reading}: it names {named[1] if named else '?'}, no part of a tensor: not run; forged or "
+                            f"damaged; do not use this checkpoint") from error
 
 
 def _load(state: dict, checkpoint: Path, **options) -> None:
@@ -471,8 +474,8 @@ def locate(path: str) -> tuple[str, Path | None, dict]:
 
 
 def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or not.
-    Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
+    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or
+    not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
     base, found, args = locate(path)
     found = intact(Path(path)) if found and args else found
     hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
