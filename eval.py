@@ -22,10 +22,10 @@ from PIL import Image, ImageOps
 
 from errors import UserError, check_writable, writing
 from model import Processor, default_dtype
+from parallel.checkpoint import load_trained, locate
 from prepare_data import FORMATS, IMAGE_ERRORS, Example, add_reading_flags, decode_image, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
-from sharding import load_trained, locate
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
 

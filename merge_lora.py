@@ -21,7 +21,8 @@ from transformers.utils import cached_file
 from errors import UserError
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
-from sharding import attrs_of, check_new_folder, load_trained, locate, pixel_limits, save_hf, whole_folder
+from parallel.checkpoint import load_trained, locate
+from sharding import attrs_of, check_new_folder, pixel_limits, save_hf, whole_folder
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -32,7 +33,7 @@ COMPANIONS = (
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run directory (its newest checkpoint), a checkpoint, or a PEFT adapter folder")
+    p.add_argument("run", help="run directory (its newest intact checkpoint), a checkpoint, or a PEFT adapter folder")
     p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
     p.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT does, not merged")
@@ -128,10 +129,6 @@ def main(args: argparse.Namespace) -> None:
     open_repository(args.push)
     processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
     hf = load_trained(args.run, merge=False)
-    broken = [name for name, tensor in hf.state_dict().items() if not tensor.isfinite().all()]
-    if broken:
-        raise UserError(f"{found}: {len(broken)} tensors hold values that are no finite numbers: {', '.join(broken[:3])}; merge an earlier "
-                        f"checkpoint")
     with whole_folder(out) as folder:
         if args.adapter:
             write_adapter(hf, base, folder)
@@ -139,8 +136,8 @@ def main(args: argparse.Namespace) -> None:
             moved = write_merged(hf, folder, base, processor, dtype, run, args)
     push(args.push, out)
     if args.adapter:
-        return print(f"wrote the adapter {out} from {found} (base {base})")
-    print(f"wrote {out} from {found} (base {base}); largest log-probability difference from the run {moved:.1e}, by rounding to "
+        return print(f"wrote the adapter {out} from {hf.loaded_from} (base {base})")
+    print(f"wrote {out} from {hf.loaded_from} (base {base}); largest log-probability difference from the run {moved:.1e}, by rounding to "
           f"{args.dtype}")
 
 
