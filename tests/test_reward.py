@@ -33,10 +33,10 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
 def quick_cas(monkeypatch):
     """A one-second math-verify that starts fresh and forgets earlier answers."""
     monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 1.0)
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.grader_stats.clear()
     yield
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.close()
 
 
@@ -330,14 +330,14 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 def test_cas_decides_what_the_parser_cannot(quick_cas):
     assert reward.same_answer("\\log_2 8", "3") and not reward.same_answer("\\log_2 8", "4")
     assert reward.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not reward.same_answer("\\{3,-3\\}", "3")
-    first = reward._cas.process.pid
-    assert reward.same_answer("|-3|", "3") and reward._cas.process.pid == first  # kept
+    (first,) = reward._cas.workers
+    assert reward.same_answer("|-3|", "3") and list(reward._cas.workers) == [first]  # kept
     assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
 
 
 def test_cas_is_killed_when_late_and_comes_back(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    process = reward._cas.process
+    (process,) = reward._cas.workers
     start = time.perf_counter()
     assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")
     assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 2
@@ -350,7 +350,7 @@ def test_cas_is_killed_when_late_and_comes_back(quick_cas):
 
 def test_cas_crash_is_counted_and_survived(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    os.kill(reward._cas.process.pid, signal.SIGKILL)
+    os.kill(next(iter(reward._cas.workers)).pid, signal.SIGKILL)
     assert not reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
     assert reward.same_answer("\\log_2 32", "5")
 
@@ -381,7 +381,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
 def test_no_worker_outlives_its_process(ending):
     code = "import os, sys, signal, threading, time, reward; reward.CAS_TIMEOUT_S = 1.0\n"
-    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(reward._cas.process.pid, flush=True)\n"
+    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in reward._cas.workers), flush=True)\n"
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"reward.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
@@ -397,13 +397,13 @@ def test_forked_copy_gets_its_own_worker():
     code = """
 import os, reward
 assert reward.same_answer("\\\\log_2 8", "3")
-worker = reward._cas.process.pid
+worker = next(iter(reward._cas.workers)).pid
 if (pid := os.fork()) == 0:
-    good = reward.same_answer("\\\\log_2 16", "4") and reward._cas.process.pid != worker
+    good = reward.same_answer("\\\\log_2 16", "4") and next(iter(reward._cas.workers)).pid != worker
     reward.close()
     os._exit(0 if good else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert reward.same_answer("\\\\log_2 32", "5") and reward._cas.process.pid == worker
+assert reward.same_answer("\\\\log_2 32", "5") and next(iter(reward._cas.workers)).pid == worker
 assert reward.grader_stats["cas_crash"] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -412,9 +412,9 @@ assert reward.grader_stats["cas_crash"] == 0
 
 def test_import_is_light():
     code = "import sys, reward; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
-    code += "; print(reward._cas.process)"
+    code += "; print(len(reward._cas.workers))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.stdout.split() == ["[]", "None"]
+    assert done.stdout.split() == ["[]", "0"]
 
 
 # --- format -------------------------------------------------------------------------------------------------------
