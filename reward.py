@@ -131,7 +131,8 @@ _MEANINGS = {
     **{"∞": "infty", "=": "equiv", "…": "ldots dots cdots dotsc"},
     **{"≠": "ne neq", " or ": "lor vee", "°": "circ degree deg", "∠": "angle measuredangle", "△": "triangle"},
     **{"π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi", "'": "prime", "%": "%"},
-    " ": "$ ( ) [ ] , ; : quad qquad displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
+    ";": "quad qquad",  # inside an answer it stands between two, and is no product
+    " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }
 _COMMANDS = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()} | {" ": " "}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
@@ -156,6 +157,7 @@ def _normalise(text: str) -> str:
     text = _RAISED.sub(lambda m: f"^{{{m.group().translate(_LOWER)}}}", text.translate(_CHARS))
     text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
     text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text).replace("{,}", ",")  # `\\frac`: escaped once too often
+    text = re.sub(r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 ", text)
     text = _WRAPPER.sub(lambda m: f" {m.group(1) or ''} ", text)
     text = _COMMAND.sub(lambda m: _COMMANDS.get(m.group(1), m.group()), text)
     text = text.replace("**", "^").replace("<=", "≤").replace(">=", "≥")
@@ -163,7 +165,9 @@ def _normalise(text: str) -> str:
     text = re.sub(r"\^ ?(?:\{ ?° ?\}|°)", "°", text).replace("^ ", "^")
     if not re.search(r"[(\[]", text):  # `(1,000)` is a point
         text = _THOUSANDS.sub(lambda m: re.sub("[, ]", "", m.group()), text)
-    text = _MIXED.sub(_mixed, text).removesuffix(".").rstrip()
+    text = _MIXED.sub(_mixed, text).removesuffix(".").strip()
+    while text.startswith("{") and _box_end(text, 1) == len(text) - 1:  # braces around it all are invisible
+        text = text[1:-1].strip()
     # Every nested call of the parser costs one of these characters, so this bounds its recursion.
     if len(text) > 2 * MAX_ANSWER_CHARS or len(re.findall(r"[(\[{^\\]", text)) > MAX_NESTING:
         raise _Refused(f"{text!r} is too deep")
@@ -182,7 +186,7 @@ _PI = Decimal("3.141592653589793238462643383279502884197169399375105820974944592
 _LETTERS = re.compile("[A-Za-z]*")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 _NAME = re.compile(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
-_POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"))  # where expressions with letters are compared
+_POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))  # where expressions with letters are compared
 _CLOSE = Decimal("1e-40")  # half of the digits: cancellation may cost the others
 
 
@@ -218,13 +222,14 @@ class _Expression:
     def __init__(self, text: str, point: Decimal = _POINTS[0]):
         self.text, self.point, self.at, self.letters = text, point, 0, False
 
-    def value(self) -> Decimal:
-        """To 80 digits, finite; raises _Unreadable, _NeedsCas, or what `same_answer` lists."""
+    def value(self) -> Decimal | None:
+        """To 80 digits, finite; None if it has no real value at this point: sqrt(x-50) has one elsewhere. Raises _Unreadable,
+        _NeedsCas, or what `same_answer` lists."""
         try:
             value = self.sum()
-        except (decimal.InvalidOperation, decimal.DivisionByZero) as error:  # sqrt(x-50) may have a value elsewhere
+        except decimal.InvalidOperation:
             if self.letters:
-                raise _NeedsCas(f"{self.text!r} has no real value here") from error
+                return None
             raise
         self.expect("")
         return value
@@ -313,23 +318,27 @@ class _Expression:
 
 
 @lru_cache(4096)
-def _value(text: str, point: Decimal = _POINTS[0]) -> tuple[Decimal, bool]:
+def _value(text: str, point: Decimal = _POINTS[0]) -> tuple[Decimal | None, bool]:
     """(value, whether letters occur); see `_Expression.value`."""
     expression = _Expression(text, point)
     return expression.value(), expression.letters
 
 
 def _same_value(prediction: str, truth: str) -> bool:
+    compared = False
     for point in _POINTS:
         try:
             (a, letters), (b, truth_letters) = _value(prediction, point), _value(truth, point)
         except _NeedsCas:
             return _cas_same(prediction, truth)
-        if abs(a - b) > _CLOSE * max(abs(a), abs(b)):
+        if a is None and b is None:
+            continue
+        if a is None or b is None or abs(a - b) > _CLOSE * max(abs(a), abs(b)):
             return False
         if not letters and not truth_letters:
-            break
-    return True
+            return True
+        compared = True
+    return compared
 
 
 def _cas_same(prediction: str, truth: str) -> bool:
@@ -350,7 +359,7 @@ _UNIT = re.compile(
     r"(?<![A-Za-z\\])(?:(sq)uare |(sq)\.? |(cu)bic |(cu)\.? )?"
     rf"({'|'.join(sorted(_UNITS, key=len, reverse=True))})\.? ?(?:\^ ?(?:([23])|\{{ ?([23]) ?\}}))?$"
 )
-_HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn))\b|[;?]")  # OR and NO are segments
+_HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")  # OR and NO are segments
 _NOTHING = {"", "none", "null", "nan", "n/a"}
 # Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), Area of △ABC, nothing. No number of its own, as in `x 47`.
 _NAME_PART = r"(?:(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
@@ -410,7 +419,8 @@ def _is_rounding(exact: str, rounded: str) -> bool:
     if not numeral or (unit and rounded_unit and unit != rounded_unit):
         return False
     half = Decimal("0.5").scaleb(-len(numeral.group(1) or ""))
-    return abs(_value(exact)[0] - _value(rounded)[0]) <= half
+    values = [_value(exact, point)[0] for point in _POINTS]  # an `x - x` may occur, an `x` not
+    return all(value is not None and abs(value - _value(rounded)[0]) <= half for value in values)
 
 
 def _strip_names(text: str) -> tuple[set[str], list[str]]:
@@ -450,8 +460,8 @@ def _same(prediction: str, truth: str, as_text: bool = True) -> bool:
     if names and truth_names and not names & truth_names:
         return False
     if items != [prediction] or truths != [truth]:  # every value of a chain has to be right: `x = 47 = 48` is a hedge
-        units = {unit for unit in (_without_unit(item)[1] for item in [*items, *truths]) if unit}
-        return len(units) <= 1 and all(same(item, truths[0]) for item in items)
+        by_unit = {_without_unit(item)[1]: item for item in items}  # and `48 cm = 48 m`, whose truth is 48, too
+        return all(same(item, truths[0]) for item in items) and all(same(a, b) for a, b in permutations(by_unit.values(), 2))
 
     items, truth = _split(prediction, "≈")[0], _split(truth, "≈")[0][-1]
     if len(items) > 1:
@@ -689,7 +699,15 @@ def _cas_worker() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (CAS_MEMORY, CAS_MEMORY))
     import logging
 
+    import sympy
     from math_verify import LatexExtractionConfig, parse, verify
+
+    def has_value(tree: object) -> bool:
+        """Without a division by zero or a logarithm of it: sympy takes 48 + 0 * 0^{-1} for 48."""
+        nodes = list(sympy.preorder_traversal(tree)) if isinstance(tree, sympy.Basic) else []
+        poles = [n.base for n in nodes if isinstance(n, sympy.Pow) and n.exp.could_extract_minus_sign()]
+        poles += [n.args[0] for n in nodes if isinstance(n, sympy.log)]
+        return not any(n in (sympy.zoo, sympy.nan, sympy.oo, -sympy.oo) for n in nodes) and not any(p.equals(0) for p in poles)
 
     logging.disable(logging.CRITICAL)
     # If the trainer itself was killed nobody is left to kill us: the kernel does, without asking Python.
@@ -704,7 +722,7 @@ def _cas_worker() -> None:
             parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=None)
             for text in (prediction, truth)
         )
-        same = bool(a and b) and verify(b, a, float_rounding=12, timeout_seconds=None)
+        same = bool(a and b) and has_value(a[0]) and verify(b, a, float_rounding=12, timeout_seconds=None)
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write("true\n" if same else "false\n")
         replies.flush()
