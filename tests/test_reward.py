@@ -1,4 +1,4 @@
-"""Tests of reward.py: 92 golden cases, sympy as the independent judge of values, `re` as that of the format."""
+"""Tests of reward.py: 92 golden cases, named answers of policies, sympy as the independent judge of values, `re` as that of the format."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -459,6 +460,22 @@ def test_cas_crash_is_counted_and_survived(quick_cas):
     assert reward.same_answer("\\log_2 32", "5")
 
 
+def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
+    monkeypatch.setattr(reward, "CAS_BUDGET_S", 2.0)
+    answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4", "\\log_2 8"]
+    responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
+    assert reward.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
+    for _ in range(2):  # the second time those that were late are known to be wrong, and the next ones are tried
+        before, start = reward.grader_stats.copy(), time.perf_counter()
+        parts = reward.score_batch(responses, rows)
+        assert time.perf_counter() - start < 2.0 + 5.0
+        assert [p["accuracy"] for p in parts] == [1.0] + [0.0] * 40 + [1.0, 1.0]
+        stats = reward.grader_stats - before
+        assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 2 and stats["cas_budget"] > 10
+    assert reward._cas.left == float("inf") and reward._cas.waiting is None
+    assert 2 <= reward.CAS_WORKERS <= 4
+
+
 def test_cas_from_threads(quick_cas):
     verdicts = {}
 
@@ -532,6 +549,25 @@ def test_format_is_verls_regex(pieces):
     response = "<think>" * (len(pieces) % 2) + "".join(pieces)
     expected = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
     assert reward.format_reward(response) == float(expected)
+
+
+def test_special_tokens_are_no_text():
+    assert reward.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
+    assert reward.score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {"accuracy": 0.0, "format": 0.0, "reward": 0.0}
+    row = example("red", "shapes", answer_type="colour")
+    assert reward.score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
+    assert reward.score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
+
+
+def test_engines_keep_special_tokens_visible(loaded):
+    from rollout import response_texts
+
+    _, processor = loaded["qwen2_5_vl"]
+    tokenizer, end = processor.tokenizer, processor.eos_ids[0]
+    four, start = tokenizer.encode("4", add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_start|>")
+    responses = [[*four, start, end], [*four, end], [*four, end, *four], four, []]
+    name = tokenizer.decode([end])
+    assert response_texts(processor, responses) == ["4<|im_start|>", "4", f"4{name}4", "4", ""]
 
 
 def test_format_is_linear():
@@ -653,6 +689,52 @@ def test_custom_reward(custom):
 def test_custom_reward_is_checked_early(custom, spec, message):
     with pytest.raises(ValueError, match=message):
         reward.load_reward(spec.format(dir=custom.parent))
+
+
+def test_reward_parts_are_bounded():
+    import numpy
+    import torch
+
+    def checked(value):
+        return reward._checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+
+    good = [True, 3, Fraction(1, 2), Decimal("0.5"), -1e6, numpy.float32(0.5), numpy.int64(2), numpy.bool_(True), torch.tensor(0.5)]
+    for value in good:
+        assert checked(value) == float(value) and type(checked(value)) is float
+    huge = [10**400, -(10**5000), 1e308, -1e308, 1e6 + 1, float("inf"), Fraction(10**400), Decimal("1e999"), numpy.float64(1e300)]
+    none = [float("nan"), Decimal("NaN"), Decimal("sNaN"), numpy.float32("nan"), torch.tensor(float("inf")), torch.zeros(2), 1j, None]
+    for value in [*huge, *none, "1" * 9999]:
+        with pytest.raises(reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret") as caught:
+            checked(value)
+        assert len(str(caught.value)) < 250
+
+
+def test_what_a_reward_raises_says_where(tmp_path):
+    (tmp_path / "errors.py").write_text("UserError = None")  # our own modules win
+    (tmp_path / "neighbour.py").write_text("WORTH = 0.5")
+    path = tmp_path / "mine.py"
+    path.write_text("import errors, neighbour\nseen = []\n"
+                    "def score(response, example):\n    from neighbour import WORTH\n    seen.append(response)\n    return WORTH\n"
+                    "def broken(response, example): return int(example.ground_truth)\n"
+                    "def nan(response, example): return float('nan')\n")
+    row = example("four", "chess")
+    mine = reward.load_reward(f"{path}:score")
+    assert mine("x", row) == {"reward": 0.5} and sys.modules["errors"].UserError is reward.UserError
+    assert reward.try_reward(mine, row) is None and reward.try_reward(reward.score, None) is None
+    assert sys.modules["custom_reward_mine"].seen == ["x", "<think>A trial.</think> \\boxed{four}"]
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        reward.score_batch(["a" * 999], [row], reward.load_reward(f"{path}:broken"))
+    assert not isinstance(caught.value, reward.UserError) and caught.traceback[-1].path == path
+    assert caught.value.__notes__ == [f"raised by the reward of row 'row-7' for the response {'a' * 200!r}"]
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        reward.try_reward(reward.load_reward(f"{path}:broken"), row)
+    assert caught.value.__notes__[-1] == "this was the trial call before the run"
+    with pytest.raises(reward.UserError, match="row-7.*is nan"):
+        reward.try_reward(reward.load_reward(f"{path}:nan"), row)
+    path.write_text("import not_there")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        reward.load_reward(f"{path}:score")
+    assert "come before its neighbours" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
