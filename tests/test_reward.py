@@ -471,7 +471,7 @@ def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
         assert time.perf_counter() - start < 2.0 + 5.0
         assert [p["accuracy"] for p in parts] == [1.0] + [0.0] * 40 + [1.0, 1.0]
         stats = reward.grader_stats - before
-        assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 2 and stats["cas_budget"] > 10
+        assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 1 and stats["cas_budget"] > 10
     assert reward._cas.left == float("inf") and reward._cas.waiting is None
     assert 2 <= reward.CAS_WORKERS <= 4
 
