@@ -24,7 +24,7 @@ from errors import UserError, check_writable, writing
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
 from prepare_data import FORMATS, IMAGE_ERRORS, Example, add_reading_flags, decode_image, read_flagged
-from reward import check_tasks, load_reward, score_batch
+from reward import check_tasks, load_reward, score_batch, try_reward
 from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
@@ -261,6 +261,8 @@ def main(args: argparse.Namespace) -> dict:
     reward_fn = load_reward(args.reward)
     examples, skipped = read_flagged(args.data, args, args.limit)
     check_tasks(examples, reward_fn)
+    if ctx.main:
+        try_reward(reward_fn, examples[0])
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     paths = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     # All that can be wrong comes before the first model. The baseline sees the pictures at the run's own pixel limits.

@@ -56,7 +56,7 @@ from parallel.checkpoint import (
 )
 from parallel.watch import Interrupt, Watch
 from prepare_data import Example, add_reading_flags, read_flagged
-from reward import check_tasks, grader_stats, load_reward, score_batch
+from reward import check_tasks, grader_stats, load_reward, score_batch, try_reward
 from rollout import (
     SPECIAL_TOKEN,
     HFEngine,
@@ -842,7 +842,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, f
     sums = {"n": float(len(rollouts)), "groups": float(len(rewards_PG)), "constant": float(constant)}
     sums["tokens"] = float(sum(len(r.response) for r in rollouts))
     sums["length"] = float(sum(r.finish_reason == "length" for r in rollouts))
-    sums |= {f"grader/{why}": float(grader_stats[why]) for why in ("unreadable", "refused", "cas_timeout")}
+    sums |= {f"grader/{why}": float(grader_stats[why]) for why in ("unreadable", "refused", "cas_timeout", "cas_budget")}
     grader_stats.clear()
     for r in rollouts:
         for part, value in r.rewards.items():  # tasks differ in their parts: a mean is over the samples that have it
@@ -910,6 +910,8 @@ def main(args: argparse.Namespace) -> None:
     processor = load_processor(args.model, args.min_pixels, args.max_pixels)
     reward_fn = load_reward(args.reward)
     train_set, lengths = load_data(args, args.data, processor, reward_fn)
+    if ctx.main:
+        try_reward(reward_fn, train_set[0])
     eval_set, eval_lengths = load_data(args, args.eval_data, processor, reward_fn) if args.eval_data else ([], [])
     by_uid = {example.uid: example for example in train_set}
     if len(train_set) < args.prompts_per_step:

@@ -1,4 +1,4 @@
-"""Tests of reward.py: 92 golden cases, sympy as the independent judge of values, `re` as that of the format."""
+"""Tests of reward.py: 92 golden cases, named answers of policies, sympy as the independent judge of values, `re` as that of the format."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,10 +34,10 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
 def quick_cas(monkeypatch):
     """A one-second math-verify that starts fresh and forgets earlier answers."""
     monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 1.0)
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.grader_stats.clear()
     yield
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.close()
 
 
@@ -126,6 +127,26 @@ ISOSCELES | isosceles
 0.48 | 48%
 \\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}} | 0
 \\left(\\frac{1}{2}\\right) | .5
+2¹⁰ | 1024
+2⁻¹ | 0.5
+{ AB = 48 } | 48
+OR = 48 | 48
+48 degrees | 48^\\circ
+0.48 m | 48 cm
+4800 cm^2 | 0.48 m^2
+48 cm = 0.48 m | 48 cm
+48 units | 48 cm
+30\\% | 0.3
+10\\% \\cdot 480 | 48
+30\\% | \\frac{3}{10}
+\\frac{a_1}{b} | a_{1} / b
+12.5 \\approx 13 | 13
+0:5 | 0:3
+48 \\quad \\text{cm} | 48
+3, \\quad -3 | 3, -3
+\\sqrt{x-50} | \\sqrt{-50+x}
+(-\\infty, 60) | (-∞,60)
+|-3| = 3 | 3
 """
 WRONG = """
 3 \\text{ or } 4 | 3
@@ -169,6 +190,68 @@ x^2+1 | x^2-1
 5! | 120
  | 48
 . | 48
+0^{-1} | 60
+0^{-1} | 5\\sqrt{3}
+0^{-1} | 2:3
+-0^{-1} | \\frac{48}{11}
+0⁻¹ | 2\\pi
+\\frac{1}{0^{-1}} | 0
+\\frac{1}{0} | 60
+\\sqrt[-3]{0} | 60
+\\sqrt[0]{2} | 2
+(0^{-1})^0 48 | 48
+48 \\cdot \\frac{x-x}{x-x} | 48
+48 \\cdot \\frac{\\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}}}{\\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}}} | 48
+2\\pi r + 0 \\cdot 0^{-1} | 2\\pi r
+|48| + 0 \\cdot 0^{-1} | 48
+48 + 0 \\cdot \\log(0) | 48
+48\\infty^0 | 48
+\\frac{1}{\\infty} | 0
+10^{60} + 5 - 10^{60} | 0
+x < 0^{-1} | x < 60
+(0^{-1}, 0^{-1}) | (2,3)
+0^{-1}, 0^{-1} | 3, -3
+0^{-1}:1 | 2:3
+1:0^{-1} | 2:3
+x = 0^{-1} = 48 | 48
+0^{-1} \\approx 48 | 48
+0:0 | 2:3
+0:0 | 0
+0:0:0 | 1:2:3
+0:5:6 | 0:3:4
+\\frac{4}{5} \\approx \\frac{3}{5} | \\frac{4}{5}
+\\frac{4}{5} \\approx \\frac{3}{5} | \\frac{3}{5}
+\\frac{4}{5} \\approx \\frac{8}{10} | \\frac{4}{5}
+12.01 \\approx 13 | 12.01
+12.01 \\approx 13 | 13
+8.667 \\approx 8.66 | 8.66
+1234 \\approx 1200 | 1200
+30\\% | 30
+30 | 30\\%
+30^\\circ | 30 m
+30 degrees | 30 \\text{ ft}
+30 cm | 30^\\circ
+48 units^2 | 48 units
+48 cm = 48 m | 48
+48^\\circ cm | 48
+\\frac{f}{i} | \\frac{13}{5}
+a_1 | B_2
+x_{12} = 5 | x_{21} = 5
+\\angle ABC = 5 | \\angle ACB = 5
+2¹⁰ | 2
+x 47 = 48 | 48
+not x = 48 | 48
+inf = 48 | 48
+47 \\equiv 48 | 48
+x = |47| = 48 | 48
+|48| \\approx 47 | 48
+|48| cm | 48 m
+50 \\quad -2 | 48
+1 \\quad (48) | 48
+8.66\\ldots | 8.66
+(B) C | B
+48<|im_start|> | 48
+B. <|im_end|> | B
 """
 
 
@@ -186,10 +269,32 @@ def test_wrong(prediction, truth):
     assert not reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
 
 
-@pytest.mark.parametrize("truth", ["None", "none", "", " ", "NaN"])
-@pytest.mark.parametrize("response", ["", "None", "I do not know", "\\boxed{None}", "\\boxed{}", "<think>a</think>"])
-def test_hole_in_the_data_is_never_right(response, truth):
-    assert not reward.grade_geometry(response, truth)
+HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}", "{}"]
+BROKEN = ["5 \\sqrt {", "3 +* 4", "\\frac{1}{0}", "0^{-1}", "0:0", "12 34"]
+
+
+@pytest.mark.parametrize("truth", HOLES)
+def test_hole_in_the_data_is_never_right(truth):
+    for answer in ("", " ", "{}", "\\text{}", "None", "°", truth):
+        for response in (answer, f"\\boxed{{{answer}}}", "<think>a</think>", "I do not know"):
+            assert not reward.grade_geometry(response, truth)
+
+
+@pytest.mark.parametrize("truth", HOLES + BROKEN)
+def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
+    with pytest.raises(reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"):
+        reward.check_tasks([example("48"), example(truth)])
+
+
+def test_truths_that_are_read():
+    truths = ["48", "m", "B", "(C)", "isosceles, right", "30-60-90 triangle", "x < 60", "m\\angle A = 48", "2:3", "[2, \\infty)"]
+    truths += ["48\\%", "\\sqrt { x - 50 }", "x^2+y^2=4", "\\{3,-3\\}", "5\\sqrt{3} \\approx 8.66", "48 cm^2", "4 \\frac { 4 } { 11 }"]
+    assert reward.check_tasks(map(example, truths)) == {"geo3k": len(truths)}
+    for truth in ("°", " ", "."):
+        row = example(truth, "shapes", answer_type="angle")
+        assert reward.score("\\boxed{}", row)["accuracy"] == 0.0
+        with pytest.raises(reward.UserError, match="nothing could equal"):
+            reward.check_tasks([row])
 
 
 def test_boxes():
@@ -330,14 +435,14 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 def test_cas_decides_what_the_parser_cannot(quick_cas):
     assert reward.same_answer("\\log_2 8", "3") and not reward.same_answer("\\log_2 8", "4")
     assert reward.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not reward.same_answer("\\{3,-3\\}", "3")
-    first = reward._cas.process.pid
-    assert reward.same_answer("|-3|", "3") and reward._cas.process.pid == first  # kept
+    (first,) = reward._cas.workers
+    assert reward.same_answer("|-3|", "3") and list(reward._cas.workers) == [first]  # kept
     assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
 
 
 def test_cas_is_killed_when_late_and_comes_back(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    process = reward._cas.process
+    (process,) = reward._cas.workers
     start = time.perf_counter()
     assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")
     assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 2
@@ -350,9 +455,25 @@ def test_cas_is_killed_when_late_and_comes_back(quick_cas):
 
 def test_cas_crash_is_counted_and_survived(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    os.kill(reward._cas.process.pid, signal.SIGKILL)
+    os.kill(next(iter(reward._cas.workers)).pid, signal.SIGKILL)
     assert not reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
     assert reward.same_answer("\\log_2 32", "5")
+
+
+def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
+    monkeypatch.setattr(reward, "CAS_BUDGET_S", 2.0)
+    answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4", "\\log_2 8"]
+    responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
+    assert reward.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
+    for _ in range(2):  # the second time those that were late are known to be wrong, and the next ones are tried
+        before, start = reward.grader_stats.copy(), time.perf_counter()
+        parts = reward.score_batch(responses, rows)
+        assert time.perf_counter() - start < 2.0 + 5.0
+        assert [p["accuracy"] for p in parts] == [1.0] + [0.0] * 40 + [1.0, 1.0]
+        stats = reward.grader_stats - before
+        assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 1 and stats["cas_budget"] > 10
+    assert reward._cas.left == float("inf") and reward._cas.waiting is None
+    assert 2 <= reward.CAS_WORKERS <= 4
 
 
 def test_cas_from_threads(quick_cas):
@@ -381,7 +502,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
 def test_no_worker_outlives_its_process(ending):
     code = "import os, sys, signal, threading, time, reward; reward.CAS_TIMEOUT_S = 1.0\n"
-    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(reward._cas.process.pid, flush=True)\n"
+    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in reward._cas.workers), flush=True)\n"
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"reward.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
@@ -397,13 +518,13 @@ def test_forked_copy_gets_its_own_worker():
     code = """
 import os, reward
 assert reward.same_answer("\\\\log_2 8", "3")
-worker = reward._cas.process.pid
+worker = next(iter(reward._cas.workers)).pid
 if (pid := os.fork()) == 0:
-    good = reward.same_answer("\\\\log_2 16", "4") and reward._cas.process.pid != worker
+    good = reward.same_answer("\\\\log_2 16", "4") and next(iter(reward._cas.workers)).pid != worker
     reward.close()
     os._exit(0 if good else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert reward.same_answer("\\\\log_2 32", "5") and reward._cas.process.pid == worker
+assert reward.same_answer("\\\\log_2 32", "5") and next(iter(reward._cas.workers)).pid == worker
 assert reward.grader_stats["cas_crash"] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -412,9 +533,9 @@ assert reward.grader_stats["cas_crash"] == 0
 
 def test_import_is_light():
     code = "import sys, reward; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
-    code += "; print(reward._cas.process)"
+    code += "; print(len(reward._cas.workers))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.stdout.split() == ["[]", "None"]
+    assert done.stdout.split() == ["[]", "0"]
 
 
 # --- format -------------------------------------------------------------------------------------------------------
@@ -428,6 +549,25 @@ def test_format_is_verls_regex(pieces):
     response = "<think>" * (len(pieces) % 2) + "".join(pieces)
     expected = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
     assert reward.format_reward(response) == float(expected)
+
+
+def test_special_tokens_are_no_text():
+    assert reward.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
+    assert reward.score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {"accuracy": 0.0, "format": 0.0, "reward": 0.0}
+    row = example("red", "shapes", answer_type="colour")
+    assert reward.score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
+    assert reward.score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
+
+
+def test_engines_keep_special_tokens_visible(loaded):
+    from rollout import response_texts
+
+    _, processor = loaded["qwen2_5_vl"]
+    tokenizer, end = processor.tokenizer, processor.eos_ids[0]
+    four, start = tokenizer.encode("4", add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_start|>")
+    responses = [[*four, start, end], [*four, end], [*four, end, *four], four, []]
+    name = tokenizer.decode([end])
+    assert response_texts(processor, responses) == ["4<|im_start|>", "4", f"4{name}4", "4", ""]
 
 
 def test_format_is_linear():
@@ -549,6 +689,52 @@ def test_custom_reward(custom):
 def test_custom_reward_is_checked_early(custom, spec, message):
     with pytest.raises(ValueError, match=message):
         reward.load_reward(spec.format(dir=custom.parent))
+
+
+def test_reward_parts_are_bounded():
+    import numpy
+    import torch
+
+    def checked(value):
+        return reward._checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+
+    good = [True, 3, Fraction(1, 2), Decimal("0.5"), -1e6, numpy.float32(0.5), numpy.int64(2), numpy.bool_(True), torch.tensor(0.5)]
+    for value in good:
+        assert checked(value) == float(value) and type(checked(value)) is float
+    huge = [10**400, -(10**5000), 1e308, -1e308, 1e6 + 1, float("inf"), Fraction(10**400), Decimal("1e999"), numpy.float64(1e300)]
+    none = [float("nan"), Decimal("NaN"), Decimal("sNaN"), numpy.float32("nan"), torch.tensor(float("inf")), torch.zeros(2), 1j, None]
+    for value in [*huge, *none, "1" * 9999]:
+        with pytest.raises(reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret") as caught:
+            checked(value)
+        assert len(str(caught.value)) < 250
+
+
+def test_what_a_reward_raises_says_where(tmp_path):
+    (tmp_path / "errors.py").write_text("UserError = None")  # our own modules win
+    (tmp_path / "neighbour.py").write_text("WORTH = 0.5")
+    path = tmp_path / "mine.py"
+    path.write_text("import errors, neighbour\nseen = []\n"
+                    "def score(response, example):\n    from neighbour import WORTH\n    seen.append(response)\n    return WORTH\n"
+                    "def broken(response, example): return int(example.ground_truth)\n"
+                    "def nan(response, example): return float('nan')\n")
+    row = example("four", "chess")
+    mine = reward.load_reward(f"{path}:score")
+    assert mine("x", row) == {"reward": 0.5} and sys.modules["errors"].UserError is reward.UserError
+    assert reward.try_reward(mine, row) is None and reward.try_reward(reward.score, None) is None
+    assert sys.modules["custom_reward_mine"].seen == ["x", "<think>A trial.</think> \\boxed{four}"]
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        reward.score_batch(["a" * 999], [row], reward.load_reward(f"{path}:broken"))
+    assert not isinstance(caught.value, reward.UserError) and caught.traceback[-1].path == path
+    assert caught.value.__notes__ == [f"raised by the reward of row 'row-7' for the response {'a' * 200!r}"]
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        reward.try_reward(reward.load_reward(f"{path}:broken"), row)
+    assert caught.value.__notes__[-1] == "this was the trial call before the run"
+    with pytest.raises(reward.UserError, match="row-7.*is nan"):
+        reward.try_reward(reward.load_reward(f"{path}:nan"), row)
+    path.write_text("import not_there")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        reward.load_reward(f"{path}:score")
+    assert "come before its neighbours" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
