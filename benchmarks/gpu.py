@@ -51,8 +51,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 TITLES = {1: "Tests", 2: "train.py on toys", 3: "The policy head", 4: "The update", 5: "Host synchronisations"}
 LIMITS = {1: 110, 2: 125, 3: 70, 4: 185, 5: 35}  # seconds that a part gets at least; 525 together
-NEEDED = "torch torchvision triton transformers safetensors numpy pillow pyarrow tqdm pytest".split()
-OPTIONAL = "pytest-xdist trl liger-kernel math-verify vllm flash-attn".split()
+NEEDED = "torch triton transformers safetensors numpy pillow pyarrow tqdm pytest".split()
+OPTIONAL = "torchvision pytest-xdist trl liger-kernel math-verify vllm flash-attn".split()
 PATIENCE = 100  # seconds without a result, after which a child counts as hung
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250}  # dense bf16, datasheets
 SIZES = {4: {"3B": ("3B shared prefix", "3B packed", "3B padded"),
@@ -104,8 +104,9 @@ class Parent:
         self.args, self.report, self.scratch, self.part, self.children = args, report, scratch, 0, 0
         self.stopped = False
         self.broken = dict(item.split(":") for item in args.broken.split(",") if item)
+        paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]  # wheels may live there
         self.env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                                 "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+                                 "PYTHONPATH": os.pathsep.join(paths)}
         if args.toy:
             self.env |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "GPU_TESTS_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -338,7 +339,8 @@ def machine(p: Parent) -> dict:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    lacking = [name for name in NEEDED if name in missing]
+    needed = [*NEEDED, *["torchvision"] * versions.get("transformers", "").startswith("5.17")]
+    lacking = [name for name in needed if name in missing]
     if lacking:
         print(f"missing, bring their wheels: {', '.join(lacking)}", flush=True)
     file = p.scratch / "machine.jsonl"
