@@ -356,7 +356,7 @@ def markdown(data: dict) -> str:
     lines += [f"`{data['command']}`, {data['date']}: {m.get('device', 'unknown device')}, {m.get('memory_gib', 0):.0f} GiB, "
              + ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
              + f"; bf16 product of 8192 x 8192 x 8192 at {m.get('matmul_tflops', math.nan):.0f} TFLOP/s (datasheet "
-             + f"{m.get('peak_tflops', 'unknown')}); {data['seconds']:.0f} s"]
+             + f"{m.get('peak_tflops') or 'unknown'}); {data['seconds']:.0f} s"]
     for part in data["parts"]:
         lines += ["", f"{part['part']}. {part['title']}: {part['status']}, {part['seconds']:.0f} s", ""]
         good = [row for row in part["rows"] if "error" not in row]

@@ -27,7 +27,7 @@ GPU = torch.cuda.is_available()
 TOY = not GPU and os.environ.get("GPU_TESTS_ON_CPU") == "1"
 DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU and not TOY, reason="no CUDA device")]
-needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device, and no twin on a CPU")
+needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device, and no CPU form of what it runs")
 # a CPU has no 16-bit product with an fp32 result, so no Triton there
 PATHS = [(k, t) for k in ("triton", "torch") for t in (torch.float32, torch.bfloat16) if GPU or (k, t) != ("triton", torch.bfloat16)]
 # Of fp32 sums in another order, and of gradients that are rounded to 8 bits twice (the logits' and their own)
