@@ -371,6 +371,8 @@ def vision_features(
             grids = torch.tensor([image.grid_thw for image in batch], device=device)
             out = hf.model.get_image_features(pixels, grids, return_dict=True)
             layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+            sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
+            layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
             for i, image in enumerate(batch):
                 layers_of[image.key] = tuple(layer[i] for layer in layers)
                 if cache:
@@ -569,7 +571,7 @@ def _varlen(query, key, value, cu_seqlens, longest, scale):
         return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True)
     from torch.nn.attention.varlen import varlen_attn
 
-    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 says is_causal, 2.13 a window and grouped heads
+    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 has a window, 2.12 grouped heads too
     causal = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
     if "enable_gqa" in parameters:
         causal["enable_gqa"] = True

@@ -405,3 +405,54 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
             M.load_config(str(tmp_path))
     for path in toys.values():
         M.load_config(str(path))
+
+
+def test_deepstack_features_in_one_piece_are_split_by_picture(loaded, picture, monkeypatch):
+    """As transformers 5.17 gives them; later ones give a list of pictures, as for the last layer."""
+    hf, processor = loaded["qwen3_vl"]
+    images = [processor.image(str(i), picture(64 * (i + 1), 64, i)) for i in range(3)]
+    with torch.no_grad():
+        want = M.vision_features(hf, images)
+        features_of = hf.model.get_image_features
+
+        def whole(*args, **kwargs):
+            out = features_of(*args, **kwargs)
+            out.deepstack_features = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in out.deepstack_features]
+            return out
+
+        monkeypatch.setattr(hf.model, "get_image_features", whole)
+        got = M.vision_features(hf, images)
+    assert len(want[1]) > 0 and torch.equal(got[0], want[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.12"])
+def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, loaded, samples_of, monkeypatch):
+    """torch's own needs a GPU; here a stand-in with its signature, sequence by sequence, against the dense mask."""
+    import torch.nn.attention.varlen as varlen
+
+    from grpo import dense_mask
+
+    def dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        assert window_size == (-1, 0) and cu_seq_q.dtype == torch.int32 and max_q == int(cu_seq_q.diff().max())
+        assert query.shape == key.shape == value.shape and all(x.is_contiguous() for x in (query, key, value))
+        parts = [torch.nn.functional.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1)[None] for x in (query, key, value)), is_causal=True, scale=scale)[0].transpose(0, 1)
+            for a, b in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False)]
+        return torch.cat(parts)
+
+    def grouped(query, key, value, *args, enable_gqa=False, window_size=(-1, -1), scale=None):
+        assert enable_gqa and key.shape[1] == 2
+        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+        return dense(query, key, value, *args, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", dense if version == "2.11" else grouped)
+    processor = loaded["qwen2_5_vl"][1]
+    apart = [Sample(str(i), s.tokens, s.scored, {}, s.images) for i, s in enumerate(samples_of(processor)[2])]
+    micro = plant(apart, processor.image_token_id)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, micro.n_tokens, 16, generator=generator) for heads in (4, 2, 2))
+    got = M.ForestAttention("flash", micro)(0, q, k, v, 0.3)
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    want = (q @ keys.transpose(2, 3) * 0.3).masked_fill(~dense_mask(micro.end_T), -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

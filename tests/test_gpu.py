@@ -1,0 +1,244 @@
+"""What only a GPU can show: compiled kernels against float64, attention over a forest against the dense mask, bf16 ratios.
+
+    pytest -m gpu tests/test_gpu.py                          # on a CUDA machine; elsewhere all of it is skipped
+    GPU_TESTS_ON_CPU=1 pytest -m gpu tests/test_gpu.py       # a handful of tiny cases, in Triton's interpreter
+
+Their twins on a CPU are tests/test_kernels.py, test_model.py and test_update.py, which go into more detail.
+"""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_worker import rollouts_of
+from test_kernels import LOSSES, columns, reference
+
+import kernels
+import train
+from grpo import PolicyLoss, Sample, dense_mask, plant
+from kernels import fused_policy_loss, linear_logprob
+from model import ForestAttention, Policy, load_hf
+from sharding import shard
+from utils import dist_setup
+
+GPU = torch.cuda.is_available()
+TOY = not GPU and os.environ.get("GPU_TESTS_ON_CPU") == "1"
+DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU and not TOY, reason="no CUDA device")]
+needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device, and no CPU form of what it runs")
+# a CPU has no 16-bit product with an fp32 result, so no Triton there
+PATHS = [(k, t) for k in ("triton", "torch") for t in (torch.float32, torch.bfloat16) if GPU or (k, t) != ("triton", torch.bfloat16)]
+# Of fp32 sums in another order, and of gradients that are rounded to 8 bits twice (the logits' and their own)
+VALUE, GRADIENT = 1e-4, {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+ATTENTION = {torch.float32: 5e-5, torch.bfloat16: 2e-2}  # probabilities are rounded too; tf32 would be 3e-4
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm; infinite where anything is not finite."""
+    error = ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
+    return error if error == error else float("inf")
+
+
+def problem(n: int, h: int, v: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """hidden, weight, targets and two coefficients a row; logits with a standard deviation of 3."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(n, h, generator=g), torch.randn(v, h, generator=g) * 3 / h**0.5
+    targets, coefficients = torch.randint(0, v - 5, (n,), generator=g), torch.randn(2, n, generator=g) / n
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE), *coefficients.to(DEVICE)
+
+
+# --- The policy head ------------------------------------------------------------------------------------------------------
+
+# (rows, hidden, vocabulary, rows a block): ragged last blocks of everything; steps between rows that bulk copies cannot take
+# (H 100 in bf16: then cuBLAS and the row kernel); a single row; and a vocabulary like Qwen's
+SHAPES = [(300, 896, 5003, 128), (77, 100, 1999, 64), (1, 64, 333, 2048), (40, 256, 151936, 32)]
+SHAPES = [(9, 16, 77, 4)] if TOY else SHAPES
+
+
+@pytest.mark.parametrize("kernel,dtype", PATHS)
+@pytest.mark.parametrize("n,h,v,rows", SHAPES)
+def test_log_probabilities_and_gradients_equal_float64(n, h, v, rows, kernel, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "GPU_BLOCK_ROWS", rows)
+    hidden, weight, targets, g_logp, g_entropy = problem(n, h, v, dtype)
+    banned = torch.tensor([v - 1, v - 3], device=DEVICE)
+    x, w = (t.double().requires_grad_() for t in (hidden, weight))
+    want = reference(x, w, targets, 0.7, banned)
+    (want[0] @ g_logp.double() + want[1] @ g_entropy.double()).backward()
+    y, u = (t.clone().requires_grad_() for t in (hidden, weight))
+    got = linear_logprob(y, u, targets, 0.7, banned, kernel)
+    (got[0] @ g_logp + got[1] @ g_entropy).backward()
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32 and (a.double() - b).abs().max() < VALUE
+    assert relative(y.grad, x.grad) < GRADIENT[dtype] and relative(u.grad, w.grad) < GRADIENT[dtype]
+    assert u.grad[banned].abs().max() == 0
+    frozen = hidden.clone().requires_grad_()
+    got = linear_logprob(frozen, weight, targets, 0.7, banned, kernel)
+    (got[0] @ g_logp + got[1] @ g_entropy).backward()
+    assert torch.equal(frozen.grad, y.grad) and weight.grad is None
+
+
+@pytest.mark.parametrize("kernel,dtype", PATHS)
+@pytest.mark.parametrize("name", ["clip, dual", "gspo"] if TOY else list(LOSSES))
+def test_every_loss_and_its_gradients_equal_float64(name, kernel, dtype, monkeypatch):
+    """39 tokens in blocks of 16, a third of them without weight; off policy, with ids banned."""
+    monkeypatch.setattr(kernels, "GPU_BLOCK_ROWS", 16)
+    loss, v = LOSSES[name], 77 if TOY else 5003
+    hidden, weight, targets, *_ = problem(39, 16 if TOY else 256, v, dtype, seed=1)
+    banned = torch.tensor([v - 1, v - 3], device=DEVICE)
+    x, w = (t.double().requires_grad_() for t in (hidden, weight))
+    logp, entropy = reference(x, w, targets, 1.3, banned)
+    values = columns(logp.detach())
+    exact = {key: column.double() if column.is_floating_point() else column for key, column in values.items()}
+    want = loss(logp, entropy, exact)[0].sum()
+    want.backward()
+    y, u = (t.clone().requires_grad_() for t in (hidden, weight))
+    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, loss, values, 1.3, banned, kernel)
+    total.backward()
+    assert abs(total.item() - want.item()) < VALUE * max(1.0, abs(want.item()))
+    assert (got_logp - logp).abs().max() < VALUE and (got_entropy - entropy).abs().max() < VALUE
+    assert relative(y.grad, x.grad) < GRADIENT[dtype] and relative(u.grad, w.grad) < GRADIENT[dtype]
+    still = (x.grad == 0).all(1)  # exactly nothing, not nearly: no weight, or clipped
+    assert still.any() and (y.grad[still] == 0).all()
+    frozen = hidden.clone().requires_grad_()
+    fused_policy_loss(frozen, weight, targets, loss, values, 1.3, banned, kernel)[0].backward()
+    assert torch.equal(frozen.grad, y.grad) and weight.grad is None
+
+
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+def test_nothing_to_learn_gives_zeros(kernel):
+    hidden, weight, targets, *_ = problem(20, 64, 333, torch.bfloat16 if GPU else torch.float32)
+    values = {"advantage": torch.zeros(20, device=DEVICE), "weight": torch.ones(20, device=DEVICE)}
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    total = fused_policy_loss(x, w, targets, PolicyLoss(), values, kernel=kernel)[0]
+    total.backward()
+    assert total.item() == 0 and x.grad.abs().max() == 0 and w.grad.abs().max() == 0
+
+
+# --- Attention over a forest ----------------------------------------------------------------------------------------------
+
+# (prompt, responses) of each tree. A response of 1 token is a target alone, one of 2 a run of 1 token
+TREES = [
+    [(1, [1]), (3, [2, 1, 7])],
+    [(64, [65])],  # a whole block
+    [(300, [2, 1, 130, 517]), (1, [1, 2]), (129, [64, 64]), (17, [2] * 5)],
+    [(700, [1000, 200, 1, 2, 433])],
+    [(5, [3]), (2, [2, 2])],  # small again: compiled once for all sizes
+]
+TREES = TREES[:2] if TOY else TREES
+HEADS = [(4, 2, 32)] if TOY else [(4, 4, 64), (4, 2, 32), (16, 2, 128)]
+
+
+def plant_trees(trees: list[tuple[int, list[int]]], apart: bool):
+    """A micro-batch of them; `apart`, each response has a copy of its prompt."""
+    rng, samples = torch.Generator().manual_seed(0), []
+    for t, (prompt, responses) in enumerate(trees):
+        begin = torch.randint(0, 100, (prompt,), generator=rng).tolist()
+        for i, n in enumerate(responses):
+            own = [100 + i] + torch.randint(0, 100, (n - 1,), generator=rng).tolist()  # the first token tells them apart
+            samples.append(Sample(f"{t}/{i}" if apart else str(t), begin + own, [False] * prompt + [True] * n, {}))
+    return plant(samples, image_token=-1)
+
+
+def exact_attention(q, k, v, end_T, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~dense_mask(end_T), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("heads,kv_heads,dim", HEADS)
+@pytest.mark.parametrize("backend,dtype", [("flex", torch.float32), ("flex", torch.bfloat16), ("sdpa", torch.bfloat16),
+                                           pytest.param("flash", torch.bfloat16, marks=needs_gpu)])
+def test_attention_and_its_gradients_equal_the_dense_mask(backend, dtype, heads, kv_heads, dim):
+    g = torch.Generator().manual_seed(2)
+    for trees in TREES:
+        micro = plant_trees(trees, apart=backend == "flash").to(DEVICE)
+        n, scale = micro.n_tokens, dim**-0.5
+        q, k, v, up = (torch.randn(1, count, n, dim, generator=g).to(DEVICE, dtype) for count in (heads, kv_heads, kv_heads, heads))
+        want = exact_attention(*(exact := [x.double().requires_grad_() for x in (q, k, v)]), micro.end_T, scale)
+        want.backward(up.double())
+        backward = GPU or backend == "sdpa"  # flex has none on a CPU
+        got = ForestAttention(backend, micro)(0, *(ours := [x.clone().requires_grad_(backward) for x in (q, k, v)]), scale)
+        assert relative(got, want) < ATTENTION[dtype] and got.shape == q.shape, (trees, "values")
+        if backward:
+            got.backward(up)
+            for name, a, b in zip("qkv", ours, exact, strict=True):
+                if b.grad.norm() > 1e-9:  # a lone token's query has none
+                    assert relative(a.grad, b.grad) < ATTENTION[dtype], (trees, name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("family,attn,dtype", [
+    ("qwen2_5_vl", "flex", torch.float32), ("qwen3_vl", "flex", torch.float32), ("qwen3_5", "flex", torch.float32),
+    ("qwen2_5_vl", "flex", torch.bfloat16), ("qwen2_5_vl", "flash", torch.bfloat16), ("qwen3_vl_moe", "flash", torch.bfloat16),
+])
+def test_whole_models_agree_with_run_by_run_attention(family, attn, dtype, toys, loaded):
+    """Log-probabilities and gradients of a toy, pictures included."""
+    processor, results = loaded[family][1], []
+    samples = [Sample(f"{r.uid}/{r.sample}" if attn == "flash" else r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)
+               for r in rollouts_of(processor, 3)]
+    for attention in ("sdpa", attn):
+        policy = Policy(load_hf(str(toys[family]), dtype), processor, False, attention).to(DEVICE)
+        logp, entropy = policy(plant(samples, processor.image_token_id).to(DEVICE))
+        (logp.mean() + entropy.mean()).backward()
+        results.append((logp.detach(), torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])))
+    (want, gradient), (got, its_gradient) = results
+    bound = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.1, 0.1)}[dtype]
+    assert (got - want).abs().max() < bound[0] and relative(its_gradient, gradient) < bound[1]
+
+
+# --- bf16 through FSDP2 ---------------------------------------------------------------------------------------------------
+
+SEEN: list[tuple[set[torch.dtype], float]] = []  # what a loss was given: dtypes of its columns, largest |logp - old_logp|
+
+
+@dataclass(frozen=True)
+class Watched(PolicyLoss):
+    def __call__(self, logp_K, entropy_K, values):
+        dtypes = {logp_K.dtype, *(column.dtype for column in values.values() if column.is_floating_point())}
+        SEEN.append((dtypes, (logp_K.detach() - values["old_logp"]).abs().max().item()))
+        return super().__call__(logp_K, entropy_K, values)
+
+
+@pytest.fixture(scope="module")
+def context():
+    mine = not dist.is_initialized()
+    yield dist_setup() if mine else None
+    if mine:
+        dist.destroy_process_group()
+
+
+RATIO = 1e-4 if GPU else 1e-6  # nats: a GPU scores by another kernel than it trains by, and sums in another order
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("attn,kernel", [("flex", "triton"), ("flex", "torch"), ("flash", "triton")] if GPU else [("sdpa", "torch")])
+def test_bf16_ratios_are_one_on_policy(attn, kernel, kind, toys, loaded, context):
+    """Log-probabilities of train.score and of the update that follows are equal, and so the loss is the one of ratio 1."""
+    processor = loaded["qwen2_5_vl"][1]
+    policy = Policy(load_hf(str(toys["qwen2_5_vl"])), processor, attention=attn, kernel=kernel).train()
+    shard(policy, DEVICE, torch.bfloat16)
+    args = train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", "--group-size", "4", "--attn", attn,
+                             "--micro-tokens", "300"])
+    rollouts = rollouts_of(processor, 4)
+    train.set_advantages(rollouts, args, 0.0)
+    for r in rollouts:
+        r.columns.pop("old_logp")
+    micros = train.pack_minibatch(rollouts, args, processor, DEVICE)
+    train.score([micros], args, policy, None)
+    loss, worst = (Watched if kind == "gspo" else PolicyLoss)(kind, 3e-4, 4e-4), 0.0
+    SEEN.clear()
+    for micro in (micro.to(DEVICE) for micro in micros):
+        total, logp, _ = policy(micro, 1.0, loss)
+        total.backward()
+        worst = max(worst, (logp - micro.values["old_logp"]).abs().max().item())
+        advantage, weight = micro.values["advantage"].double(), micro.values["weight"].double()
+        want = {"cispo": -advantage * logp.double(), "sapo": -advantage * 2 / torch.where(advantage > 0, 1.0, 1.05)}.get(kind, -advantage)
+        bound = RATIO * 2 * (weight * advantage.abs()).sum() + 1e-6
+        assert abs(total.item() - (weight * want).sum()) < bound, "the loss is not that of ratio 1"
+    assert len(micros) > 1 and worst <= RATIO, f"largest |logp - old_logp| {worst:.1e}"
+    assert all(dtypes == {torch.float32} and gap <= RATIO for dtypes, gap in SEEN) and bool(SEEN) == (kind == "gspo")
+    gradients = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
+    assert gradients and all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients)
+    print(f"{attn} {kernel} {kind}: largest |log ratio| {worst:.1e}")
