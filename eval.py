@@ -20,10 +20,11 @@ import torch
 
 from errors import UserError
 from model import Processor, default_dtype
+from parallel.checkpoint import load_trained, locate
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
-from sharding import load_trained, locate, pixel_limits
+from sharding import pixel_limits
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
 

@@ -19,7 +19,8 @@ from transformers.utils import cached_file
 from errors import UserError
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
-from sharding import attrs_of, load_trained, locate, pixel_limits, save_hf
+from parallel.checkpoint import load_trained, locate
+from sharding import attrs_of, pixel_limits, save_hf
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -30,7 +31,7 @@ COMPANIONS = (
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run directory (its newest checkpoint), a checkpoint, or a PEFT adapter folder")
+    p.add_argument("run", help="run directory (its newest intact checkpoint), a checkpoint, or a PEFT adapter folder")
     p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
     p.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT does, not merged")
@@ -83,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
     if args.adapter:
         write_adapter(hf, base, out)
         push(args.push, out)
-        return print(f"wrote the adapter {out} from {found} (base {base})")
+        return print(f"wrote the adapter {out} from {hf.loaded_from} (base {base})")
     adapted = bool(lora_layers(hf))
     wrapped = probe_logprobs(hf, processor)
     merge_lora(hf)
@@ -107,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
             out.rmdir()
         folder.rename(out)
     push(args.push, out)
-    print(f"wrote {out} from {found} (base {base}); largest log-probability difference {gap:.1e}")
+    print(f"wrote {out} from {hf.loaded_from} (base {base}); largest log-probability difference {gap:.1e}")
 
 
 def open_repository(name: str | None) -> None:

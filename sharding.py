@@ -1,4 +1,4 @@
-"""The model over processes: FSDP2 and tensor parallelism, loading into shards, gathering, checkpoints.
+"""The model over processes: FSDP2 and tensor parallelism, loading into shards, gathering, optimizer. Checkpoints: parallel/checkpoint.py.
 
 A policy is built without weights (meta_hf), sharded (shard) and filled (load_sharded): no process ever holds all of it.
 """
@@ -7,8 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -42,14 +38,11 @@ from model import (
     Attrs,
     Lora,
     Policy,
-    add_lora,
     find_family,
     load_config,
     load_hf,
     lora_layers,
-    merge_lora,
     prepare,
-    read_adapter,
     register_attention,
 )
 from utils import print0
@@ -339,6 +332,23 @@ def tensors_of(file: Path) -> dict[str, tuple[torch.dtype, list[int], int]]:
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 2**22  # read at once
+LARGEST = 1e20  # of a weight: products with 1e38 overflow
+BAD = f"holds NaN, an infinity, or a value above {LARGEST:.0e}"
+
+
+@torch.no_grad()
+def find_bad(tensors: dict[str, torch.Tensor], largest: float = LARGEST) -> str | None:
+    """The first tensor with a value that is NaN or above `largest`, whichever rank holds it; the same answer on all of them."""
+    names, first = list(tensors), torch.tensor(len(tensors))
+    for i, tensor in enumerate(tensors.values()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # the largest absolute value, or NaN where there is one
+        if local.numel() and local.is_floating_point() and not torch.linalg.vector_norm(local, math.inf).item() <= largest:
+            first.fill_(i)
+            break
+    if dist.is_initialized():
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    return names[first] if first < len(names) else None
 
 
 def save_hf(hf: nn.Module, folder: Path) -> None:
@@ -428,9 +438,7 @@ def load_sharded(policy: Policy, path: str) -> None:
     keeps its own columns of them. All files are checked before a byte is read into the model."""
     hf = policy.hf
     waiting = {name: list(p.shape) for name, p in hf.named_parameters() if p.is_meta}
-    if not waiting:
-        return
-    found = find_stored(hf, path, waiting)
+    found = find_stored(hf, path, waiting) if waiting else {}
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
     place = policy.banned.device if not policy.offloaded else torch.device("cpu")
     policy._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
@@ -441,6 +449,10 @@ def load_sharded(policy: Policy, path: str) -> None:
             _, offset = compute_local_shape_and_global_offset(waiting[name], parameter.device_mesh, parameter.placements)
             for stored in found[name]:
                 read_stored(stored, parameter.to_local(), offset)
+    bad = find_bad(dict(hf.named_parameters()))
+    if bad:
+        files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
+        raise UserError(f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged; fetch it again")
 
 
 def full_parameters(
@@ -492,7 +504,7 @@ def same_tower(a: Policy, b: Policy) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints: OUT/checkpoints/step_000100/{trainer.json, *.distcp}
+# The optimizer, and what a run's arguments say of its model
 
 
 def make_optimizer(
@@ -529,92 +541,6 @@ def set_learning_rate(
         group["lr"] = rates[kind]
 
 
-def complete_checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first. A name that was never completed does not match: it starts with a dot."""
-    return sorted(p for p in (out / "checkpoints").glob("step_*") if (p / "trainer.json").is_file())
-
-
-def _options(policy: Policy) -> StateDictOptions:
-    """A checkpoint of a model with adapters holds those alone; --model has the rest."""
-    return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
-
-
-Trained = tuple[Policy, torch.optim.Optimizer | None]
-
-
-def _state(models: dict[str, Trained]) -> tuple[dict, dict[str, list]]:
-    """What a checkpoint holds, by reference: name -> {"model", "optimizer"} of each model, the policy's without the name. And the
-    groups of each optimizer, which it does not hold: they follow from the flags, and tensor parallelism has more of them."""
-    state, groups = {}, {}
-    for name, (model, optimizer) in models.items():
-        tensors, optim = get_state_dict(model, [] if optimizer is None else optimizer, options=_options(model))
-        groups[name] = optim.pop("param_groups", [])
-        part = {"model": tensors} | ({} if optimizer is None else {"optimizer": optim})
-        state |= part if name == "policy" else {name: part}
-    return state, groups
-
-
-def save_checkpoint(
-    out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
-    others: dict[str, Trained] | None = None, position: dict | None = None,
-) -> None:
-    """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
-    killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed.
-
-    `others` are models beside the policy that have changed, each with its optimizer if it has one; `position` is what
-    else the next step depends on. Random state is not stored because there is none: every draw is seeded from (seed,
-    purpose, step, ...).
-    """
-    final = out / "checkpoints" / f"step_{step:06d}"
-    temporary = final.with_name("." + final.name)
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_state({"policy": (policy, optimizer)} | (others or {}))[0], checkpoint_id=temporary)
-    if dist.get_rank() == 0:
-        ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
-        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else []), *ranks])
-        trainer = {"step": step, "world": dist.get_world_size(), "parts": parts, **(position or {})}
-        (temporary / "trainer.json").write_text(json.dumps(trainer) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        for old in complete_checkpoints(out)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer,
-    others: dict[str, Trained] | None = None,
-) -> dict:
-    """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
-    models: dict[str, Trained] = {"policy": (policy, optimizer)} | (others or {})
-    state, groups = _state(models)
-    dcp.load(state, checkpoint_id=path)
-    for name, (model, its_optimizer) in models.items():
-        part = state if name == "policy" else state[name]
-        optim = {} if its_optimizer is None else part["optimizer"] | {"param_groups": groups[name]}
-        set_state_dict(model, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"], optim_state_dict=optim,
-                       options=_options(model))
-    return json.loads((path / "trainer.json").read_text())
-
-
-def find_checkpoint(path: str) -> tuple[Path, dict] | None:
-    """For a run directory or one of its checkpoints: (checkpoint, the run's arguments). None for anything else."""
-    given = Path(path)
-    if (given / "trainer.json").is_file():
-        checkpoint = given
-    elif (given / "run.json").is_file():
-        complete = complete_checkpoints(given)
-        if not complete:
-            raise UserError(f"{path!r} is a run without a complete checkpoint; train past --save-every first")
-        checkpoint = complete[-1]
-    else:
-        return None
-    return checkpoint, json.loads((checkpoint.parent.parent / "run.json").read_text())["args"]
-
-
 def attrs_of(args: dict) -> Attrs:
     """(--vision-attr, --language-attr) of a run's arguments."""
     return args.get("vision_attr"), args.get("language_attr")
@@ -628,35 +554,5 @@ def lora_of(args: dict) -> Lora | None:
     return Lora(args["lora_rank"], args["lora_alpha"], args["lora_dropout"], targets, args["lora_vision"], args["seed"])
 
 
-def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
-    checkpoint or adapter folder."""
-    if (Path(path) / "adapter_config.json").is_file():
-        base = json.loads((Path(path) / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
-        load_config(base)
-        return base, Path(path), {}
-    checkpoint, args = find_checkpoint(path) or (None, {})
-    base = args.get("model", path)
-    load_config(base, attrs_of(args))
-    return base, checkpoint, args
-
-
 def pixel_limits(args: dict) -> dict:
     return {key: args.get(key) for key in ("min_pixels", "max_pixels")}
-
-
-def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or not."""
-    base, found, args = locate(path)
-    hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
-    lora = lora_of(args)
-    if found and not args:
-        read_adapter(hf, found, base)
-    elif found:
-        if lora:
-            add_lora(hf, lora)
-        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items() if not lora or ".lora_" in name}
-        with warnings.catch_warnings():  # that there is no process group is the intent
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": state}, checkpoint_id=found, no_dist=True)  # into the tensors themselves
-    return (merge_lora(hf) if merge else hf).to(dtype)

@@ -45,6 +45,15 @@ from model import (
     load_processor,
     resolve_attention,
 )
+from parallel.checkpoint import (
+    complete_checkpoints,
+    intact,
+    load_checkpoint,
+    on_rank0,
+    read_trainer,
+    run_args,
+    save_checkpoint,
+)
 from parallel.watch import Interrupt, Watch
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
@@ -63,16 +72,13 @@ from self_test import self_test
 from sharding import (
     check_tp,
     clip_gradients,
-    complete_checkpoints,
     copy_weights,
     full_parameters,
-    load_checkpoint,
     load_sharded,
     lora_of,
     make_optimizer,
     meta_hf,
     same_tower,
-    save_checkpoint,
     set_learning_rate,
     shard,
 )
@@ -195,7 +201,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--micro-tokens", type=int, default=8192, help="most tokens in a micro-batch")
     # run
     p.add_argument("--out", required=True, help="run directory")
-    p.add_argument("--resume", default="no", help="no, auto (newest complete checkpoint of --out, if any) or a checkpoint's path")
+    p.add_argument("--resume", default="no", help="no, auto (newest intact checkpoint of --out, if any), a run directory or a checkpoint")
     p.add_argument("--eval-every", type=int, default=0, help="steps between evaluations on --eval-data (0 = only before and after)")
     p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; the last step is always saved")
     p.add_argument("--keep", type=int, default=2, help="checkpoints kept")
@@ -322,8 +328,8 @@ def validate(args: argparse.Namespace, world: int) -> None:
     check_writable(Path(args.out), "--out")
     need(args.resume != "no" or not holds_run(Path(args.out)),
          f"--out {args.out} already holds a run; continue it with --resume auto, or choose another directory")
-    need(args.resume in ("no", "auto") or (Path(args.resume) / "trainer.json").is_file(),
-         f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json)")
+    need(args.resume in ("no", "auto") or (Path(args.resume) / "trainer.json").is_file() or complete_checkpoints(Path(args.resume)),
+         f"--resume {args.resume}: neither 'no' nor 'auto' nor a complete checkpoint (a folder with trainer.json) nor a run that has one")
 
 
 def holds_run(out: Path) -> bool:
@@ -365,19 +371,23 @@ def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_
 def find_start(args: argparse.Namespace) -> Path | None:
     """The checkpoint to continue from, if any."""
     out = Path(args.out)
-    newest = (complete_checkpoints(out) or [None])[-1]
+    newest = on_rank0(lambda: (complete_checkpoints(out) or [None])[-1])
     if args.resume == "no":
+        if newest is not None:
+            raise UserError(f"--out {out} already holds {newest}; continue from it with --resume auto, or choose another directory")
         return None
-    given = newest if args.resume == "auto" else Path(args.resume)
+    given = None if args.resume == "auto" or Path(args.resume).resolve() == out.resolve() else intact(Path(args.resume))
+    if given is None or newest is None or newest.resolve() != given.resolve():
+        newest = intact(out, set_aside=True)
+    given = given or newest
     if given is None:
         return None
-    held, wanted = json.loads((given / "trainer.json").read_text()).get("parts", []), checkpoint_parts(args)
+    held, wanted = read_trainer(given).get("parts", []), checkpoint_parts(args)
     if held != wanted:
         raise UserError(f"--resume {given}: it holds {held or 'the policy alone'}, but --adv {args.adv}, --critic {args.critic}, "
                          f"--ref-every {args.ref_every} and --lora-rank {args.lora_rank} need "
                          f"{wanted or 'the policy alone'}; keep the run's flags, or start a new one")
-    path = given.parent.parent / "run.json"
-    before = json.loads(path.read_text())["args"] if path.is_file() else {}
+    before = run_args(given) or {}
     for name in ("freeze_vision", "freeze_merger", "lora_targets", "lora_vision"):
         if name in before and before[name] != getattr(args, name):
             raise UserError(f"--resume {given}: other weights were trained there: --{name.replace('_', '-')} was {before[name]} and is "

@@ -15,6 +15,7 @@ import demo
 import model as M
 import sharding
 import train
+from parallel.checkpoint import load_trained
 
 # What divides and what does not: biases, head norms, deepstack, experts, recurrent layers; a tower or merger that trains;
 # adapters and recomputed activations; losses that couple the tokens of a response; a value head, a critic, a reference
@@ -86,14 +87,14 @@ def test_a_run_goes_on_with_other_parts(toys, shapes, tmp_path):  # noqa: F811
         assert a.keys() == b.keys() and a["policy/grad_norm"] > 0.1  # clipped
         for key in ("reward/mean", "update/tokens", "rollout/tokens", "loss/policy", "policy/grad_norm", "policy/entropy"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
-    want, start = sharding.load_trained(str(tmp_path / "alone")).state_dict(), M.load_hf(str(toys["qwen3_vl"])).state_dict()
+    want, start = load_trained(str(tmp_path / "alone")).state_dict(), M.load_hf(str(toys["qwen3_vl"])).state_dict()
     moved = max((want[k] - start[k]).abs().max() for k in want)
     for name, command, extra in (("alone", divided, ["--tp", 2]), ("divided", alone, [])):
         half = tmp_path / name / "checkpoints" / "step_000002"
         out = tmp_path / f"{name}-on"
         done = run([*command, *flags(toys["qwen3_vl"], shapes[0], out, *more, *extra, "--resume", half)])
         assert "after step 2" in done.stdout
-        got = sharding.load_trained(str(out)).state_dict()
+        got = load_trained(str(out)).state_dict()
         assert max((want[k] - got[k]).abs().max() for k in want) < 0.05 * moved, name
     run([sys.executable, "merge_lora.py", tmp_path / "divided", "--out", tmp_path / "merged"])
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 import demo
 import grpo
 import model as M
-import sharding
 import train
 from model import Policy
+from parallel.checkpoint import load_trained
 from rollout import Rollout
 from utils import Context
 
@@ -151,7 +151,7 @@ def test_bfloat16_weights_with_and_without_adapters(toys, shapes, tmp_path):
         command = ["--steps", 1, "--master-dtype", "bf16", "--lr", 1e-7, "--dtype", "bfloat16", *more]
         run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, *command)])
         assert rows(out)[0]["policy/grad_norm"] > 0
-        after, before = sharding.load_trained(str(out), merge=False).state_dict(), M.load_hf(str(toys["qwen2_5_vl"])).state_dict()
+        after, before = load_trained(str(out), merge=False).state_dict(), M.load_hf(str(toys["qwen2_5_vl"])).state_dict()
         name = "model.language_model.layers.0.mlp.up_proj.weight"
         stayed = (after[name] == (before[name] if moves else before[name].bfloat16().float())).double().mean()
         assert stayed == 1 if moves else stayed > 0.98  # the few smallest weights have room for it

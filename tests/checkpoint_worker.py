@@ -1,0 +1,84 @@
+"""Run by test_checkpoint.py under torchrun on two processes: what one of them meets, both tell.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 tests/checkpoint_worker.py MODEL FOLDER
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+
+import parallel.checkpoint as C  # noqa: E402
+import train  # noqa: E402
+from errors import UserError  # noqa: E402
+from model import Policy, load_processor  # noqa: E402
+from sharding import load_sharded, make_optimizer, meta_hf, shard  # noqa: E402
+from utils import dist_setup, run_script  # noqa: E402
+
+WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
+
+
+def main(_) -> None:
+    torch.set_num_threads(1)
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    out, ctx, processor, told = folder / "run", dist_setup(), load_processor(sys.argv[1]), []
+
+    def build(path: str) -> Policy:
+        policy = Policy(meta_hf(path), processor)
+        shard(policy, ctx.device, torch.float32)
+        load_sharded(policy, path)
+        return policy
+
+    def tell(do, *args) -> None:
+        try:
+            told.append(str(do(*args)))
+        except UserError as error:
+            told.append(str(error))
+
+    policy = build(model)
+    optimizer = make_optimizer(policy, 1e-3, 0.0)
+    for step in (2, 4):
+        C.save_checkpoint(out, step, policy, optimizer, 2)
+    weight = dict(policy.hf.named_parameters())[WEIGHT].to_local().detach()
+    if ctx.rank == 1:
+        weight[0, 0] = math.nan
+    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+    weight.nan_to_num_()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real = FileSystemWriter.write_data
+    FileSystemWriter.write_data = full if ctx.rank == 1 else real
+    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+    FileSystemWriter.write_data = real
+    C.sync = full  # of trainer.json, by rank 0
+    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+
+    if ctx.main:
+        file = out / "checkpoints" / "step_000004" / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[999] ^= 1
+        file.write_bytes(content)
+        shutil.copytree(model, folder / "bad")
+        tensors = load_file(folder / "bad" / "model.safetensors")
+        next(tensors[name] for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))[-1, -1] = math.nan  # of rank 1
+        save_file(tensors, folder / "bad" / "model.safetensors", metadata={"format": "pt"})
+    torch.distributed.barrier()
+    tell(C.damage, out / "checkpoints" / "step_000004")
+    tell(train.find_start, train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9", "--resume", "auto"]))
+    tell(build, str(folder / "bad"))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    run_script(main, lambda: None)

@@ -1,0 +1,483 @@
+"""Checkpoints that are damaged, forged, half written or cannot be written.   pytest tests/test_checkpoint.py"""
+
+import ast
+import errno
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from test_train import ROOT, TORCHRUN, flags, rows, run, shapes  # noqa: F401
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+import merge_lora
+import model as M
+import parallel.checkpoint as C
+import sharding
+import train
+from errors import UserError
+
+WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(toy):
+    policy = M.Policy(sharding.meta_hf(str(toy)), M.load_processor(str(toy)))
+    sharding.shard(policy, torch.device("cpu"), torch.float32)
+    sharding.load_sharded(policy, str(toy))
+    return policy, sharding.make_optimizer(policy, 1e-3, 0.0)
+
+
+def weight(policy):
+    return dict(policy.hf.named_parameters())[WEIGHT].to_local().detach()
+
+
+@pytest.fixture(scope="module")
+def saved(toys, tmp_path_factory):
+    """A policy, its optimizer, and a run with checkpoints of steps 2 and 4, in which one weight equals the step."""
+    out = tmp_path_factory.mktemp("saved") / "run"
+    policy, optimizer = build(toys["qwen2_5_vl"])
+    for step in (2, 4):
+        weight(policy).fill_(step)
+        C.save_checkpoint(out, step, policy, optimizer, 2, position={"position": step, "kl_coef": 0.1 + 1e-17})
+    run_args = vars(start_args(toys["qwen2_5_vl"], out, "no"))
+    (out / "run.json").write_text(json.dumps({"args": run_args}))
+    return policy, optimizer, out
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """(policy, optimizer, a copy of the run)"""
+    policy, optimizer, out = saved
+    weight(policy).fill_(7)
+    yield policy, optimizer, Path(shutil.copytree(out, tmp_path / "run"))
+    weight(policy).fill_(7)
+    next(iter(optimizer.state.values()))["exp_avg"].to_local().zero_()
+
+
+def start_args(toy, out, resume):
+    return train.parse_args(["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9", "--resume", str(resume)])
+
+
+def at(out, step):
+    return out / "checkpoints" / f"step_{step:06d}"
+
+
+def held(out):
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def flip(file, at=None, bit=0):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def first_value(out):
+    return dict(C.load_trained(str(out)).named_parameters())[WEIGHT].flatten()[0].item()
+
+
+def forge(checkpoint):
+    """Checksums as they would be had these files been written."""
+    trainer = {key: value for key, value in json.loads((checkpoint / "trainer.json").read_text()).items() if key != "crc32"}
+    trainer["files"] = {name: C.checksum(checkpoint / name) for name in trainer["files"]}
+    (checkpoint / "trainer.json").write_text(C.sealed(trainer))
+
+
+# --- weights that are not finite ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e25])
+def test_weights_that_nothing_survives_are_never_saved(value, copy):
+    policy, optimizer, out = copy
+    before = held(out)
+    weight(policy)[3, 5] = value
+    with pytest.raises(UserError, match=f"after step 6 model.hf.{WEIGHT} holds NaN.*no checkpoint.*{at(out, 4)}.*--resume auto"):
+        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    assert held(out) == before
+    with pytest.raises(UserError, match="There is no earlier one"):
+        C.save_checkpoint(out / "other", 6, policy, optimizer, 1)
+    assert not (out / "other").exists()
+
+
+def test_optimizer_state_that_is_not_finite_is_never_saved(copy):
+    policy, optimizer, out = copy
+    state = next(iter(optimizer.state.values()))["exp_avg"].to_local()
+    state[0] = 1e30  # large, but Adam divides by its own second moment
+    C.save_checkpoint(out, 5, policy, optimizer, 9)
+    state[0] = math.inf
+    with pytest.raises(UserError, match=r"after step 6 optimizer.state.*\.exp_avg holds NaN, an infinity"):
+        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    assert held(out) == ["step_000002", "step_000004", "step_000005"]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e38])
+def test_bad_weights_are_named_when_they_are_read(value, toys, tmp_path):
+    shutil.copytree(toys["qwen2_5_vl"], tmp_path / "toy")
+    tensors = load_file(tmp_path / "toy" / "model.safetensors")
+    next(tensors[name] for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))[1, 2] = value
+    save_file(tensors, tmp_path / "toy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{WEIGHT} of {tmp_path}/toy/model.safetensors holds NaN"):
+        build(tmp_path / "toy")
+    with pytest.raises(UserError, match=f"{tmp_path}/toy: {WEIGHT} holds NaN"):
+        C.load_trained(str(tmp_path / "toy"))
+
+
+def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypatch):
+    policy, optimizer, out = copy
+    weight(policy)[3, 5] = math.nan
+    monkeypatch.setattr(C, "_find_bad", lambda tensors: None)  # as an earlier version, which saved what it was given
+    C.save_checkpoint(out, 6, policy, optimizer, 9)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=f"{at(out, 6)}: model.hf.{WEIGHT} holds NaN.*remove this checkpoint"):
+        C.load_checkpoint(at(out, 6), policy, optimizer)
+    with pytest.raises(UserError, match=f"{at(out, 6)}: {WEIGHT} holds NaN"):
+        C.load_trained(str(out))
+
+
+# --- forged files -------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Calls whatever it is given when it is unpickled."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def hostile(witness):
+    return {
+        "posix.system": Call(os.system, f"touch {witness}"),
+        "builtins.eval": Call(eval, f"open({str(witness)!r}, 'w')"),
+        "builtins.getattr": Call(getattr, Call(__import__, "os"), "system"),
+        "pathlib.Path.touch": Call(Path.touch, Path(witness)),
+    }
+
+
+def refused_everywhere(out, policy, optimizer, match):
+    """By what eval.py, merge_lora.py and train.py --resume load with, given the run or the checkpoint."""
+    weight(policy).fill_(7)
+    for path, merge in ((out, True), (at(out, 4), False)):
+        with pytest.raises(UserError, match=match):
+            C.load_trained(str(path), merge=merge)
+    with pytest.raises(UserError, match=match):
+        C.load_checkpoint(at(out, 4), policy, optimizer)
+    assert (weight(policy) == 7).all()
+
+
+@pytest.mark.parametrize("named", hostile(""))
+def test_a_program_in_the_metadata_is_named_and_not_run(named, copy, tmp_path):
+    policy, optimizer, out = copy
+    file, witness = at(out, 4) / ".metadata", tmp_path / "witness"
+    stored = pickle.loads(file.read_bytes())
+    stored.planner_data = hostile(witness)[named]
+    file.write_bytes(pickle.dumps(stored))
+    forge(at(out, 4))
+    assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
+    match = f"step_000004/.metadata: it names {named}".replace("pathlib.Path.touch", "(pathlib.Path.touch|builtins.getattr)")
+    refused_everywhere(out, policy, optimizer, match)
+    assert not witness.exists()
+    if named != "builtins.getattr":
+        pickle.loads(file.read_bytes())
+        assert witness.exists()  # it would have
+
+
+def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
+    policy, optimizer, out = copy
+    file, witness = at(out, 4) / ".metadata", tmp_path / "witness"
+    stored = pickle.loads(file.read_bytes())
+    index = next(index for index in stored.storage_data if index.fqn == f"model.hf.{WEIGHT}")
+    program = at(out, 4) / "__0_0.distcp"
+    info = stored.storage_data[index]
+    content = file.read_bytes(), program.read_bytes()
+    with open(program, "r+b") as f:  # the tensor's pickle becomes a program
+        f.seek(0, os.SEEK_END)
+        info.offset = f.tell()
+        torch.save(hostile(witness)["posix.system"], f)
+        info.length = f.tell() - info.offset
+    file.write_bytes(pickle.dumps(stored))
+    forge(at(out, 4))
+    refused_everywhere(out, policy, optimizer, r"step_000004/__0_0.distcp: it names posix.system")
+    stored.state_dict_metadata[f"model.hf.{WEIGHT}"] = BytesStorageMetadata()  # and is said to be no tensor
+    stored.storage_data[type(index)(index.fqn)] = info
+    file.write_bytes(pickle.dumps(stored))
+    forge(at(out, 4))
+    refused_everywhere(out, policy, optimizer, rf"step_000004/.metadata: model.hf.{WEIGHT} is no tensor there")
+    assert not witness.exists()
+    file.write_bytes(content[0])
+    program.write_bytes(content[1])
+    stored = pickle.loads(content[0])
+    stored.storage_data[index].relative_path = "../step_000002/__0_0.distcp"
+    file.write_bytes(pickle.dumps(stored))
+    forge(at(out, 4))
+    refused_everywhere(out, policy, optimizer, "it names '../step_000002/__0_0.distcp', outside the checkpoint")
+
+
+# --- damage -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_noticed_and_its_file_named(copy):
+    _, _, out = copy
+    assert C.damage(at(out, 4)) is None
+    for name in ("__0_0.distcp", ".metadata"):
+        file = at(out, 4) / name
+        size = file.stat().st_size
+        for place, bit in ((0, 7), (size // 3, 0), (size - 1, 3)):
+            flip(file, place, bit)
+            assert str(file) in C.damage(at(out, 4)) and "checksum" in C.damage(at(out, 4))
+            flip(file, place, bit)
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
+        assert f"{file}: {size - 1} bytes, where {size} were written" in C.damage(at(out, 4))
+        file.unlink()
+        assert f"{file}: cannot be read" in C.damage(at(out, 4))
+        file.write_bytes(content)
+    file = at(out, 4) / "trainer.json"
+    for place in range(file.stat().st_size - 1):  # the last byte ends the line
+        flip(file, place, place % 8)
+        assert str(file) in (C.damage(at(out, 4)) or ""), file.read_bytes()
+        flip(file, place, place % 8)
+    assert C.damage(at(out, 4)) is None and C.read_trainer(at(out, 4))["kl_coef"] == 0.1 + 1e-17
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 4', "[]", "\xff\xfe", "{}", "[" * 100_000])
+def test_a_cut_trainer_json_is_named_and_passed_over(content, copy, toys, capsys):
+    _, _, out = copy
+    (at(out, 4) / "trainer.json").write_text(content, encoding="latin1")
+    with pytest.raises(UserError, match="no intact checkpoint: .*step_000004/trainer.json: "):
+        train.find_start(start_args(toys["qwen2_5_vl"], out, at(out, 4)))
+    assert first_value(out) == 2 and f"passed over: {at(out, 4)}/trainer.json" in capsys.readouterr().out
+
+
+def test_a_cut_run_json_is_named(copy, toys):
+    _, _, out = copy
+    for content in ("", "{}", '{"args": {"mod'):
+        (out / "run.json").write_text(content)
+        with pytest.raises(UserError, match=f"{out}/run.json: "):
+            C.locate(str(out))
+        with pytest.raises(UserError, match=f"{out}/run.json: "):
+            train.find_start(start_args(toys["qwen2_5_vl"], out, "auto"))
+    (out / "run.json").unlink()
+    with pytest.raises(UserError, match=f"is a checkpoint without its run: no {out}/run.json"):
+        C.locate(str(at(out, 4)))
+
+
+def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
+    policy, optimizer, out = copy
+
+    def start(resume, to=out):
+        return train.find_start(start_args(toys["qwen2_5_vl"], to, resume))
+
+    assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
+    with pytest.raises(UserError, match="two histories"):
+        start(at(out, 2))
+    with pytest.raises(UserError, match="already holds .*step_000004"):
+        start("no")
+    flip(at(out, 4) / "__0_0.distcp")
+    capsys.readouterr()
+    # to read from it, or go on elsewhere, changes nothing there
+    assert first_value(out) == 2 and start(out, to=out.parent / "new") == at(out, 2)
+    told = f"passed over: {at(out, 4)}/__0_0.distcp: damaged: its checksum is not"
+    assert capsys.readouterr().out.count(told) == 2 and held(out) == ["step_000002", "step_000004"]
+    for damaged in (lambda: start(at(out, 4)), lambda: C.load_trained(str(at(out, 4)))):
+        with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*__0_0.distcp"):
+            damaged()
+    assert held(out) == ["step_000002", "step_000004"]
+    shutil.copytree(at(out, 4), out / "checkpoints" / "damaged_step_000004")  # one of an earlier time
+    assert start("auto") == at(out, 2)
+    assert f"{told} the one it was written with. The folder is now called damaged_step_000004_2" in capsys.readouterr().out
+    assert C.complete_checkpoints(out) == [at(out, 2)] and start(at(out, 2)) == start("auto") == at(out, 2)
+    C.save_checkpoint(out, 3, policy, optimizer, 2)
+    assert held(out) == ["damaged_step_000004", "damaged_step_000004_2", "step_000002", "step_000003"]
+    for step in (2, 3):
+        flip(at(out, step) / ".metadata")
+    with pytest.raises(UserError, match=r"no intact checkpoint: .*3/.metadata: .*2/.metadata: .*Restore these files"):
+        start("auto")
+    assert held(out)[2:] == ["step_000002", "step_000003"]
+
+
+def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys):
+    _, _, out = copy
+    flip(at(out, 4) / ".metadata")
+    assert train.find_start(start_args(toys["qwen2_5_vl"], out, at(out, 2))) == at(out, 2)
+    assert held(out) == ["damaged_step_000004", "step_000002"]
+
+
+def test_checkpoints_without_checksums_load_and_say_so(copy, capsys):
+    policy, optimizer, out = copy
+    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "world": 1, "parts": []}) + "\n")
+    assert first_value(out) == 4 and C.load_checkpoint(at(out, 4), policy, optimizer)["step"] == 4
+    assert f"{at(out, 4)} was written without checksums" in capsys.readouterr().out
+    file = at(out, 4) / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match="__0_0.distcp: missing or cut short"):
+        C.load_checkpoint(at(out, 4), policy, optimizer)
+    (at(out, 4) / ".metadata").write_bytes((at(out, 4) / ".metadata").read_bytes()[:999])
+    with pytest.raises(UserError, match=r"step_000004/\.metadata: "):
+        C.load_checkpoint(at(out, 4), policy, optimizer)
+
+
+# --- names, leftovers, order --------------------------------------------------------------------------------------------
+
+
+def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, capsys):
+    policy, optimizer, out = copy
+    shutil.copytree(at(out, 2), out / "checkpoints" / "step_backup")
+    shutil.copytree(at(out, 2), out / "checkpoints" / "step_000002.bak")
+    assert train.find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 4)
+    C.save_checkpoint(out, 999_999, policy, optimizer, 2)
+    C.save_checkpoint(out, 1_000_000, policy, optimizer, 2)
+    assert C.complete_checkpoints(out) == [at(out, 999_999), at(out, 1_000_000)]
+    assert held(out) == ["step_000002.bak", "step_1000000", "step_999999", "step_backup"]
+    os.rename(at(out, 1_000_000), at(out, 1_000_001))  # a name that says another step than the file
+    assert train.find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
+    assert "it is of step 1000000, but the folder's name says another" in capsys.readouterr().out
+
+
+def test_leftovers_are_removed_and_the_newest_never(copy, capsys):
+    policy, optimizer, out = copy
+    for name in (".step_000003", ".step_000001.old", "step_000001", "step_000099"):
+        (out / "checkpoints" / name).mkdir()
+    shutil.copytree(at(out, 4), at(out, 60))  # of another history, whose metrics were deleted, say
+    C.save_checkpoint(out, 6, policy, optimizer, 1)
+    assert at(out, 6).is_dir() and held(out) == ["step_000006", "step_000060", "step_000099"]
+    assert f"removing {at(out, 1)}: incomplete" in capsys.readouterr().out
+    C.save_checkpoint(out, 6, policy, optimizer, 2)  # again
+    assert C.damage(at(out, 6)) is None and held(out) == ["step_000006", "step_000060", "step_000099"]
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(copy, monkeypatch):
+    policy, optimizer, out = copy
+    done, real = [], (os.fsync, os.rename)
+
+    def fsync(handle):
+        done.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real[0](handle)
+
+    def rename(old, new):
+        done.append((str(old), str(new)))
+        real[1](old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    C.save_checkpoint(out, 6, policy, optimizer, 9)
+    named = done.index((str(out / "checkpoints" / ".step_000006"), str(at(out, 6))))
+    before, after = done[:named], done[named + 1 :]
+    written = {Path(path).name for path in before if isinstance(path, str)}
+    assert {"__0_0.distcp", "trainer.json", ".step_000006"} <= written and any(".metadata" in name for name in written)
+    assert before[-2:] == [f"{out}/checkpoints/.step_000006/trainer.json", f"{out}/checkpoints/.step_000006"]
+    assert f"{out}/checkpoints" in after
+
+
+# --- disks that are full ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("may not mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeypatch):
+    policy, optimizer, _ = saved
+    out = small_disk / "run"
+    C.save_checkpoint(out, 2, policy, optimizer, 2)
+    usage = shutil.disk_usage
+    if late:  # someone else fills the disk meanwhile: the first look at it is at another
+        first = iter([ROOT])
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
+    free = usage(small_disk).free
+    with pytest.raises(UserError, match=rf"--out {out}: disk full: the checkpoint of step 4 needs 40\d{{5}} bytes, {free} are free"):
+        C.save_checkpoint(out, 4, policy, optimizer, 2)
+    assert held(out) == ["step_000002"] and C.damage(at(out, 2)) is None
+
+
+@pytest.mark.parametrize("where", ["trainer.json", "metadata", "other"])
+def test_writing_that_fails_late(where, copy, monkeypatch):
+    policy, optimizer, out = copy
+
+    def fail(*_, **__):
+        raise OSError(errno.EDQUOT if where != "other" else errno.EIO, "the disk says no")
+
+    if where == "trainer.json":
+        monkeypatch.setattr(C, "sync", fail)
+    else:
+        monkeypatch.setattr(FileSystemWriter, "finish", fail)
+    with pytest.raises(OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "disk full"):
+        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    assert held(out) == ["step_000002", "step_000004"]
+
+
+def test_errors_of_torch_keep_their_traceback(copy, monkeypatch):
+    policy, optimizer, out = copy
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: 1 // 0)
+    with pytest.raises(CheckpointException, match="ZeroDivisionError"):
+        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    assert held(out) == ["step_000002", "step_000004"]
+
+
+# --- several processes, and the programs --------------------------------------------------------------------------------
+
+
+def test_two_processes_decide_alike(toys, tmp_path):
+    run([*TORCHRUN, 2, "tests/checkpoint_worker.py", toys["qwen2_5_vl"], tmp_path])
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    nan, full, trainer, damaged, start, model = told[0]
+    assert f"after step 6 model.hf.{WEIGHT} holds NaN" in nan and "step_000004" in nan
+    assert "disk full: the checkpoint of step 6 needs" in full and "disk full: the checkpoint of step 6 needs" in trainer
+    assert "__1_0.distcp: damaged" in damaged and start.endswith("step_000002")
+    assert f"{WEIGHT} of" in model and "holds NaN" in model
+    assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]
+
+
+def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, tmp_path, capsys):  # noqa: F811
+    command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "a", "--save-every", 1)]
+    run([*command, "--steps", 2])
+    flip(at(tmp_path / "a", 2) / "__0_0.distcp")
+    command[command.index(tmp_path / "a")] = tmp_path / "b"
+    done = run([*command, "--steps", 2, "--resume", tmp_path / "a"])
+    assert f"passed over: {at(tmp_path / 'a', 2)}/__0_0.distcp" in done.stdout
+    assert f"resumed from {at(tmp_path / 'a', 1)} after step 1" in done.stdout
+    again, first = ([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(tmp_path / x)] for x in "ba")
+    assert again == first[1:] and held(tmp_path / "b") == ["step_000002"]
+    merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / "hf")]))
+    told = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'hf'} from {at(tmp_path / 'a', 1)}" in told and "passed over" in told
+
+
+def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
+    for resume in (toys["qwen2_5_vl"], tmp_path / "empty"):
+        with pytest.raises(UserError, match=f"--resume {resume}: neither .* nor a run that has one"):
+            train.validate(start_args(toys["qwen2_5_vl"], tmp_path / "out", resume), 1)
+
+
+def test_imports_run_one_way():
+    for name in ("sharding.py", "model.py", "utils.py", "errors.py"):
+        nodes = ast.walk(ast.parse((ROOT / name).read_text()))
+        assert not any(isinstance(n, ast.ImportFrom) and n.module.startswith("parallel") for n in nodes), name
