@@ -1,5 +1,5 @@
 # make demo   install, build the toy, train it by RL, evaluate it; writes demo/summary.json and demo/curve.png
-# make test   install, run the CPU tests
+# make test   install, run the CPU tests on all cores; make test-all: the slow ones too
 # make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
@@ -7,7 +7,7 @@ PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-vllm lint bench clean
+.PHONY: demo test test-all test-vllm lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -23,8 +23,14 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 demo: $(VENV)/.run
 	$(PY) demo.py run --out demo $(DEMO_ARGS)
 
+# worksteal: the tests of a file stay together, because they share models, until another worker has nothing to do
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
+	$(PYTEST) -m "not vllm and not slow"
+
+test-all: $(VENV)/.dev
+	$(PYTEST)
 
 # Two of vLLM's requirements are removed again: their wheels on PyPI are built against CUDA and cannot be imported beside a
 # CPU build of torch. No picture needs them. The third, torchvision, is helped by tests/vllm_env.

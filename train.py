@@ -1008,13 +1008,14 @@ def main(args: argparse.Namespace) -> None:
     # The last whole step: what a checkpoint is of, also where a later one has begun
     finished, saved = {"step": start, "position": position, "kl_coef": kl_coef}, start
 
-    def save() -> Path:
+    def save() -> Path | None:
+        """A checkpoint of it, unless there is one; the newest."""
         nonlocal saved
         if finished["step"] > saved:
             rest = {key: value for key, value in finished.items() if key != "step"}
             save_checkpoint(out, finished["step"], policy, optimizer, args.keep, others, rest)
             saved = finished["step"]
-        return complete_checkpoints(out)[-1] if saved else out
+        return (complete_checkpoints(out) or [checkpoint])[-1]
 
     def save_and_tell() -> str:
         """What is said when the run was asked to end."""

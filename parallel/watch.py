@@ -33,6 +33,7 @@ class Interrupt:
     def __init__(self, grace: float):
         self.grace, self.number, self.since = grace, 0, 0.0
         self.save: Callable[[], str] | None = None
+        self.timer: threading.Timer | None = None
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
@@ -54,7 +55,10 @@ class Interrupt:
         """On all ranks at once: go on, or save and raise Interrupted."""
         number = self.agreed()
         if number:
-            raise Interrupted(number, f"{signal.Signals(number).name}: {self.save()}")
+            text = f"{signal.Signals(number).name}: {self.save()}"
+            if self.timer:
+                self.timer.cancel()
+            raise Interrupted(number, text)
 
     def _handle(self, number: int, frame: object) -> None:
         name = signal.Signals(number).name
@@ -63,9 +67,9 @@ class Interrupt:
         if not self.number:
             self.number, self.since = number, time.monotonic()
             late = f"{name}: not saved within --grace-seconds {self.grace:g}; --resume auto goes on from the newest checkpoint"
-            timer = threading.Timer(self.grace, self._leave, (number, late))
-            timer.daemon = True
-            timer.start()
+            self.timer = threading.Timer(self.grace, self._leave, (number, late))
+            self.timer.daemon = True
+            self.timer.start()
             self._say(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # once more, and not the same key press
             self._leave(number, f"{name} again: not saved; --resume auto goes on from the newest checkpoint")

@@ -235,7 +235,7 @@ def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("temperature,ban,on_policy", [(1.0, False, True), (0.7, True, False)])
-def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, on_policy, monkeypatch):
+def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, on_policy, monkeypatch, dropout=False):
     loss, (n, v) = LOSSES[name], (39, 333)
     small_blocks(monkeypatch, 7, v)
     hidden, weight, targets, *_ = case(n, 16, v, scale=2.0)
@@ -245,6 +245,8 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     values = columns(logp.detach())
     if on_policy:
         del values["old_logp"]
+    if dropout:
+        values["trainer_logp"] = values["engine_logp"] + 0.2 * torch.randn(n, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     exact = {key: column.double() if column.is_floating_point() else column for key, column in values.items()}
     want = loss(logp, entropy, exact)[0].sum()
     (3.0 * want).backward()
@@ -261,6 +263,17 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     with torch.no_grad():
         alone = fused_policy_loss(y, u, targets, loss, values, temperature, banned, kernel)
     close(alone[0], want.detach())
+
+
+@pytest.mark.parametrize("name", ["clip, tis", "reinforce, tis mask"])
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_what_is_compared_with_the_engine_may_be_another_column(name, kernel, monkeypatch):
+    test_fused_loss_and_gradients_equal_float64(name, kernel, 1.0, False, True, monkeypatch, dropout=True)
+    values = columns(torch.zeros(39))
+    del values["old_logp"]
+    logp = values["engine_logp"]  # the engine's policy is the trainer's, so all weights are 1; then one far over every bound
+    losses = [LOSSES[name](logp, logp, values | {"trainer_logp": logp + gap})[0] for gap in (0.0, 9.0)]
+    assert torch.equal(losses[0], LOSSES[name](logp, logp, values)[0]) and not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])

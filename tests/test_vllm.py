@@ -12,6 +12,7 @@ from test_train import ROOT, TORCHRUN, flags, rows, run, without_time, write_par
 
 import demo
 import model as M
+import rollout
 import sharding
 from grpo import Sample, plant
 from rollout import HFEngine, Sampling, VLLMEngine, make_prompts
@@ -377,6 +378,25 @@ def test_more_pictures_than_the_caches_hold(engines, toys, picture):
 def test_a_cache_that_is_too_small_is_an_error_at_the_start(toys):
     with pytest.raises(ValueError, match="the engine did not start .*change --gpu-memory-utilization"):
         start(toys["qwen2_5_vl"], cache_gb=0.0001)
+
+
+def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatch):
+    more = rollout.vllm_settings(["block_size=64", "served_model_name=toy"], "vllm")
+    assert more == {"block_size": 64, "served_model_name": "toy"}
+    given = {}
+
+    def stop(cuda, **settings):
+        given.update(settings)
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(rollout, "start_vllm", stop)
+    with pytest.raises(ValueError, match="that is enough"):
+        start(toys["qwen2_5_vl"], more=more)
+    assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["seed"] == 0
+    for pair, match in (("kv_cache_dtyp=auto", "vLLM has no such setting; nearest: kv_cache_dtype"), ("block_size", "give KEY=VALUE"),
+                        ("logprobs_mode=raw_logits", "relies on its own value"), ("max_num_seqs=3", "use --rollout-rows")):
+        with pytest.raises(ValueError, match=match):
+            rollout.vllm_settings([pair], "vllm")
 
 
 def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
