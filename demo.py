@@ -25,7 +25,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from errors import UserError
+from errors import UserError, check_writable, writing
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The shapes task
@@ -278,11 +278,14 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
     from grpo import Sample, pack
     from model import Policy, load_hf, load_processor
     from prepare_data import decode_image
+    from sharding import check_new_folder, save_hf, whole_folder
     from utils import derive_seed, dist_setup
 
     ctx = dist_setup()
     if batch % ctx.world:
         raise UserError(f"warm start: {batch} pictures a step do not divide among {ctx.world} processes")
+    if ctx.main:
+        check_new_folder(out)
     processor = load_processor(str(base))
     hf = load_hf(str(base))
     policy = Policy(hf, processor, freeze_vision=False)
@@ -327,10 +330,11 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
             if ctx.main and bar.disable and (step + 1) % 100 == 0:
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
     if ctx.main:
-        hf.save_pretrained(out)
-        for file in base.iterdir():  # tokenizer and processor
-            if not (out / file.name).exists():
-                shutil.copy(file, out / file.name)
+        with whole_folder(out) as folder:
+            save_hf(hf, folder)
+            for file in base.iterdir():  # tokenizer and processor
+                if not (folder / file.name).exists():
+                    shutil.copyfile(file, folder / file.name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -380,8 +384,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
     # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
     if out.exists() and any(out.iterdir()) and not (out / "train.parquet").is_file():
         raise UserError(f"--out {out} is not empty and no earlier demo's folder; choose another")
-
-
+    check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 80))
@@ -412,9 +415,10 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
         "by_answer_type": {k: v["accuracy"] for k, v in after["by_answer_type"].items()},
         "stage_seconds": {k: round(v, 1) for k, v in seconds.items()},
     }
-    draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print("\n" + json.dumps(summary, indent=2))
+    with writing(out, f"--out {out}"):
+        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
     print(f"\naccuracy on {after['n']} unseen pictures: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after "
           f"{steps} RL steps; with blank pictures {summary['blank_image_accuracy']:.3f}")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")
@@ -445,7 +449,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     if args.command == "model":
-        make_model(args.out, args.family, args.seed, args.hidden, args.layers, args.vocab)
+        from sharding import check_new_folder, whole_folder
+
+        check_new_folder(args.out)
+        with whole_folder(args.out) as folder:
+            make_model(folder, args.family, args.seed, args.hidden, args.layers, args.vocab)
     elif args.command == "warm":
         warm_start(args.model, args.out, args.seed, args.see_steps, args.habit_steps)
     else:

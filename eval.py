@@ -11,20 +11,21 @@ Writes eval.json and report.html to --out.
 import argparse
 import base64
 import html
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image, ImageOps
 
-from errors import UserError
+from errors import UserError, check_writable, writing
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
-from prepare_data import Example, add_reading_flags, read_flagged
+from prepare_data import FORMATS, IMAGE_ERRORS, Example, add_reading_flags, decode_image, read_flagged
 from reward import check_tasks, load_reward, score_batch
 from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
-from sharding import pixel_limits
 from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
 
@@ -46,7 +47,7 @@ def evaluate(
             records.append({
                 "index": i,
                 "uid": examples[i].uid,
-                "answer_type": examples[i].extra.get("answer_type") or "all",
+                "answer_type": answer_type(examples[i]),
                 "ground_truth": examples[i].ground_truth,
                 "samples": [
                     {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": parts}
@@ -54,6 +55,12 @@ def evaluate(
                 ],
             })
     return sorted(gather0(records), key=lambda record: record["index"])
+
+
+def answer_type(example: Example) -> str:
+    """As text: data may name types by numbers, or by both."""
+    kind = example.extra.get("answer_type")
+    return "all" if kind is None or kind == "" else str(kind)
 
 
 def correctness(record: dict) -> list[float]:
@@ -107,6 +114,7 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
 # The page
 
 PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
+THUMBNAIL = 320  # pixels of an image's longer side on a page
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;color:#1c2330;background:#f6f7f9}
 h1{font-size:1.35rem;overflow-wrap:anywhere}
@@ -127,35 +135,69 @@ background:#fff;border:1px solid #dfe3ea;border-radius:10px}
 """
 
 
+def thumbnail(data: bytes) -> str:
+    """An image file as an <img> of a few kilobytes: the file itself where it is small, else whichever of PNG and JPEG is smaller."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            name, size = opened.format, opened.size
+            opened.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
+            image = ImageOps.exif_transpose(opened).convert("RGB") if name == "JPEG" else decode_image(data)
+    except IMAGE_ERRORS:
+        return "<p>(an image that cannot be read)</p>"
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    files = {name: data} if max(size) <= THUMBNAIL and name in ("PNG", "JPEG", "GIF", "WEBP") else {}
+    for kind in ("PNG", "JPEG"):
+        image.save(file := io.BytesIO(), format=kind)
+        files.setdefault(kind, file.getvalue())
+    kind, data = min(files.items(), key=lambda item: len(item[1]))
+    return f'<img alt="" src="data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}">'
+
+
 def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
     """A self-contained HTML page: pictures, prompt, responses with their reward parts and, in training, advantages."""
 
     def number(value: float) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
+    def safe(text: object) -> str:  # all that comes from data, from the policy or from a user's reward
+        return html.escape(str(text))
+
     cells = {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
     cells |= {kind: part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
-    parts = [f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>"]
+    parts = [f"<!doctype html><meta charset=utf-8><title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>"]
     parts.append("<div class=facts>" + "".join(
-        f"<div class=fact><b>{number(value)}</b><span>{html.escape(key)}</span></div>" for key, value in cells.items()) + "</div>")
+        f"<div class=fact><b>{number(value)}</b><span>{safe(key)}</span></div>" for key, value in cells.items()) + "</div>")
     if len(records) > PAGE_RECORDS:
         parts.append(f"<p>The first {PAGE_RECORDS} of {len(records)} prompts.</p>")
     for record in records[:PAGE_RECORDS]:
         example = examples[record["uid"]]
-        pictures = "".join(
-            f'<img alt="" src="data:;base64,{base64.b64encode(data).decode()}">' for data in example.images
-        )
+        pictures = "".join(map(thumbnail, example.images))
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-        parts.append(f"<div class=card><div>{pictures or '(no picture)'}</div><div><div class=prompt>{html.escape(prompt)}</div>")
-        parts.append(f"<div class=meta>{html.escape(record['uid'])} &middot; truth <b>{html.escape(record['ground_truth'])}</b></div>")
+        parts.append(f"<div class=card><div>{pictures or '(no picture)'}</div><div><div class=prompt>{safe(prompt)}</div>")
+        parts.append(f"<div class=meta>{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b></div>")
         for s in record["samples"]:
             right = "right" if s["rewards"].get("accuracy", s["rewards"]["reward"]) >= 0.5 else "wrong"
-            notes = [f"{key} {number(float(value))}" for key, value in s["rewards"].items()]
+            notes = [f"{safe(key)} {number(float(value))}" for key, value in s["rewards"].items()]
             notes += [f"advantage {s['advantage']:+.3f}"] if "advantage" in s else []
             notes += [f"{s['tokens']} tokens"] + (["cut at the length limit"] if s["finish_reason"] == "length" else [])
-            parts.append(f"<div class='sample {right}'><code>{html.escape(s['text'])}</code><div>{' &middot; '.join(notes)}</div></div>")
+            parts.append(f"<div class='sample {right}'><code>{safe(s['text'])}</code><div>{' &middot; '.join(notes)}</div></div>")
         parts.append("</div></div>")
     return "\n".join(parts) + "\n"
+
+
+def shown(text: str) -> str:
+    """For the terminal, on which escape codes from data would act."""
+    return repr(text)[1:-1]
+
+
+def settings_of_run(path: str) -> dict:
+    """What a run, or one of its checkpoints, was trained with, by the names of the flags here. {} for other models."""
+    reading = argparse.ArgumentParser()
+    add_reading_flags(reading)
+    names = ["max_new_tokens", "max_prompt_tokens", "limit_images", "min_pixels", "max_pixels", "dtype", "reward"]
+    run = locate(path)[2]
+    settings = {name: run.get(name) for name in (*names, *vars(reading.parse_args([])))} | {"rows": run.get("rollout_rows")}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -170,6 +212,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off)")
     p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
     p.add_argument("--max-prompt-tokens", type=int, default=2048, help="drop longer prompts, and say how many")
+    p.add_argument("--limit-images", type=int, help="drop prompts with more pictures, and say how many (default: none)")
+    p.add_argument("--min-pixels", type=int, help="enlarge smaller pictures to this many pixels (default: the processor's)")
+    p.add_argument("--max-pixels", type=int, help="shrink larger pictures to this many pixels (default: the processor's)")
     p.add_argument("--blank-images", action="store_true", help="replace every picture by a white one")
     p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
     add_reading_flags(p)
@@ -178,10 +223,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="share of the GPU's memory for vLLM")
     p.add_argument("--rows", type=int, default=256, help="responses decoded together")
     p.add_argument("--seed", type=int, default=0, help="of sampling")
-    args = p.parse_args(argv)
+    plain = vars(p.parse_args(argv))
+    run = settings_of_run(plain["model"])
+    file = run.get("reward", "").rpartition(":")[0]
+    lost = run.pop("reward") if file and not Path(file).is_file() and not plain["reward"] else None
+    p.set_defaults(**run)
+    args = p.parse_args(argv)  # a flag that is given wins
+    taken = [f"--{name.replace('_', '-')} {getattr(args, name)!r}" for name in run if getattr(args, name) != plain[name]]
+    taken += [f"not --reward {lost!r}, a file that is not here: the task's own reward is used"] if lost else []
+    args.from_run = ", ".join(taken)
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 1.0
-    for name in ("samples", "max_new_tokens", "max_prompt_tokens", "rows", "limit"):
+    for name in ("samples", "max_new_tokens", "max_prompt_tokens", "limit_images", "rows", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -198,6 +251,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> dict:
     ctx = dist_setup()
+    out = Path(args.out)
+    if ctx.main:
+        check_writable(out, f"--out {args.out}")
+    if args.from_run:
+        print0(f"settings of the run: {args.from_run}")
     args.rollout = resolve_engine(args.rollout, ctx.device)
     reward_fn = load_reward(args.reward)
     examples, skipped = read_flagged(args.data, args, args.limit)
@@ -205,14 +263,13 @@ def main(args: argparse.Namespace) -> dict:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     paths = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
     # All that can be wrong comes before the first model. The baseline sees the pictures at the run's own pixel limits.
-    limits = pixel_limits(locate(args.model)[2])
-    processors = {name: Processor(locate(path)[0], **limits) for name, path in paths.items()}
+    processors = {name: Processor(locate(path)[0], args.min_pixels, args.max_pixels) for name, path in paths.items()}
     kept, left_out = examples, list(skipped)
     for processor in processors.values():
-        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens)
+        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, args.limit_images)
         left_out += dropped
     for line in left_out:
-        print0(f"left out: {line}")
+        print0(f"left out: {shown(line)}")
     if not kept:
         raise UserError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -239,18 +296,19 @@ def main(args: argparse.Namespace) -> dict:
     summary = results["model"][0] | {"data": args.data, "blank_images": args.blank_images, "temperature": args.temperature}
     if args.baseline:
         summary["baseline"] = results["baseline"][0] | compare(results["model"][1], results["baseline"][1])
-    out = Path(args.out)
-    write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
-    records = results["model"][1]
-    page = rollout_page(f"{args.model} on {args.data}", summary, records, {e.uid: e for e in examples})
-    write_text(out / "report.html", page)
+    # told before anything is written: a disk that is full by now does not take an evaluation with it
     interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
     print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, truncated {summary['truncated']:.3f}")
     for kind, part in summary["by_answer_type"].items():
-        print(f"  {kind:<12} {part['accuracy']:.3f}  n {part['n']}")
+        print(f"  {shown(kind):<12} {part['accuracy']:.3f}  n {part['n']}")
     if args.baseline:
         base = summary["baseline"]
         print(f"baseline {base['accuracy']:.3f}: {base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}")
+    records = results["model"][1]
+    page = rollout_page(f"{args.model} on {args.data}", summary, records, {e.uid: e for e in examples})
+    with writing(out, f"--out {args.out}"):
+        write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
+        write_text(out / "report.html", page)
     print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
     return summary
 

@@ -7,12 +7,14 @@
 """
 
 import argparse
+import copy
 import json
+import math
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from transformers.utils import cached_file
 
@@ -20,7 +22,7 @@ from errors import UserError
 from grpo import Sample, plant
 from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
 from parallel.checkpoint import load_trained, locate
-from sharding import attrs_of, pixel_limits, save_hf
+from sharding import attrs_of, check_new_folder, pixel_limits, save_hf, whole_folder
 from utils import run_script
 
 # Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
@@ -36,7 +38,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
     p.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT does, not merged")
     p.add_argument("--push", metavar="REPO", help="also upload the folder to this repository of the hub (needs huggingface_hub, a login)")
-    p.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of log-probabilities allowed, nats")
+    p.add_argument("--tolerance", type=float,
+                   help="how far log-probabilities of the written folder may be from those of the same weights in memory, nats "
+                        "(default: what fp32 rounds off, by width, depth and their size)")
     return p.parse_args(argv)
 
 
@@ -46,12 +50,18 @@ def save_processor(base: str, processor: Processor, folder: Path) -> None:
     for name in COMPANIONS:
         found = cached_file(base, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
         if found:
-            shutil.copy(found, folder / name)
-    settings = folder / "preprocessor_config.json"
-    if settings.is_file():
-        kept = {k: v for k, v in json.loads(settings.read_text()).items() if k not in ("size", "min_pixels", "max_pixels")}
-        settings.write_text(json.dumps(kept | {"size": dict(processor.image_processor.size)}, indent=2) + "\n")
-    else:
+            shutil.copyfile(found, folder / name)  # not its mode: a cache's files may be their owner's alone
+    held = False  # in a file of its own, or as a part of another, which wins; both may be there
+    for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        whole = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        settings = whole.get(part) if part else whole
+        if settings:
+            for old in ("min_pixels", "max_pixels"):
+                settings.pop(old, None)
+            settings["size"] = dict(processor.image_processor.size)
+            (folder / name).write_text(json.dumps(whole, indent=2) + "\n")
+            held = True
+    if not held:
         processor.image_processor.save_pretrained(folder)
 
 
@@ -68,47 +78,92 @@ def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
     return Policy(hf.eval(), processor)(micro)[0]
 
 
+@torch.no_grad()
+def probe_layers(hf: torch.nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Of each layer with an adapter: random inputs, its outputs, in float64, and how far from these a merge in fp32 may be. That
+    rounds each weight W + scale B A once, and the sum of products in it rank + 3 times at most.       Higham 2002, section 3.1"""
+    probes = {}
+    for name, layer in lora_layers(hf).items():
+        exact = copy.deepcopy(layer).double()
+        x = torch.randn(8, layer.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        products = abs(layer.scale) * exact.lora_B.abs() @ exact.lora_A.abs()
+        bound = x.abs() @ (exact.weight.abs() + (len(layer.lora_A) + 4) * products).T * (torch.finfo(torch.float32).eps / 2)
+        probes[name] = x, exact(x), bound
+    return probes
+
+
+@torch.no_grad()
+def check_layers(hf: torch.nn.Module, probes: dict[str, tuple[torch.Tensor, ...]]) -> None:
+    """Do the merged layers what they did with their adapters?"""
+    for name, (x, y, bound) in probes.items():
+        layer = hf.get_submodule(name)
+        gap = (F.linear(x, layer.weight.double(), None if layer.bias is None else layer.bias.double()) - y).abs()
+        if not (gap <= bound).all():
+            raise RuntimeError(f"{name}: merged, its outputs differ from those with its adapter by {gap.max():.1e}, where rounding gives "
+                               f"{bound.max():.1e} at most; nothing was written")
+
+
+def check_weights(written: torch.nn.Module, hf: torch.nn.Module) -> None:
+    """Are the weights of a folder, as transformers reads them, those in memory, bit for bit?"""
+    theirs, ours = written.state_dict(), hf.state_dict()
+    wrong = sorted(theirs.keys() ^ ours.keys()) or [name for name in ours if not torch.equal(theirs[name], ours[name].float())]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} tensors of the written folder are not the run's: {', '.join(wrong[:3])}; it was not kept")
+
+
+def rounding(hf: torch.nn.Module, logprobs: torch.Tensor) -> float:
+    """What fp32 may round off log-probabilities: an error for each addend of a sum and each layer, in random directions."""
+    text = hf.config.get_text_config()
+    return torch.finfo(torch.float32).eps * math.sqrt(text.hidden_size * text.num_hidden_layers) * (1 + logprobs.abs().max().item())
+
+
 def main(args: argparse.Namespace) -> None:
     base, found, run = locate(args.run) if Path(args.run).is_dir() else (args.run, None, {})
     if found is None:
         raise UserError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
                          f"(adapter_config.json)")
     out = Path(args.out)
-    if out.is_file() or (out.exists() and any(out.iterdir())):
-        raise UserError(f"--out {args.out} is a file, or is not empty; choose another folder or remove it")
+    check_new_folder(out)
     if args.adapter and run and not run.get("lora_rank"):
         raise UserError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
     open_repository(args.push)
     processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
     hf = load_trained(args.run, merge=False)
-    if args.adapter:
-        write_adapter(hf, base, out)
-        push(args.push, out)
-        return print(f"wrote the adapter {out} from {hf.loaded_from} (base {base})")
-    adapted = bool(lora_layers(hf))
-    wrapped = probe_logprobs(hf, processor)
-    merge_lora(hf)
-    for parameter in hf.parameters():  # rounded before the comparison, which so allows for nothing but writing and reading
-        parameter.data = parameter.data.to(dtype).float()
-    # in fp32 what is written must do as the adapters did; a rounded merge is compared with its own rounded weights
-    expected = wrapped if adapted and dtype == torch.float32 else probe_logprobs(hf, processor)
-    hf.to(dtype)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as temporary:
-        folder = Path(temporary) / "model"
-        save_hf(hf, folder)
-        save_processor(base, processor, folder)
-        gap = (probe_logprobs(load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))) - expected).abs().max().item()
-        if not gap <= args.tolerance:
-            raise UserError(
-                f"--out {args.out}: the written folder's log-probabilities differ from the run's by {gap:.2e}, over --tolerance "
-                f"{args.tolerance:.0e}; it was not kept. Raise --tolerance only if you know why"
-            )
-        if out.exists():
-            out.rmdir()
-        folder.rename(out)
+    with whole_folder(out) as folder:
+        if args.adapter:
+            write_adapter(hf, base, folder)
+        else:
+            moved = write_merged(hf, folder, base, processor, dtype, run, args)
     push(args.push, out)
-    print(f"wrote {out} from {hf.loaded_from} (base {base}); largest log-probability difference {gap:.1e}")
+    if args.adapter:
+        return print(f"wrote the adapter {out} from {hf.loaded_from} (base {base})")
+    print(f"wrote {out} from {hf.loaded_from} (base {base}); largest log-probability difference from the run {moved:.1e}, by rounding to "
+          f"{args.dtype}")
+
+
+def write_merged(
+    hf: torch.nn.Module, folder: Path, base: str, processor: Processor, dtype: torch.dtype, run: dict, args: argparse.Namespace
+) -> float:
+    """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what was to be
+    written, and what the folder as a whole says about a picture. -> the largest difference from the run, which is rounding alone."""
+    trained, probes = probe_logprobs(hf, processor), probe_layers(hf)
+    check_layers(merge_lora(hf), probes)
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    rounded = probe_logprobs(hf, processor)
+    save_hf(hf.to(dtype), folder)
+    save_processor(base, processor, folder)
+    written, reader = load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))
+    check_weights(written, hf)
+    if reader.image_processor.size != processor.image_processor.size:
+        raise RuntimeError(f"the written folder sees pictures at {reader.image_processor.size}, the run at "
+                           f"{processor.image_processor.size}; it was not kept")
+    logprobs = probe_logprobs(written, reader)
+    gap, allowed = (logprobs - rounded).abs().max().item(), rounding(hf, rounded) if args.tolerance is None else args.tolerance
+    if not gap <= allowed:
+        raise UserError(f"--out {args.out}: the written folder's log-probabilities differ from those of its weights in memory by "
+                        f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why")
+    return (logprobs - trained).abs().max().item()
 
 
 def open_repository(name: str | None) -> None:

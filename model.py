@@ -77,9 +77,9 @@ def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig
     if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
         raise UserError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        raise UserError(f"--model {path!r}: no loadable config.json there, nor on the hub ({str(e).splitlines()[0]})") from e
+        raise UserError(f"--model {path!r}: {_why(e, 'no loadable config.json there, nor on the hub')}") from e
     find_family(config, path, attrs)
     refuse_unpackable(config, path)
     return config
@@ -97,6 +97,14 @@ def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
     if rope in ("dynamic", "longrope"):
         raise UserError(f"--model {path!r}: rotary embeddings of type {rope!r} depend on the longest sequence of a batch; set another "
                         f"rope_type, such as 'yarn', in its config.json")
+
+
+def _why(error: Exception, what: str) -> str:
+    """What to tell of a folder that transformers does not open. Left to itself it asks on the terminal whether to run code."""
+    if "trust_remote_code" in str(error):
+        return ("its files name Python code of their own to be run (auto_map), and no code of a model folder is run here; use a folder "
+                "whose type transformers knows itself")
+    return f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
 
 
 @functools.cache
@@ -161,10 +169,10 @@ class Processor:
 
     def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None):
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            self.image_processor = transformers.AutoImageProcessor.from_pretrained(path)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as e:
-            raise UserError(f"--model {path!r}: cannot load its tokenizer and image processor ({str(e).splitlines()[0]})") from e
+            raise UserError(f"--model {path!r}: {_why(e, 'cannot load its tokenizer and image processor')}") from e
         size = dict(self.image_processor.size)
         if min_pixels is not None:
             size["shortest_edge"] = min_pixels
@@ -181,7 +189,7 @@ class Processor:
         if self.tokenizer.chat_template is None:
             raise UserError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         ids = self.tokenizer.convert_tokens_to_ids
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         placeholders = [getattr(config, name, None) for name in FAMILIES.get(config.model_type, Family("")).placeholders]
         self.image_token_id = placeholders[0]
         if self.image_token_id is None:
@@ -248,7 +256,7 @@ class Processor:
 def generation_eos(path: str) -> int | list[int] | None:
     """The end tokens that generation_config.json lists; what vLLM stops at, so what we stop at."""
     try:
-        return transformers.GenerationConfig.from_pretrained(path).eos_token_id
+        return transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id
     except OSError:  # the file is optional
         return None
 
@@ -885,7 +893,8 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) 
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
     register_attention()
     model_class = getattr(transformers, family.model_class)
-    return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation="planned"), family)
+    plain = {"attn_implementation": "planned", "trust_remote_code": False}
+    return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, **plain), family)
 
 
 def register_attention() -> None:

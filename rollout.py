@@ -564,7 +564,7 @@ class VLLMEngine:
         set_vllm_environment()
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
-        text = transformers.AutoConfig.from_pretrained(path).get_text_config()
+        text = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         banned = processor.banned(text.vocab_size).to(device)
 
         class Ban(LogitsProcessor):

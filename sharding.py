@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +35,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
-from errors import UserError
+from errors import UserError, check_writable, writing
 from model import (
     Attrs,
     Lora,
@@ -354,6 +356,8 @@ def find_bad(tensors: dict[str, torch.Tensor], largest: float = LARGEST) -> str 
 def save_hf(hf: nn.Module, folder: Path) -> None:
     """The model's folder, as transformers writes it but for experts: it reads them either way round, but writes them as it holds
     them. The hub has, and vLLM reads, those of some families with inputs before outputs."""
+    for config in filter(None, (hf.config, *(getattr(hf.config, name) for name in hf.config.sub_configs))):
+        config.dtype = hf.dtype  # transformers leaves the inner ones as they were read
     hf.save_pretrained(folder)
     turned = tuple(pattern for converter in converters_of(hf) for pattern in converter.source_patterns
                    if type(converter.operations[0]).__name__ == "Transpose")
@@ -361,6 +365,36 @@ def save_hf(hf: nn.Module, folder: Path) -> None:
         tensors = load_file(file)
         tensors |= {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name.endswith(turned)}
         save_file(tensors, file, metadata={"format": "pt"})
+
+
+def check_new_folder(out: Path) -> None:
+    """Before any work: a UserError where whole_folder would fail."""
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise UserError(f"--out {out} is a file, or is not empty; choose another folder or remove it")
+    check_writable(out.parent, f"--out {out}")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which is called `out` once all is in it: neither an error nor a full disk leaves half of one."""
+    with writing(out, f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+            folder = Path(temporary) / out.name
+            try:
+                yield folder
+            except SafetensorError as error:  # its own class also for what the system says
+                number = re.search(r"os error (\d+)", str(error))
+                if number is None:
+                    raise
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            umask = os.umask(0)
+            os.umask(umask)
+            for file in folder.glob("*.safetensors"):  # written for their owner's eyes alone, unlike all others
+                file.chmod(0o666 & ~umask)
+            if out.exists():
+                out.rmdir()
+            folder.rename(out)
 
 
 @dataclass(frozen=True)

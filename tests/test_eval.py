@@ -1,23 +1,29 @@
 """Statistics, the page, and eval.py and merge_lora.py as commands.   pytest tests/test_eval.py"""
 
 import base64
+import html.parser
 import http.server
+import io
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 from test_train import ROOT, TORCHRUN, flags, run, write_parquet
 
 import eval as E
 import model as M
 from demo import make_model, shapes_rows
+from utils import Context
 
 
 def record(kind, accuracies, finish="stop"):
@@ -62,13 +68,114 @@ def test_comparison_refuses_other_examples():
         E.compare([record("a", [1.0])], [record("b", [1.0])])
 
 
-def test_page_escapes_what_the_policy_wrote_and_limits_itself():
-    example = SimpleNamespace(messages=[{"role": "user", "content": "<image>is 1 < 2?"}], images=[b"\x89PNG"], uid="u")
-    nasty = record("a", [0.0]) | {"uid": "u", "ground_truth": "<b>"}
-    nasty["samples"][0]["text"] = "<script>alert(1)</script>"
-    page = E.rollout_page("T<i>", {"accuracy": 0.25, "by_answer_type": {"count": {"accuracy": 0.5}}}, [nasty] * 250, {"u": example})
-    assert "<script>" not in page and "&lt;script&gt;" in page and "<b>&lt;b&gt;</b>" in page and "T&lt;i&gt;" in page
-    assert page.count("<img") == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
+def photo(width=84, height=84, kind="PNG", noise=60):
+    file = io.BytesIO()
+    bands = [Image.radial_gradient("L").resize((width, height)), Image.linear_gradient("L").resize((width, height)),
+             Image.effect_noise((width, height), noise)]
+    Image.merge("RGB", bands).save(file, kind, **({"quality": 95} if kind == "JPEG" else {}))
+    return file.getvalue()
+
+
+class Tags(html.parser.HTMLParser):
+    """Every tag of a page with its attributes' names, and the images it shows."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.images = Counter(), set(), []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "img":
+            data = base64.b64decode(dict(attrs)["src"].split("base64,")[1])
+            self.images.append((data, Image.open(io.BytesIO(data)).size))
+
+
+def test_page_shows_as_text_whatever_came_from_data_policy_or_reward():
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>'\" onload=\"alert(1)"
+    example = SimpleNamespace(messages=[{"role": evil, "content": "<image>is 1 < 2?" + evil}], images=[photo(), evil.encode()])
+    samples = [{"text": evil, "finish_reason": evil, "tokens": 3, "advantage": 0.5, "rewards": {"reward": 1.0, evil: 0.0}}]
+    record = {"uid": evil, "answer_type": evil, "ground_truth": evil, "samples": samples}
+    facts = {"accuracy": 0.25, "reward/" + evil: 0.5, "by_answer_type": {evil: {"accuracy": 0.5}}}
+    page = E.rollout_page(evil, facts, [record] * 250, {evil: example})
+    found = Tags(page)
+    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}
+    assert found.tags["img"] == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
+    assert found.attributes == {"charset", "class", "alt", "src"}
+    assert page.count("an image that cannot be read") == 200
+    record["ground_truth"] = 5
+    assert "<b>5</b>" in E.rollout_page("T", {}, [record], {evil: example})
+
+
+def test_page_shows_thumbnails():
+    small = next(shapes_rows(1, "test", 0))["images"][0]["bytes"]
+    photos = [*2 * [photo(4000, 3000, "JPEG")], photo(1000, 2000, "TIFF"), photo(300, 200, "JPEG"), small]
+    drawing = io.BytesIO()
+    ImageDraw.Draw(picture := Image.new("1", (2000, 1000), 1)).line((0, 0, 2000, 1000), width=20)
+    picture.save(drawing, "PNG")
+    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[*photos, drawing.getvalue()])
+    page = E.rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": []}], {"u": example})
+    shown = Tags(page).images
+    assert [size for _, size in shown] == [(320, 240), (320, 240), (160, 320), (300, 200), (84, 84), (320, 160)]
+    assert all(len(data) < 60_000 for data, _ in shown) and len(page) < 200_000 < sum(map(len, photos))
+    assert shown[4][0] == small  # what is small stays as it is
+
+
+def test_answer_types_are_text():
+    kinds = [E.answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in (5, 0, "count", None, "", 1.5, ["a"])]
+    assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"] and E.answer_type(SimpleNamespace(extra={})) == "all"
+
+
+def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{}")
+    settings = {"model": str(toys["qwen2_5_vl"]), "max_new_tokens": 2048, "max_prompt_tokens": 700, "limit_images": 3, "max_pixels": 4000,
+                "dtype": "bfloat16", "rollout_rows": 7, "prompt_key": "problem", "answer_key": "answer", "data_source": "geo3k",
+                "bad_rows": "skip", "reward": f"{tmp_path}/mine.py:f", "group_size": 5, "min_pixels": None}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
+    (tmp_path / "mine.py").touch()
+    more = ["--data", str(data), "--out", str(tmp_path / "e")]
+    for path in (tmp_path / "run", checkpoint):
+        args = E.parse_args([str(path), *more, "--limit-images", "2", "--dtype", "auto"])
+        assert (args.max_new_tokens, args.max_prompt_tokens, args.rows, args.max_pixels, args.min_pixels) == (2048, 700, 7, 4000, None)
+        assert (args.prompt_key, args.answer_key, args.data_source, args.bad_rows) == ("problem", "answer", "geo3k", "skip")
+        assert (args.limit_images, args.dtype, args.reward) == (2, "auto", settings["reward"])
+        told = dict(part.split(" ", 1) for part in args.from_run.split(", "))
+        assert told["--max-new-tokens"] == "2048" and told["--rows"] == "7" and told["--prompt-key"] == "'problem'"
+        assert not told.keys() & {"--limit-images", "--dtype", "--model", "--image-key", "--group-size"}
+    (tmp_path / "mine.py").unlink()
+    args = E.parse_args([str(tmp_path / "run"), *more])
+    assert args.reward is None and "mine.py:f', a file that is not here: the task's own reward is used" in args.from_run
+    assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == "other.py:g"
+    plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
+    assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.rows, plain.from_run) == (512, 2048, 256, "")
+
+
+def test_out_is_tried_before_anything_is_read(toys, tmp_path, monkeypatch):
+    monkeypatch.setattr(E, "dist_setup", lambda: Context(0, 1, torch.device("cpu")))
+    refused = "/sys/no" if os.geteuid() == 0 else "/no"  # /sys: nobody makes files there
+    with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
+        E.main(E.parse_args([str(toys["qwen2_5_vl"]), "--data", "none.parquet", "--out", refused]))
+
+
+def test_a_full_disk_does_not_take_the_figures_with_it(toys, tmp_path):
+    rows = list(shapes_rows(6, "test", 0))
+    for row, kind in zip(rows, (5, 5, 0, None, None, None), strict=True):
+        row["extra_info"]["answer_type"] = kind
+        row["extra_info"]["uid"] += "\x1b[2J"
+    rows[5]["prompt"][0]["content"] += " why?" * 100
+    data, out = write_parquet(tmp_path / "test.parquet", rows), tmp_path / "out"
+    out.mkdir()
+    (out / "eval.json.tmp").symlink_to("/dev/full")
+    (tmp_path / "mine.py").write_text("def score(response, example):\n    return 0.0\n")  # the task's own knows its types
+    done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3, "--max-prompt-tokens", 200,
+                "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
+    assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "accuracy 0.000" in done.stdout and "wrote" not in done.stdout
+    assert [line.split()[::2] for line in done.stdout.splitlines() if line.startswith("  ")] == [["0", "n"], ["5", "n"], ["all", "n"]]
+    assert "left out: shapes-test-0-5\\x1b[2J: " in done.stdout and "\x1b" not in done.stdout
 
 
 @pytest.fixture
@@ -99,14 +206,20 @@ def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
     (["TOY", "--baseline", "nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
+    (["CODE"], "its files name Python code of their own to be run"),
 ])
 def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
-    names = {"TOY": str(toys["qwen2_5_vl"]), "EMPTY_RUN": str(tmp_path / "empty")}
+    code = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "code")
+    config = json.loads((code / "config.json").read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+    (code / "config.json").write_text(json.dumps(config))
+    (code / "configuration_mine.py").write_text("raise SystemExit('ran')")
+    names = {"TOY": str(toys["qwen2_5_vl"]), "EMPTY_RUN": str(tmp_path / "empty"), "CODE": str(code)}
     command = [sys.executable, "eval.py", *(names.get(a, a) for a in arguments), "--data", data, "--out", tmp_path / "out"]
-    done = run(command, check=False)
+    done = run(command, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 1 and match in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "[y/N]" not in done.stdout
 
 
 @pytest.mark.parametrize("case,match", [("no_run", "neither a run directory"), ("full_out", "is not empty")])
@@ -138,8 +251,10 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     run([sys.executable, "merge_lora.py", tmp_path / "run", "--out", tmp_path / "half", "--dtype", "bfloat16"])
     assert "largest log-probability difference" in done.stdout
     texts = []
-    for name in ("run", "hf"):
-        run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--max-new-tokens", 5, "--out", tmp_path / f"e-{name}"])
+    settings = ["--max-new-tokens", 6, "--max-prompt-tokens", 80, "--reward", f"{tmp_path}/reward.py:score"]
+    for name, more in (("run", []), ("hf", settings)):
+        done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", tmp_path / f"e-{name}", *more])
+        assert ("settings of the run: --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000, --reward" in done.stdout) == (not more)
         texts.append((tmp_path / f"e-{name}" / "report.html").read_text().split("</h1>")[1])
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

@@ -1,0 +1,200 @@
+"""What merge_lora.py accepts, what it refuses, and what the folders it writes are like.   pytest tests/test_merge.py"""
+
+import json
+import os
+import random
+import shutil
+import stat
+
+import pytest
+import torch
+import transformers
+from conftest import FAMILIES
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import demo
+import merge_lora as G
+import model as M
+
+
+def adapter(path, folder, rank, alpha, std, seed=0, vision=True):
+    """A PEFT adapter with random weights, as training leaves them."""
+    hf = M.add_lora(M.load_hf(str(path)), M.Lora(rank, alpha, vision=vision, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in M.lora_layers(hf).values():
+        layer.lora_B.data.normal_(generator=generator).mul_(std)
+    M.write_adapter(hf, str(path), folder)
+    return folder
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def plain_file(tmp_path):
+    """As the umask makes them, and its folder `plain`."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "file").touch()
+    return tmp_path / "plain" / "file"
+
+
+def merge(source, out, *more):
+    G.main(G.parse_args([str(source), "--out", str(out), *more]))
+
+
+@pytest.fixture(scope="module")
+def sharp(toys, tmp_path_factory):
+    """family -> a toy whose log-probabilities reach hundreds of nats, as those of models that are sure do."""
+    folders = {}
+    for family, path in toys.items():
+        hf = M.load_hf(str(path))
+        hf.get_output_embeddings().weight.data *= 100
+        folders[family] = tmp_path_factory.mktemp("sharp") / family
+        hf.save_pretrained(folders[family])
+        G.save_processor(str(path), M.Processor(str(path)), folders[family])
+    return folders
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sound_merges_are_accepted_and_open_elsewhere(family, sharp, tmp_path, plain_file, capsys):
+    rng = random.Random(family)
+    for i, (dtype, std) in enumerate([("float32", 1e-2), ("bfloat16", 1.0), ("float32", 1e-5)]):
+        source = adapter(sharp[family], tmp_path / f"adapter{i}", rng.choice([1, 8, 64]), rng.choice([2.0, 32.0]), std, seed=i)
+        out = tmp_path / f"out{i}"
+        merge(source, out, "--dtype", dtype)
+        assert "largest log-probability difference from the run" in capsys.readouterr().out
+        config = json.loads((out / "config.json").read_text())
+        assert {config["dtype"], config["text_config"]["dtype"], config["vision_config"]["dtype"]} == {dtype}
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {getattr(torch, dtype)}
+        assert {mode(file) for file in out.iterdir()} == {mode(plain_file)} and mode(out) == mode(tmp_path / "plain")
+    hf = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out1")  # in the dtype that the folder states
+    assert hf.dtype == torch.bfloat16 and type(hf).__name__ == M.FAMILIES[family].model_class
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out1")
+    images = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out1")
+    assert tokenizer.chat_template and images.size["longest_edge"] == 512 * 512
+    assert {p.name for p in tmp_path.iterdir()} == {f"{name}{i}" for name in ("adapter", "out") for i in range(3)} | {"plain"}
+
+
+def faulty(fault):
+    """merge_lora with one layer's adapter forgotten, at half its weight, transposed or swapped with its neighbour's."""
+
+    def broken_merge(hf):
+        layers = list(M.lora_layers(hf).values())
+        layer, other = layers[0], layers[7]  # q_proj, square, of two blocks
+        assert layer.weight.shape == other.weight.shape == layer.weight.T.shape
+        if fault == "forgotten":
+            layer.lora_B.data.zero_()
+        elif fault == "half":
+            layer.scale /= 2
+        elif fault == "transposed":
+            layer.lora_A.data, layer.lora_B.data = layer.lora_B.data.T.contiguous(), layer.lora_A.data.T.contiguous()
+        else:
+            layer.lora_B.data, other.lora_B.data = other.lora_B.data, layer.lora_B.data
+        return M.merge_lora(hf)
+
+    return broken_merge
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["forgotten", "half", "transposed", "swapped"])
+def test_one_layer_merged_wrongly_is_refused(fault, dtype, toys, tmp_path, monkeypatch):
+    """Also where an adapter has hardly begun to learn: its effect on log-probabilities is below that of rounding."""
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-5, vision=False)
+    monkeypatch.setattr(G, "merge_lora", faulty(fault))
+    with pytest.raises(RuntimeError, match="layers.0.self_attn.q_proj: merged, its outputs differ"):
+        merge(source, tmp_path / "out", "--dtype", dtype)
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["swapped", "one_bit"])
+def test_a_tensor_written_wrongly_is_refused(fault, dtype, toys, tmp_path, monkeypatch):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
+    save, names = G.save_hf, [f"model.layers.{i}.self_attn.k_proj.weight" for i in (0, 1)]
+
+    def save_wrongly(hf, folder):
+        save(hf, folder)
+        tensors = load_file(folder / "model.safetensors")
+        a, b = names
+        if fault == "swapped":
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+        else:
+            tensors[a][3, 5] *= 1.01
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(G, "save_hf", save_wrongly)
+    with pytest.raises(RuntimeError, match=f"{2 if fault == 'swapped' else 1} tensors of the written folder are not the run's: .*layers.0"):
+        merge(source, tmp_path / "out", "--dtype", dtype)
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_folder_that_computes_otherwise_is_refused(toys, tmp_path, monkeypatch):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
+    save = G.save_processor
+
+    def save_and_spoil(base, processor, folder):
+        save(base, processor, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["rope_parameters"]["rope_theta"] *= 2
+        (folder / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(G, "save_processor", save_and_spoil)
+    with pytest.raises(ValueError, match="log-probabilities differ from those of its weights in memory by .*--tolerance"):
+        merge(source, tmp_path / "out")
+    merge(source, tmp_path / "forced", "--tolerance", "10")
+    assert not (tmp_path / "out").exists() and (tmp_path / "forced").exists()
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_pixel_limits_reach_every_file_that_holds_them(files, toys, tmp_path):
+    """transformers 5 writes a processor as one file, in which the image processor's settings are a part."""
+    base = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "base")
+    own = json.loads((base / "preprocessor_config.json").read_text()) | {"max_pixels": 9000}
+    (base / "processor_config.json").write_text(json.dumps({"image_processor": own, "processor_class": own["processor_class"]}))
+    if files == 1:
+        (base / "preprocessor_config.json").unlink()
+    shutil.copytree(base, tmp_path / "out", ignore=shutil.ignore_patterns("*processor*"))
+    G.save_processor(str(base), M.Processor(str(base), None, 4000), tmp_path / "out")
+    assert M.Processor(str(tmp_path / "out")).image_processor.size == {"shortest_edge": 784, "longest_edge": 4000}
+    assert (tmp_path / "out" / "preprocessor_config.json").exists() == (files == 2)
+
+
+def test_weights_that_are_no_numbers_are_named(toys, tmp_path):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, float("nan"))
+    with pytest.raises(ValueError, match="adapter: .*lora_B.* holds NaN"):
+        merge(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("more", [(), ("--adapter",)])
+def test_a_full_disk_is_one_line_and_leaves_nothing(more, toys, tmp_path, monkeypatch):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
+
+    def full(hf, *where):
+        folder = where[-1]
+        folder.mkdir()
+        (folder / "half").write_text("half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # as it says it
+
+    monkeypatch.setattr(G, "save_hf", full)
+    monkeypatch.setattr(G, "write_adapter", full)
+    with pytest.raises(ValueError, match=r"--out .*/out: no space left for .*/out \(\d+ bytes free\)"):
+        merge(source, tmp_path / "out", *more)
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_folder_that_must_not_be_written_to_is_found_before_the_model_is_read(toys, tmp_path, monkeypatch):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
+    monkeypatch.setattr(G, "load_trained", lambda *_, **__: pytest.fail("read the model first"))
+    refused = "/sys/no" if os.geteuid() == 0 else "/no"  # /sys: nobody makes files there
+    with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
+        merge(source, refused)
+    with pytest.raises(ValueError, match=f"--out {refused}: .* cannot be written"):
+        demo.main(demo.parse_args(["model", "--out", refused]))
+
+
+def test_adapters_follow_the_umask_too(toys, tmp_path, plain_file):
+    source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, 1e-2)
+    merge(source, tmp_path / "again", "--adapter")
+    assert {mode(file) for file in (tmp_path / "again").iterdir()} == {mode(plain_file)}
