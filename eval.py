@@ -266,7 +266,7 @@ def main(args: argparse.Namespace) -> dict:
     processors = {name: Processor(locate(path)[0], args.min_pixels, args.max_pixels) for name, path in paths.items()}
     kept, left_out = examples, list(skipped)
     for processor in processors.values():
-        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, args.limit_images)
+        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, args.limit_images, args.bad_rows)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {shown(line)}")

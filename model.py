@@ -196,6 +196,7 @@ class Processor:
             raise UserError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
+        self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self.banned_ids = sorted({i for i in [*placeholders, *map(ids, VISION_TOKENS)] if i is not None})
 
     def banned(self, vocab_size: int) -> torch.Tensor:
@@ -213,6 +214,13 @@ class Processor:
             parts.append({"role": message["role"], "content": content})
         text = self.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
+        """The tokenizer's special tokens that `render` would read from the messages' own text."""
+        texts = [text for message in messages for text in message["content"].split(IMAGE_MARK)]
+        ids = {i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)}
+        ids.discard(self.tokenizer.unk_token_id)  # of any text that the vocabulary lacks
+        return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
         """Prompt tokens, image tokens included, for pictures of these (width, height), without touching pixels."""

@@ -15,12 +15,17 @@ import csv
 import glob
 import http.client
 import io
+import ipaddress
 import itertools
 import json
 import os
 import re
+import socket
+import stat
+import string
 import struct
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,9 +33,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote, urljoin, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +45,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from errors import UserError
+from errors import Note, UserError, check_writable, existing, writing
 
 MARK = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,6 +53,16 @@ CHUNK = 64  # rows checked together; also the read batch, so memory holds a few 
 ROW_GROUP_ROWS, ROW_GROUP_BYTES = 128, 32 << 20
 WORKERS = 8
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
+SPECIAL = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
+VIDEOS = ("videos", "video")
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # what open(errors="surrogateescape") makes of bytes that are no UTF-8
+MAX_DEPTH = 32  # levels of lists and objects in a row
+MAX_FILE_BYTES = 256 << 20  # of an image or data.json on disk
+
+MAX_PIXELS, MAX_SIDE = 50_000_000, 65_535  # of an image: a small file can hold more than memory does
+MAX_ASPECT = 200  # Qwen's image processor raises from there on
+LARGE_PIXELS = 4_000_000  # images above are decoded one at a time: each takes up to 20 bytes a pixel for a moment
+LARGE = threading.Lock()
 
 # Only formats whose decoders are plain libraries: Pillow would hand EPS to an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -65,6 +82,13 @@ class BadRow(ValueError):
     """One row cannot be used; the text is the reason, without file and row."""
 
 
+def shown(text: object, length: int = 600) -> str:
+    """Text from data as it may go to a terminal: one line, no control characters, not endless."""
+    text = str(text)
+    cut = f"... ({len(text)} characters)" if len(text) > length else ""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:length]) + cut
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One checked row. `images` are encoded files that are known to decode, one per <image> mark in order."""
@@ -79,7 +103,10 @@ class Example:
 
 @dataclass(slots=True)
 class Raw:
-    """One row as found, before any check. `problem` is set when the source could not even read it."""
+    """One row as found, before any check. `problem` is set when the source could not even read it.
+
+    `name` tells its file from others in uids.
+    """
 
     where: str
     number: int
@@ -90,6 +117,7 @@ class Raw:
     truth: object = None
     extra: object = field(default_factory=dict)
     problem: str = ""
+    name: str = ""
 
 
 # ---------------------------------------------------------------------------------------------------- images
@@ -98,11 +126,33 @@ class Raw:
 def decode_image(data: bytes) -> Image.Image:
     """Encoded image file -> RGB image: EXIF orientation applied, alpha on white, 16-bit grey cut to its high byte.
 
-    Raises one of IMAGE_ERRORS when the file is damaged, truncated, too large or of a format not in FORMATS.
+    Raises one of IMAGE_ERRORS when the file is damaged, truncated, too large, animated or of a format not in FORMATS.
     """
-    with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-        opened.load()
-        image = ImageOps.exif_transpose(opened)
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        check_header(image)
+        if image.width * image.height <= LARGE_PIXELS:
+            return to_rgb(image)
+        with LARGE:
+            Image.core.set_block_size(64 << 20)  # malloc keeps smaller blocks for the thread that freed them
+            return to_rgb(image)
+
+
+def check_header(image: Image.Image) -> None:
+    """Refuse, before anything is decoded, what takes too much memory or what the model's image processor refuses."""
+    (width, height), most = image.size, f"at most {MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise UserError(f"{width}x{height} pixels, {most} are read; make it smaller")
+    if max(width, height) >= MAX_ASPECT * min(width, height):
+        raise UserError(f"{width}x{height} pixels: one side is {MAX_ASPECT} or more times the other; crop it")
+    # the further images of an MPO are a camera's own previews and gain maps of the first
+    if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
+        raise UserError(f"{frames} frames or pages, and only the first would be seen; save the one that is meant")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """What `decode_image` makes of an opened file."""
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "F":
         raise UserError("float pixels have no agreed range; convert the file to 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -117,31 +167,150 @@ def decode_image(data: bytes) -> Image.Image:
     return image.convert("RGB")
 
 
-def fetch_url(url: str, timeout: float = 20.0, max_bytes: int = 32 << 20, tries: int = 3) -> bytes:
-    """Body of an http(s) URL; `timeout` seconds bound each try as a whole. Raises BadRow naming the flag to change."""
+def clean_url(url: str) -> str:
+    """An http(s) URL with all but its host percent-encoded. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("not an http(s) URL with a host")
+    if "@" in parts.netloc:
+        raise ValueError("it holds a user name; fetch such files yourself and give their paths")
+    if parts.port == 0:  # others outside 1..65535 raise by themselves
+        raise ValueError("port 0")
+    path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
+    return parts._replace(path=path, query=query, fragment="").geturl()
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is of the internet at large: not private, loopback, link-local or otherwise set apart."""
+    ip = ipaddress.ip_address(address)
+    ip = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None) or ip
+    return ip.is_global and not ip.is_multicast
+
+
+class Fetcher(urllib.request.AbstractHTTPHandler):
+    """Connects to addresses that were checked, the very ones, and ends its connections at a deadline.
+
+    A socket's own timeout would not do: it is per operation, and a header can come byte by byte.
+    """
+
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    def __init__(self, timeout: float, private: bool):
+        super().__init__()
+        self.deadline, self.private, self.sockets = time.monotonic() + timeout, private, []
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self.connection, http.client.HTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(self.connection, http.client.HTTPSConnection), request)
+
+    def connection(self, kind: type, host: str, timeout: float) -> http.client.HTTPConnection:
+        connection = kind(host, timeout=timeout)
+        connection._create_connection = self.connect  # TLS is put on top of it, for the host's name
+        return connection
+
+    def left(self) -> float:
+        """Seconds before the deadline. Raises TimeoutError when there are none."""
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+    def connect(self, address: tuple[str, int], timeout: float, source: None = None) -> socket.socket:
+        resolver = ThreadPoolExecutor(1)  # looking up a name knows no timeout: it is left behind at the deadline
+        found = resolver.submit(socket.getaddrinfo, *address, type=socket.SOCK_STREAM)
+        resolver.shutdown(wait=False)
+        addresses = [entry[4][:2] for entry in found.result(self.left())]
+        # A proxy of the environment may be private, and looks up the names itself
+        proxies = {urlsplit(p).hostname for scheme, p in urllib.request.getproxies().items() if scheme != "no"}
+        inside = [ip for ip, _ in addresses if not is_public(ip)]
+        if inside and not self.private and address[0] not in proxies:
+            raise BadRow(f"is not fetched: {address[0]} is at {inside[0]}, not public; --url-private allows that")
+        for i, place in enumerate(addresses):
+            try:
+                connected = socket.create_connection(place, self.left())
+                break
+            except OSError:
+                if i == len(addresses) - 1:
+                    raise
+        self.sockets.append(connected.dup())  # the same connection, whatever wraps the first handle
+        connected.settimeout(self.left())
+        return connected
+
+    def close(self) -> None:
+        """End all connections: whoever reads from them reads their end."""
+        for connected in self.sockets:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+
+def fetch_once(url: str, timeout: float, max_bytes: int, private: bool) -> bytes:
+    """Body of a URL, redirects followed, in `timeout` seconds. Raises OSError, HTTPException or ValueError."""
+    fetcher, opener = Fetcher(timeout, private), urllib.request.OpenerDirector()
+    for handler in (urllib.request.ProxyHandler(), fetcher):
+        opener.add_handler(handler)
+    timer = threading.Timer(timeout, fetcher.close)
+    timer.start()
+    try:
+        for _ in range(10):
+            request = urllib.request.Request(clean_url(url), headers={"User-Agent": "prepare_data"})
+            with opener.open(request, timeout=fetcher.left()) as response:
+                location = response.headers["location"]
+                if response.status in (301, 302, 303, 307, 308) and location:
+                    url = urljoin(request.full_url, quote(location, safe=string.punctuation, encoding="iso-8859-1"))
+                    continue
+                if response.status // 100 != 2:
+                    raise urllib.error.HTTPError(url, response.status, response.reason, response.headers, None)
+                body = response.read(max_bytes + 1)
+                fetcher.left()
+                if len(body) > max_bytes:
+                    raise BadRow(f"is larger than {max_bytes / 2**20:g} MiB; raise --url-max-mb")
+                if response.length:
+                    raise http.client.IncompleteRead(b"", response.length)
+                return body
+        raise ValueError("more than 10 redirects")
+    except (OSError, http.client.HTTPException):
+        fetcher.left()  # a connection that ended at the deadline has timed out, whatever it looks like
+        raise
+    finally:
+        timer.cancel()
+        fetcher.close()
+        for connected in fetcher.sockets:
+            connected.close()
+
+
+def fetch_url(url: str, timeout: float = 20, max_bytes: int = 32 << 20, tries: int = 3, private: bool = False) -> bytes:
+    """Body of an http(s) URL; `timeout` seconds bound each try as a whole. Raises BadRow naming the flag to change.
+
+    Addresses that are not public are refused unless `private`, redirects to them too.
+    """
     for attempt in range(1, tries + 1):
-        deadline = time.monotonic() + timeout
         try:
-            request = urllib.request.Request(url, headers={"User-Agent": "prepare_data"})
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                parts, size = [], 0
-                while part := response.read1(1 << 16):
-                    parts.append(part)
-                    size += len(part)
-                    if size > max_bytes:
-                        raise BadRow(f"{url} is larger than {max_bytes / 2**20:g} MiB; raise --url-max-mb")
-                    if time.monotonic() > deadline:
-                        raise TimeoutError("timed out")
-            return b"".join(parts)
+            return fetch_once(url, timeout, max_bytes, private)
         except urllib.error.HTTPError as e:
             problem = f"HTTP {e.code} {e.reason}"
             if e.code < 500 and e.code not in (408, 429):
                 raise BadRow(f"{url} could not be fetched: {problem}; correct or remove the URL") from e
-        except (OSError, http.client.HTTPException) as e:  # URLError and timeouts are OSErrors
+        except BadRow as e:
+            raise BadRow(f"{url} {e}") from e
+        except (ValueError, http.client.InvalidURL) as e:  # UnicodeErrors of names are ValueErrors
+            raise BadRow(f"{url} cannot be fetched: {e}; correct or remove the URL") from e
+        except (OSError, http.client.HTTPException) as e:  # URLErrors and timeouts are OSErrors
             problem = f"{e} (--url-timeout {timeout:g})"
         if attempt < tries:
             time.sleep(0.5 * attempt)
     raise BadRow(f"{url} could not be fetched in {tries} tries: {problem}; try again or raise --url-tries")
+
+
+def read_file(path: Path) -> bytes:
+    """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError or ValueError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise BadRow(f"{path} is no regular file")
+    if not 0 < status.st_size <= MAX_FILE_BYTES:
+        raise BadRow(f"{path} has {status.st_size} bytes, expected 1 to {MAX_FILE_BYTES}")
+    with open(path, "rb") as file:
+        return file.read(MAX_FILE_BYTES)
 
 
 def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None = None) -> bytes:
@@ -167,7 +336,9 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
     elif len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
-            return path.read_bytes()
+            return read_file(path)
+        except BadRow:
+            raise
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
             if "." in cell or len(cell) < 40:  # no dot in base64, no image file in 30 bytes
                 reason = getattr(e, "strerror", None) or e
@@ -224,6 +395,12 @@ def to_truth(value: object) -> str:
         raise BadRow(f"ground truth {value!r} is neither a string nor JSON: {e}") from e
 
 
+def too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects are nested further than our own and others' recursion can be trusted with."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return levels == 0 or any(too_deep(v, levels - 1) for v in inner)
+
+
 def drop_none(value: object) -> object:
     """Without the None fields that a struct column gives to rows that lack a field."""
     if isinstance(value, list):
@@ -233,15 +410,26 @@ def drop_none(value: object) -> object:
 
 def build_example(
     raw: Raw, *, fetch: Callable[[str], bytes] | None = None, system: str = "", add_marks: bool = False,
-    data_source: str | None = None, split: str | None = None,
+    data_source: str | None = None, split: str | None = None, instruction: str = "",
 ) -> Example:  # fmt: skip
     """Check one row completely, decoding each image once. Raises BadRow with the reason.
 
-    With `split` (writing) a row must have a data_source, and rows without split or index get them.
+    With `split` (writing) a row must have a data_source, and rows without split or index get them. `instruction` is put
+    behind the last user message that does not end with it.
     """
     if raw.problem:
         raise BadRow(raw.problem)
+    if too_deep([raw.prompt, raw.images, raw.truth, raw.extra, raw.data_source]):
+        raise BadRow(f"nested more than {MAX_DEPTH} levels deep")
     messages = to_messages(raw.prompt, system)
+    last = next(m for m in reversed(messages) if m["role"] == "user")
+    if not last["content"].endswith(instruction):
+        last["content"] = f"{last['content']} {instruction}"
+    for i, m in enumerate(messages):
+        if found := SPECIAL.search(m["content"]):
+            raise BadRow(f"message {i} contains {found[0]!r}, a special token to tokenizers; write it otherwise")
+        if "<video>" in m["content"]:
+            raise BadRow(f"message {i} contains <video>, and videos are not supported; leave such rows out")
     cells = raw.images if isinstance(raw.images, list) else [raw.images] if raw.images not in (None, "") else []
     images = []
     for i, cell in enumerate(cells):
@@ -272,13 +460,16 @@ def build_example(
         raise BadRow(f"extra_info is a {type(raw.extra).__name__}, expected a struct")
     extra = drop_none(raw.extra or {})
     source = data_source or raw.data_source
+    if not isinstance(source, str):
+        raise BadRow(f"data_source is a {type(source).__name__}, expected a string; --data-source NAME replaces it")
     if split:
         if not source:
             raise BadRow("no data_source; --data-source NAME gives one to every row")
         extra = {"split": split, "index": raw.number} | extra
     # rows without an index are told apart by their number; "row" keeps those apart from real indices
     index = extra.get("index", f"row{raw.number}")
-    uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{index}"))
+    file = f"{raw.name}/" if raw.name else ""
+    uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
     try:
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as e:
@@ -291,7 +482,8 @@ def checked(raws: Iterable[Raw], build: Callable[[Raw], Example], bad: list[str]
 
     def attempt(raw: Raw) -> Example | BadRow:
         try:
-            return build(raw)
+            with Note(f"in {shown(raw.where)}"):
+                return build(raw)
         except BadRow as e:
             return e
 
@@ -301,16 +493,16 @@ def checked(raws: Iterable[Raw], build: Callable[[Raw], Example], bad: list[str]
             for raw, result in zip(chunk, pool.map(attempt, chunk), strict=True):
                 if isinstance(result, Example) and result.uid in seen:
                     other = seen[result.uid]
-                    result = BadRow(f"uid {result.uid!r} is already taken by {other}; make extra_info.uid unique")
+                    result = BadRow(f"uid {result.uid[:200]!r} is already taken by {other}; make extra_info.uid unique")
                 if isinstance(result, BadRow):
-                    bad.append(f"{raw.where}: {result}")
+                    bad.append(shown(f"{raw.where}: {result}"))
                 else:
                     seen[result.uid] = raw.where
                     yield result
 
 
 def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
-    """Raise ValueError with the first few bad rows and the count, unless `bad_rows` is "skip"."""
+    """Raise UserError with the first few bad rows and the count, unless `bad_rows` is "skip"."""
     if bad_rows not in ("error", "skip"):
         raise UserError(f"--bad-rows is {bad_rows!r}, expected error or skip")
     if bad and bad_rows == "error":
@@ -365,31 +557,66 @@ def need_columns(found: list[str], keys: tuple, file: Path) -> None:
             raise UserError(f"{file}: no column {column!r}; it has {has}. Name the right one with {flag}{hint}")
 
 
-def table_row(row: dict, keys: tuple, where: str, number: int, root: Path, rest: bool = False) -> Raw:
-    """Pick the columns `keys` = (prompt, image, answer) out of a row; `rest` puts the others into extra."""
+def table_row(
+    row: dict | str, keys: tuple, where: str, number: int, root: Path, rest: bool = False, name: str = ""
+) -> Raw:  # fmt: skip
+    """Pick the columns `keys` = (prompt, image, answer) out of a row; `rest` puts the others into extra.
+
+    A text in place of the row says why it could not be read.
+    """
+    if isinstance(row, str):
+        return Raw(where, number, problem=row)
     prompt_key, image_key, answer_key = keys
     reward_model = row.get("reward_model") if isinstance(row.get("reward_model"), dict) else {}
     truth = row.get(answer_key) if answer_key else reward_model.get("ground_truth")
     extra = row.get("extra_info")
     if rest and isinstance(extra, dict | None):
-        known = {prompt_key, image_key, answer_key, "data_source", "reward_model", "extra_info"}
+        known = {prompt_key, image_key, answer_key, "data_source", "reward_model", "extra_info", *VIDEOS}
         extra = {k: v for k, v in row.items() if k not in known} | (extra or {})
         extra = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")} | extra
     images = row.get(image_key) if image_key else None
-    return Raw(where, number, root, row.get("data_source") or "", row.get(prompt_key), images, truth, extra)
+    filled = [key for key in VIDEOS if key not in keys and row.get(key)]
+    problem = f"column {filled[0]} is not empty, and videos are not supported; leave such rows out" if filled else ""
+    source, prompt = row.get("data_source") or "", row.get(prompt_key)
+    return Raw(where, number, root, source, prompt, images, truth, extra, problem, name)
+
+
+def file_names(files: list[Path]) -> list[str]:
+    """The files' names for uids: each without its ending, with as many folders in front as tell it from the others."""
+    paths = [Path(os.path.abspath(f)).with_suffix("").parts for f in files]
+    names = []
+    for path in paths:
+        others = [p for p in paths if p != path]
+        n = next(n for n in range(1, len(path) + 1) if all(p[-n:] != path[-n:] for p in others))
+        names.append("/".join(path[-n:]))
+    return names
+
+
+# What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
+CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
+
+
+def batch_rows(batch: pa.RecordBatch) -> list[dict | str]:
+    """Rows of a batch; a text with the reason for each one with a value that Python cannot hold."""
+    try:
+        return batch.to_pylist()
+    except CELL_ERRORS as e:
+        if batch.num_rows == 1:
+            return [f"a value cannot be read: {type(e).__name__}: {e}"]
+        return [row for i in range(batch.num_rows) for row in batch_rows(batch.slice(i, 1))]
 
 
 def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False) -> Iterator[Raw]:
     """Rows of any parquet file(s), read in batches; `number` runs on over the files. Raises ValueError."""
-    number = 0
-    for file in parquet_files(path):
+    number, files = 0, parquet_files(path)
+    for file, name in zip(files, file_names(files), strict=True):
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowException, OSError) as e:
             raise UserError(f"{file} is not a readable parquet file: {e}") from e
         schema = parquet.schema_arrow
         need_columns(schema.names, keys, file)
-        wanted = {keys[0], keys[1], keys[2] or "reward_model", "data_source", "extra_info"}
+        wanted = {keys[0], keys[1], keys[2] or "reward_model", "data_source", "extra_info", *VIDEOS}
         columns = [c for c in schema.names if c in wanted]
         if rest:
             # binary columns other than the images would not survive as extra_info
@@ -403,28 +630,31 @@ def parquet_rows(path, keys: tuple, root: Path | None = None, rest: bool = False
             batches, row = parquet.iter_batches(CHUNK, columns=columns), 0
             while True:
                 try:
-                    rows = next(batches).to_pylist()
+                    batch = next(batches)
                 except StopIteration:
                     break
-                except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+                except (pa.ArrowException, OSError) as e:
                     raise UserError(f"{file} is damaged near row {row}: {e}") from e
-                for record in rows:
-                    yield table_row(record, keys, f"{file} row {row}", number, root or file.parent, rest)
+                for record in batch_rows(batch):
+                    yield table_row(record, keys, f"{file} row {row}", number, root or file.parent, rest, name)
                     row, number = row + 1, number + 1
 
 
 def read_examples(
     path: str | Path | list, *, prompt_key: str = "prompt", image_key: str = "images",
     answer_key: str | None = None, bad_rows: str = "error", limit: int | None = None, data_source: str | None = None,
+    instruction: str = "",
 ) -> tuple[list[Example], list[str]]:  # fmt: skip
     """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
 
     `answer_key=None` means reward_model.ground_truth, `image_key=""` a file without images, `limit` the first so
-    many good rows. `data_source` replaces the column's; a file without that column gives "". Returns the examples and one line per
-    row left out (only with bad_rows="skip"). Raises ValueError naming file, row, reason and remedy.
+    many good rows. `data_source` replaces the column's; a file without that column gives "". `instruction` is put behind
+    prompts that do not end with it.
+    Returns the examples and one line per row left out (only with bad_rows="skip"). Raises UserError naming file, row,
+    reason and remedy.
     """
     bad: list[str] = []
-    build = partial(build_example, data_source=data_source)
+    build = partial(build_example, data_source=data_source, instruction=instruction)
     rows = checked(parquet_rows(path, (prompt_key, image_key, answer_key)), build, bad)
     examples = list(itertools.islice(rows, limit))
     refuse_bad(bad, len(examples), bad_rows)
@@ -440,13 +670,20 @@ def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--image-key", default="images", help="column of the images ('' if there are none)")
     p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
     p.add_argument("--data-source", help="task of all rows, e.g. geo3k (default: the file's data_source column)")
+    p.add_argument("--instruction", default="", help="text behind prompts that lack it; geo3k: that recipe's own")
     p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
+
+
+def instruction_of(text: str) -> str:
+    """What --instruction stands for."""
+    return GEO3K_INSTRUCTION if text == "geo3k" else text
 
 
 def read_flagged(path: str, args: argparse.Namespace, limit: int | None = None) -> tuple[list[Example], list[str]]:
     """`read_examples` as the flags of `add_reading_flags` say."""
     keys = {"prompt_key": args.prompt_key, "image_key": args.image_key, "answer_key": args.answer_key}
-    return read_examples(path, **keys, bad_rows=args.bad_rows, limit=limit, data_source=args.data_source)
+    more = {"data_source": args.data_source, "instruction": instruction_of(args.instruction)}
+    return read_examples(path, **keys, **more, bad_rows=args.bad_rows, limit=limit)
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -569,19 +806,19 @@ def answer_type(answer: str) -> str:
 
 def geo3k_folders(folder: Path, args: argparse.Namespace) -> Iterator[Raw]:
     """Original InterGPS problems (id/data.json, id/img_diagram.png) in numeric order."""
-    for problem in sorted((d for d in folder.iterdir() if d.name.isdigit()), key=lambda d: int(d.name)):
+    for problem in sorted((d for d in folder.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name)):
         raw = Raw(str(problem), int(problem.name), problem, "geo3k", images="img_diagram.png")
         try:
-            data = json.loads((problem / "data.json").read_text(encoding="utf-8"))
+            data = json.loads(read_file(problem / "data.json").decode())
             raw.truth = dict(zip("ABCDEFGH", data["choices"], strict=False))[data["answer"]]
-            raw.prompt = f"{MARK}{data['annotat_text']} {args.instruction}".rstrip()
+            raw.prompt = f"{MARK}{data['annotat_text']}"
             extra = {"index": raw.number, "answer_type": answer_type(raw.truth), "letter": data["answer"]}
             raw.extra = extra | {k: data[k] for k in ("problem_type_goal", "problem_type_graph", "choices")}
         except OSError as e:
             raw.problem = f"data.json: {e.strerror}"
         except KeyError as e:
             raw.problem = f"data.json has no {e}, or its answer {e} names no choice"
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raw.problem = f"data.json is damaged: {e}"
         else:
             split = data.get("data_type", args.split)
@@ -593,9 +830,7 @@ def geo3k_folders(folder: Path, args: argparse.Namespace) -> Iterator[Raw]:
 def geo3k_parquet(files: list[Path], args: argparse.Namespace) -> Iterator[Raw]:
     """Rows of the hub's geometry3k shards: images, problem, answer, id, choices, ground_truth (a letter)."""
     for raw in parquet_rows(files, keys_of(args, "problem", "answer"), args.image_root, rest=True):
-        raw.data_source = "geo3k"
-        if isinstance(raw.prompt, str) and raw.prompt.strip():
-            raw.prompt = f"{raw.prompt} {args.instruction}".rstrip()
+        raw.data_source, raw.name = "geo3k", ""  # its ids tell its rows apart
         if isinstance(raw.extra, dict):
             names = {"id": "index", "ground_truth": "letter"}
             raw.extra = {names.get(k, k): v for k, v in raw.extra.items()}
@@ -612,7 +847,7 @@ def geo3k_rows(args: argparse.Namespace) -> Iterator[Raw]:
         inputs = [folder]
     if folder.is_dir() and len(inputs) == 1:
         folder = folder / args.split if (folder / args.split).is_dir() else folder
-        if any(d.name.isdigit() for d in folder.iterdir()):
+        if any(d.name.isdecimal() for d in folder.iterdir()):
             return geo3k_folders(folder, args)
     return geo3k_parquet(parquet_files(inputs, args.split), args)
 
@@ -648,14 +883,21 @@ def shapes_rows(args: argparse.Namespace) -> Iterator[Raw]:
 
 
 def text_lines(file: Path) -> Iterator[str]:
-    """Lines of a UTF-8 text file (newlines kept). Raises ValueError naming the file."""
+    """Lines of a UTF-8 text file (newlines kept); bytes that are no UTF-8 become what BAD_BYTE finds."""
     if not file.is_file():
         raise UserError(f"--input {file}: no such file")
-    with open(file, encoding="utf-8-sig", newline="") as f:
-        try:
-            yield from f
-        except UnicodeDecodeError as e:
-            raise UserError(f"{file} is not UTF-8 text: {e}; save it as UTF-8") from e
+    try:
+        f = open(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    except OSError as e:
+        raise UserError(f"--input {file}: {e.strerror}") from e
+    with f:
+        yield from f
+
+
+def not_utf8(text: str) -> str:
+    """Why a line read by `text_lines` cannot be used; empty if it can."""
+    found = BAD_BYTE.search(text)
+    return f"not UTF-8 text (byte {ord(found[0]) - 0xDC00:#x}); save the file as UTF-8" if found else ""
 
 
 def text_rows(file: Path, records: Iterable, columns: list[str], args: argparse.Namespace) -> Iterator[Raw]:
@@ -663,11 +905,7 @@ def text_rows(file: Path, records: Iterable, columns: list[str], args: argparse.
     keys = keys_of(args, "prompt", None if "reward_model" in columns else "answer")
     need_columns(columns, keys, file)
     for number, (line, record) in enumerate(records):
-        where = f"{file} line {line}"
-        if isinstance(record, str):
-            yield Raw(where, number, problem=record)
-        else:
-            yield table_row(record, keys, where, number, args.image_root or file.parent, rest=True)
+        yield table_row(record, keys, f"{file} line {line}", number, args.image_root or file.parent, True, file.stem)
 
 
 def jsonl_rows(args: argparse.Namespace) -> Iterator[Raw]:
@@ -676,7 +914,9 @@ def jsonl_rows(args: argparse.Namespace) -> Iterator[Raw]:
 
     def records() -> Iterator[tuple[int, dict | str]]:
         for line, text in enumerate(text_lines(file), 1):
-            if text.strip():
+            if problem := not_utf8(text):
+                yield line, problem
+            elif text.strip():
                 try:
                     row = json.loads(text)
                 except (ValueError, RecursionError) as e:
@@ -687,7 +927,7 @@ def jsonl_rows(args: argparse.Namespace) -> Iterator[Raw]:
     # rows may leave keys out, so a column is missing only if no row has it: one cheap pass ahead of the real one
     columns = list(dict.fromkeys(k for _, row in records() if isinstance(row, dict) for k in row))
     if not columns:
-        raise UserError(f"{file}: no line holds a JSON object")
+        raise UserError(f"{file}: no line holds a JSON object in UTF-8")
     return text_rows(file, records(), columns, args)
 
 
@@ -705,16 +945,19 @@ def csv_rows(args: argparse.Namespace) -> Iterator[Raw]:
             try:
                 cells = next(reader, None)
             except csv.Error as e:
-                raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
+                yield reader.line_num, f"not valid CSV: {e}"
+                continue
             if cells is None:
                 return
             row: dict | str = dict(zip(columns, cells, strict=False))
             if len(cells) != len(columns):
                 row = f"{len(cells)} cells but the header names {len(columns)} columns"
+            elif problem := not_utf8("".join(cells)):
+                row = problem
             elif (cell := row.get(args.image_key or "images", "").strip()).startswith("["):
                 try:
                     row[args.image_key or "images"] = json.loads(cell)
-                except ValueError as e:
+                except (ValueError, RecursionError) as e:
                     row = f"image cell {cell[:60]!r} starts like a JSON list but is none: {e}"
             if cells:  # a blank line is no row
                 yield reader.line_num, row
@@ -746,16 +989,17 @@ def inspect_file(path: str, args: argparse.Namespace) -> None:
     # a file just written has our keys, whatever its source had
     prompt_key, image_key, answer_key = keys_of(args, "prompt", None) if args.file else ("prompt", "images", None)
     keys = {"prompt_key": prompt_key, "image_key": image_key, "answer_key": answer_key}
-    examples, bad = read_examples(path, **keys, bad_rows=args.bad_rows, limit=args.limit)
+    instruction = instruction_of(args.instruction or "") if args.file else ""
+    examples, bad = read_examples(path, **keys, bad_rows=args.bad_rows, limit=args.limit, instruction=instruction)
     sizes = [[decode_image(data).size for data in e.images] for e in examples]
     for e, sizes_of_e in zip(examples[: args.rows], sizes, strict=False):
-        print(f"--- {e.uid}  [{e.data_source}]  answer: {e.ground_truth}")
+        print(f"--- {shown(e.uid)}  [{shown(e.data_source)}]  answer: {shown(e.ground_truth)}")
         for m in e.messages:
-            print(f"{m['role']}: {m['content']}")
+            print(f"{m['role']}:", "\n".join(shown(line, 10_000) for line in m["content"].split("\n")))
         for data, (w, h) in zip(e.images, sizes_of_e, strict=True):
             with Image.open(io.BytesIO(data)) as image:
                 print(f"image: {w}x{h} {image.format} {image.mode}, {len(data)} bytes")
-        print(f"extra: {json.dumps(e.extra, ensure_ascii=False, default=str)}")
+        print(f"extra: {shown(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
     print(f"=== {path}: {len(examples)} rows, {len(bad)} left out")
     print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
     for key in ("split", "answer_type"):
@@ -787,7 +1031,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--split", choices=list(SPLITS), default="train", help="which split; stored in extra_info.split")
     p.add_argument("--n", type=int, default=1000, help="shapes: how many rows")
     p.add_argument("--seed", type=int, default=0, help="shapes: seed")
-    p.add_argument("--instruction", default=GEO3K_INSTRUCTION, help="geo3k: text put behind each problem")
+    p.add_argument("--instruction", help="text behind prompts that lack it; geo3k, its source's default: the recipe's own")
     p.add_argument("--prompt-key", help="column of the prompt (default prompt; geo3k: problem)")
     p.add_argument("--image-key", help="column of the images (default images; '' for no images)")
     p.add_argument("--answer-key", help="column of the answer (default reward_model.ground_truth; text, geo3k: answer)")
@@ -800,6 +1044,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--url-timeout", type=float, default=20.0, help="seconds for one try at an image URL")
     p.add_argument("--url-max-mb", type=float, default=32.0, help="largest image fetched from a URL, MiB")
     p.add_argument("--url-tries", type=int, default=3, help="tries per image URL")
+    p.add_argument("--url-private", action="store_true", help="fetch from private, loopback and link-local addresses too")
     p.add_argument("--inspect", action="store_true", help="print rows and statistics of the file written")
     p.add_argument("--rows", type=int, default=3, help="inspect: how many rows to print in full")
     p.add_argument("--model", help="inspect: model or processor whose prompt tokens to count")
@@ -818,7 +1063,7 @@ def main(args: argparse.Namespace) -> None:
         return inspect_file(args.file, args)
     if args.file:
         raise UserError(f"unexpected argument {args.file!r}; pass it as --input {args.file}")
-    if args.out is None or args.out.is_dir():
+    if args.out is None or (args.out.exists() and not args.out.is_file()) or existing(args.out.parent).is_file():
         raise UserError(f"--out is {args.out}, expected the parquet file to write, e.g. --out {args.source}.parquet")
     if args.source in ("jsonl", "csv", "parquet") and not args.input:
         raise UserError(f"{args.source} needs --input FILE")
@@ -826,11 +1071,16 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{args.source} takes one --input file, got {len(args.input)}: {' '.join(args.input)}")
     if args.input and args.out.resolve() in [Path(i).resolve() for i in args.input]:
         raise UserError(f"--out {args.out} is also the --input; write to another file")
-    max_bytes = int(args.url_max_mb * 2**20)
-    fetch = partial(fetch_url, timeout=args.url_timeout, max_bytes=max_bytes, tries=args.url_tries)
+    check_writable(args.out.parent, f"--out {args.out}")
+    if args.instruction is None and args.source == "geo3k":
+        args.instruction = "geo3k"
+    fetch = partial(
+        fetch_url, timeout=args.url_timeout, max_bytes=int(args.url_max_mb * 2**20), tries=args.url_tries,
+        private=args.url_private,
+    )  # fmt: skip
     build = partial(
         build_example, fetch=fetch, system=args.system, add_marks=args.add_image_marks,
-        data_source=args.data_source, split=args.split,
+        data_source=args.data_source, split=args.split, instruction=instruction_of(args.instruction or ""),
     )  # fmt: skip
     bad: list[str] = []
     raws = tqdm(SOURCES[args.source](args), desc=args.source, unit=" rows", disable=None)
@@ -842,7 +1092,8 @@ def main(args: argparse.Namespace) -> None:
             yield example
         refuse_bad(bad, count, args.bad_rows)  # before write_examples puts the file in place
 
-    count = write_examples(good(), args.out)
+    with writing(args.out, f"--out {args.out}"):
+        count = write_examples(good(), args.out)
     print(f"wrote {count} rows ({args.out.stat().st_size / 2**20:.1f} MiB) to {args.out}; left out {len(bad)}")
     for line in bad[:5]:
         print("left out:", line)

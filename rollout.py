@@ -41,7 +41,7 @@ from model import (
     mrope_positions,
     vision_features,
 )
-from prepare_data import Example, decode_image
+from prepare_data import Example, decode_image, refuse_bad, shown
 from utils import derive_seed
 
 
@@ -117,23 +117,31 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
         return list(pool.map(one, examples))
 
 
+SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
+
+
 def drop_long_prompts(
-    examples: Sequence[Example], processor: Processor, max_tokens: int, max_images: int | None = None
+    examples: Sequence[Example], processor: Processor, max_tokens: int, max_images: int | None = None, bad_rows: str = "error"
 ) -> tuple[list[Example], list[str], list[int]]:
     """Examples whose prompt, image tokens included, has at most max_tokens tokens (and max_images pictures); a line for
-    each one dropped; and the lengths of those kept."""
-    kept, dropped, lengths = [], [], []
+    each one dropped; and the lengths of those kept. A text that the tokenizer would read a special token from is a bad row: it
+    could end a turn, or stand for a picture that is not there. UserError unless bad_rows is "skip"."""
+    kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
+        if found := processor.special_tokens_in(example.messages):
+            bad.append(shown(f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"))
+            continue
         sizes = [Image.open(io.BytesIO(data)).size for data in example.images]
         n = processor.count_tokens(example.messages, sizes)
         if n > max_tokens:
-            dropped.append(f"{example.uid}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
+            dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         elif max_images is not None and len(sizes) > max_images:
-            dropped.append(f"{example.uid}: {len(sizes)} pictures, over --limit-images {max_images}")
+            dropped.append(f"{example.uid!r}: {len(sizes)} pictures, over --limit-images {max_images}")
         else:
             kept.append(example)
             lengths.append(n)
-    return kept, dropped, lengths
+    refuse_bad(bad, len(examples) - len(bad), bad_rows)
+    return kept, bad + dropped, lengths
 
 
 def picture_limits(examples: Sequence[Example], processor: Processor) -> tuple[int, tuple[int, int]]:

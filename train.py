@@ -58,6 +58,7 @@ from parallel.watch import Interrupt, Watch
 from prepare_data import Example, add_reading_flags, read_flagged
 from reward import check_tasks, grader_stats, load_reward, score_batch
 from rollout import (
+    SPECIAL_TOKEN,
     HFEngine,
     Rollout,
     Sampling,
@@ -351,13 +352,15 @@ def tis_bounds(text: str) -> tuple[float, float]:
 def load_data(args: argparse.Namespace, path: str, processor: Processor, reward_fn: Callable) -> tuple[list[Example], list[int]]:
     """Examples that are readable and fit, and their prompts' tokens; what is left out is counted and shown."""
     examples, skipped = read_flagged(path, args)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, args.max_prompt_tokens, args.limit_images)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, args.max_prompt_tokens, args.limit_images, args.bad_rows)
+    special = sum(SPECIAL_TOKEN in line for line in dropped)
     for line in (skipped + dropped)[:10]:
         print0(f"left out: {line}")
     print0(
         f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(skipped)} unreadable, "
-        f"{len(dropped)} over --max-prompt-tokens {args.max_prompt_tokens}"
+        f"{len(dropped) - special} over --max-prompt-tokens {args.max_prompt_tokens}"
         + (f" or --limit-images {args.limit_images}" if args.limit_images is not None else "")
+        + (f", {special} with special tokens in their text" if special else "")
     )
     if not kept:
         raise UserError(

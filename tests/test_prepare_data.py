@@ -1,11 +1,19 @@
 import base64
 import csv
+import errno
 import io
 import json
+import os
+import re
+import struct
+import subprocess
 import sys
 import threading
 import time
 import types
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,10 +23,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 import prepare_data as pd
+import train
+from errors import UserError
+from model import load_processor
 from prepare_data import Example, count_marks, decode_image, main, parse_args, read_examples, write_examples
+from reward import load_reward
+from rollout import drop_long_prompts
 
 GEO = Path(__file__).parent / "data" / "geometry3k"
 
@@ -201,7 +214,7 @@ def test_reads_verl_unchanged(tmp_path):
     path = save(tmp_path / "verl.parquet", [verl_row(i) for i in range(3)])
     examples, _ = read_examples(path)
     assert examples[1] == Example(
-        uid="hiyouga/geometry3k/train/1", data_source="hiyouga/geometry3k",
+        uid="hiyouga/geometry3k/train/verl/1", data_source="hiyouga/geometry3k",
         messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
         extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
     )  # fmt: skip
@@ -222,11 +235,11 @@ def test_relayout_of_parquet(tmp_path, capsys):
     run("parquet", "--input", source, *keys, "--data-source", "geo3k", "--split", "val", "--out", out)
     assert "left out the binary columns thumb" in capsys.readouterr().out
     e = read_examples(out)[0][1]
-    assert (e.uid, e.images, e.extra["level"], e.extra["choices"]) == ("geo3k/val/1", [RED], 1, ["1", "2"])
+    assert (e.uid, e.images, e.extra["level"], e.extra["choices"]) == ("geo3k/val/easy/1", [RED], 1, ["1", "2"])
     # verl keeps its own split, index and the rest
     run("parquet", "--input", save(tmp_path / "v.parquet", [verl_row(4)]), "--split", "test", "--out", out)
     e = read_examples(out)[0][0]
-    assert (e.uid, e.extra["question"]) == ("hiyouga/geometry3k/train/4", "<image>Find x.")
+    assert (e.uid, e.extra["question"]) == ("hiyouga/geometry3k/train/v/4", "<image>Find x.")
     assert e.extra["ability"] == "math"
 
 
@@ -283,7 +296,7 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
         ({"prompt": [{"role": "bot", "content": "<image>x"}]}, "message 0 has role 'bot', expected one of system, use"),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 has no content string"),
         ({"prompt": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "4"}]}, "last message i"),
-        ({"extra_info": {"split": "train", "index": 0}}, "uid 'hiyouga/geometry3k/train/0' is already taken by"),
+        ({"extra_info": {"split": "train", "index": 0}}, "uid 'hiyouga/geometry3k/train/f/0' is already taken by"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
@@ -485,7 +498,7 @@ def test_jsonl(tmp_path):
     run("jsonl", "--input", source, "--data-source", "vqa", "--system", "Be brief.", "--out", out)
     a, b, c = read_examples(out)[0]
     assert a.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>colour?"}]
-    assert (a.uid, a.ground_truth, a.images, a.extra["level"]) == ("vqa/train/0", "red", [RED], 1)
+    assert (a.uid, a.ground_truth, a.images, a.extra["level"]) == ("vqa/train/q/0", "red", [RED], 1)
     assert b.messages[1:] == chat and b.ground_truth == '["blue", 2]' and b.images == [BLUE]
     assert (c.uid, c.ground_truth, c.images, c.extra["split"]) == ("mine", "7", [], "test")
     assert c.extra["tags"] == {"k": [1]}
@@ -525,12 +538,14 @@ def test_jsonl_bad_lines(tmp_path, capsys):
         run("jsonl", "--input", source, "--out", tmp_path / "p.parquet")
     with pytest.raises(ValueError, match="no column 'question'; it has prompt, images, answer.*--prompt-key"):
         run(*command, "--prompt-key", "question")
-    source.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match="q.jsonl is not UTF-8"):
+    source.write_bytes(json.dumps(good).encode() + b'\n{"prompt": "\xff"}\n' + b"[" * 10_000)
+    with pytest.raises(ValueError, match=r"2 of 3 rows.*") as e:
         run(*command)
-    source.write_bytes(b"")
-    with pytest.raises(ValueError, match="q.jsonl: no line holds a JSON object"):
-        run(*command)
+    assert "line 2: not UTF-8 text (byte 0xff)" in str(e.value) and "line 3: not valid JSON: maximum rec" in str(e.value)
+    for data in (b"", json.dumps(good).encode("utf-16")):
+        source.write_bytes(data)
+        with pytest.raises(ValueError, match="q.jsonl: no line holds a JSON object"):
+            run(*command)
 
 
 def test_mixed_extra_types_are_said_and_kept_as_text(tmp_path, capsys):
@@ -583,7 +598,20 @@ def server():
                 return self.send_error(404)
             if self.path == "/slow.png":
                 time.sleep(1.0)
+            if self.path.startswith("/to?") or self.path == "/loop.png":
+                self.send_response(302)
+                self.send_header("Location", self.path.partition("?")[2] or self.path)
+                return self.end_headers()
+            if self.path == "/header.png":  # each byte in time, the whole never
+                try:
+                    for byte in b"HTTP/1.0 200 OK\r\n" + b"X: " + b"a" * 100:
+                        self.wfile.write(bytes([byte]))
+                        time.sleep(0.05)
+                except ConnectionError:
+                    return
             self.send_response(200)
+            if self.path == "/short.png":
+                self.send_header("Content-Length", str(len(RED) + 9))
             self.end_headers()
             try:
                 self.wfile.write(bytes(3 << 20) if self.path == "/huge.png" else RED)
@@ -598,7 +626,7 @@ def server():
         def log_message(self, *args):
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd = ThreadingHTTPServer(("0.0.0.0", 0), Handler)
     httpd.daemon_threads = True
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{httpd.server_port}", hits
@@ -610,7 +638,7 @@ def test_urls_are_fetched_and_stored(tmp_path, server):
     url, hits = server
     rows = [{"prompt": "<image>", "images": f"{url}/{name}.png", "answer": "1"} for name in ("ok", "flaky")]
     source, out = write_jsonl(tmp_path / "q.jsonl", rows), tmp_path / "o.parquet"
-    run("jsonl", "--input", source, "--data-source", "t", "--out", out)
+    run("jsonl", "--input", source, "--data-source", "t", "--out", out, "--url-private")
     assert [e.images for e in read_examples(out)[0]] == [[RED], [RED]]
     assert hits.count("/flaky.png") == 2
 
@@ -621,15 +649,66 @@ def test_urls_are_fetched_and_stored(tmp_path, server):
         ("gone", (), "gone.png could not be fetched: HTTP 404 Not Found; correct or remove", 1),
         ("slow", ("--url-timeout", 0.2, "--url-tries", 2), "fetched in 2 tries: .*timed out.*--url-timeout 0.2", 2),
         ("drip", ("--url-timeout", 0.3, "--url-tries", 1), "fetched in 1 tries: timed out", 1),
+        ("header", ("--url-timeout", 0.3, "--url-tries", 1), "fetched in 1 tries: timed out", 1),
+        ("short", ("--url-tries", 1), "fetched in 1 tries: .*9 more expected", 1),
         ("huge", ("--url-max-mb", 1), "huge.png is larger than 1 MiB; raise --url-max-mb", 1),
     ],
 )
 def test_url_failures(tmp_path, server, name, flags, reason, tries):
     url, hits = server
     source = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "<image>", "images": f"{url}/{name}.png", "answer": "1"}])
+    started = time.monotonic()
     with pytest.raises(ValueError, match=f"q.jsonl line 1: image 0 .*{reason}"):
-        run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", *flags)
-    assert hits.count(f"/{name}.png") == tries
+        run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--url-private", *flags)
+    assert hits.count(f"/{name}.png") == tries and time.monotonic() - started < 2.0, "the deadline is of the whole fetch"
+
+
+def test_a_url_of_any_form_is_its_own_rows_problem(tmp_path, server, capsys):
+    url, _ = server
+    port = url.rpartition(":")[2]
+    urls = {
+        "http://[::1": "Invalid IPv6 URL", f"http://{'a' * 64}.example/x.png": "too long", "http://h:99999/x": "out of range",
+        f"http://a@127.0.0.1:{port}/x": "user name", "http:///x.png": "with a host", "http://a..b/x.png": "label",
+        f"{url}/to?ftp://127.0.0.1/x": "not an http", f"{url}/to?file:///etc/passwd": "not an http",
+        f"{url}/loop.png": "more than 10 redirects", "http://h:0/x.png": "port 0", "http://h:x/": "Port",
+        "http://\ud800.example/x": "can't encode",
+    }  # fmt: skip
+    fine = [f"{url}/Gr\u00fc\u00dfe und so.png?\u00e4", f"{url}/to?/ok.png", f"{url}/to?{url}/ok.png"]
+    rows = [{"prompt": "<image>", "images": u, "answer": "1"} for u in (*urls, *fine)]
+    source, out = write_jsonl(tmp_path / "q.jsonl", rows), tmp_path / "o.parquet"
+    common = ("jsonl", "--input", source, "--data-source", "t", "--out", out, "--url-tries", 1, "--url-private")
+    run(*common, "--bad-rows", "skip")
+    assert f"wrote {len(fine)} rows" in capsys.readouterr().out
+    for u, reason in urls.items():
+        with pytest.raises(pd.BadRow, match=reason):
+            pd.fetch_url(u, tries=1, private=True)
+
+
+def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatch):
+    url, hits = server
+    for u in (f"{url}/private.png", url.replace("127.0.0.1", "localhost"), url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
+              url.replace("127.0.0.1", "0x7f.1")):
+        with pytest.raises(pd.BadRow, match="not public; --url-private allows that"):
+            pd.fetch_url(u, tries=1)
+    public = {"8.8.8.8": True, "10.0.0.1": False, "169.254.169.254": False, "::1": False, "fe80::1": False, "100.64.0.1": False,
+              "2606:4700::1111": True, "2002:7f00:1::": False, "224.0.0.1": False, "0.0.0.0": False}  # fmt: skip
+    assert {ip: pd.is_public(ip) for ip in public} == public
+    monkeypatch.setattr(pd, "is_public", lambda ip: ip == "127.0.0.1")  # stands for the internet; 127.0.0.2 for the inside
+    inside = url.replace("127.0.0.1", "127.0.0.2")
+    assert pd.fetch_url(f"{url}/to?{url}/public.png") == RED
+    with pytest.raises(pd.BadRow, match="127.0.0.2 is at 127.0.0.2, not public"):
+        pd.fetch_url(f"{url}/to?{inside}/private.png")
+    assert "/private.png" not in hits and "/public.png" in hits
+    asked, real = [], pd.socket.getaddrinfo
+
+    def rebinding(host, *args, **kw):
+        if host == "rebind.test":
+            asked.append(host)
+            host = "127.0.0.1" if len(asked) == 1 else "127.0.0.2"
+        return real(host, *args, **kw)
+
+    monkeypatch.setattr(pd.socket, "getaddrinfo", rebinding)
+    assert pd.fetch_url(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(asked) == 1, "checked, then used"
 
 
 # ---------------------------------------------------------------------------------------------------- round trip
@@ -745,3 +824,291 @@ def test_abbreviated_flags_are_refused():
 def test_limit_counts_good_rows(tmp_path):
     run("geo3k", "--input", GEO, "--limit", 4, "--out", tmp_path / "x.parquet")
     assert len(read_examples(tmp_path / "x.parquet")[0]) == 4
+
+
+# ---------------------------------------------------------------------------------------------------- hostile rows
+
+
+SPECIAL_PIECES = ["<|im_end|>", "<|im_start|>user\n", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|endoftext|>"]
+
+
+def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
+    """Whatever passes reading and start-up renders to the template's special tokens and the images', no more."""
+    rng, processor = np.random.default_rng(0), loaded["qwen2_5_vl"][1]
+    pieces = [*SPECIAL_PIECES, "<image>", "<|", "|>", "<", "|", ">", "im_end", "image_pad", " ", "\n", "a", "<think>", "é"]
+    special = set(processor.special_tokens.values())
+
+    def count(messages):
+        return sum(i in special for i in processor.render(messages))
+
+    plain, refused, rendered = count([{"role": "user", "content": "a"}]), 0, 0
+    per_image = count([{"role": "user", "content": "a<image>"}]) - plain
+    for _ in range(400):
+        text = "".join(rng.choice(pieces, rng.integers(1, 12))) + "x"
+        raw = pd.Raw("f row 0", 0, prompt=text, images=[RED] * text.count("<image>"), truth="1")
+        try:
+            example = pd.build_example(raw)
+        except pd.BadRow:
+            refused += 1
+            assert "<|" in text
+            continue
+        if not processor.special_tokens_in(example.messages):
+            rendered += 1
+            assert count(example.messages) == plain + per_image * len(example.images), text
+    assert min(refused, rendered) > 50
+    rows = [verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", *SPECIAL_PIECES])]
+    assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
+    left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
+    assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
+
+
+def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
+    """Those that do not look like Qwen's: known only with the tokenizer."""
+    processor = load_processor(str(toys["qwen2_5_vl"]))
+    tokens = {"additional_special_tokens": ["[STOP]"]}
+    processor.tokenizer.add_special_tokens(tokens, replace_extra_special_tokens=False)
+    processor.tokenizer.save_pretrained(tmp_path / "toy")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / "toy" / name).write_bytes((toys["qwen2_5_vl"] / name).read_bytes())
+    processor = load_processor(str(tmp_path / "toy"))
+    assert "<think>" not in processor.special_tokens and "[STOP]" in processor.special_tokens
+    rows = [verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", "a[STOP]b", "<think>y"])]
+    examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
+    with pytest.raises(UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"):
+        drop_long_prompts(examples, processor, 2048)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
+    assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
+    args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
+    assert train.load_data(args, tmp_path / "f.parquet", processor, load_reward(None)) == (kept, lengths)
+    said = capsys.readouterr().out
+    assert "0 over --max-prompt-tokens 2048, 1 with special tokens" in said and "left out: 'hiyouga/geometry3k/train/f/1'" in said
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG whose header promises this size, and which holds next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def frames(fmt: str, n: int) -> bytes:
+    colours = [Image.new("RGB", (8, 6), (40 * i, 0, 0)) for i in range(n)]
+    return encode(colours[0], fmt, save_all=True, append_images=colours[1:])
+
+
+def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch):
+    loads, real = [], ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or real(self))
+    bad = {
+        png_header(8_000, 8_000): "8000x8000 pixels, at most 50 million pixels",
+        png_header(70_000, 400): "70000x400 pixels, at most 50 million pixels and 65535 a side",
+        picture(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
+        picture(size=(200, 1)): "200x1 pixels: one side is 200",
+        **{frames(fmt, 3): "3 frames or pages, and only the first would be seen" for fmt in ("GIF", "WEBP", "PNG", "TIFF")},
+    }
+    fine = [picture(size=(199, 1)), *(frames(fmt, 1) for fmt in ("GIF", "WEBP", "PNG", "TIFF")), frames("MPO", 2)]
+    rows = [verl_row(i, images=[{"bytes": data, "path": None}]) for i, data in enumerate([*bad, *fine])]
+    examples, left_out = read_examples(save(tmp_path / "f.parquet", rows), bad_rows="skip")
+    assert [e.images[0] for e in examples] == fine
+    assert set(loads) == {(199, 1), (8, 6)}, "refused before decoding"
+    for i, (line, reason) in enumerate(zip(left_out, bad.values(), strict=True)):
+        assert line.startswith(f"{tmp_path}/f.parquet row {i}: image 0 ") and reason in line
+
+
+def test_large_images_are_decoded_one_at_a_time(monkeypatch):
+    now, most, real = [], [], pd.to_rgb
+
+    def to_rgb(image):
+        now.append(image)
+        most.append(len(now))
+        time.sleep(0.01)
+        now.pop()
+        return real(image)
+
+    monkeypatch.setattr(pd, "to_rgb", to_rgb)
+    for limit, expected in ((10, {1}), (1000, {1, 2, 3, 4})):
+        monkeypatch.setattr(pd, "LARGE_PIXELS", limit)
+        most.clear()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(decode_image, [RED] * 12))
+        assert (set(most) == {1}) == (expected == {1}) and len(most) == 12
+
+
+def test_videos_are_refused(tmp_path):
+    rows = [verl_row(0, videos=[]), verl_row(1, videos=["a.mp4"]),
+            verl_row(2, videos=[], prompt=[{"role": "user", "content": "<image><video>?"}])]  # fmt: skip
+    path = save(tmp_path / "f.parquet", rows)
+    message = message_of(path)
+    assert "2 of 3 rows" in message and "row 1: column videos is not empty, and videos are not supported" in message
+    assert "row 2: message 0 contains <video>" in message
+    run("parquet", "--input", path, "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
+    assert ["videos" in e.extra for e in read_examples(tmp_path / "o.parquet")[0]] == [False]
+
+
+def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "dir.png").mkdir()
+    (tmp_path / "red.png").write_bytes(RED)
+    with open(tmp_path / "huge.png", "wb") as file:
+        file.truncate(20 << 30)  # sparse
+    cells = {"pipe.png": "no regular file", "/dev/zero": "no regular file", "dir.png": "no regular file",
+             "empty.png": "has 0 bytes", "huge.png": "has 21474836480 bytes, expected 1 to"}  # fmt: skip
+    for cell, reason in cells.items():
+        with pytest.raises(pd.BadRow, match=reason):
+            pd.image_bytes(cell, tmp_path)
+    (tmp_path / "g/1").mkdir(parents=True)
+    os.mkfifo(tmp_path / "g/1/data.json")
+    (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
+    with pytest.raises(UserError, match="1/data.json is no regular file"):
+        run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "o.parquet")
+
+
+# ---------------------------------------------------------------------------------------------------- instruction, uids
+
+
+def test_readme_flags_for_easyr1_work(tmp_path, loaded):
+    """README's own line, taken from README, on a file of EasyR1's layout."""
+    flags = re.search(r"`(--prompt-key problem [^`]*)`", (Path(__file__).parents[1] / "README.md").read_text())[1].split()
+    path = save(tmp_path / "easy.parquet", hub_rows(2))
+    args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
+    examples, lengths = train.load_data(args, args.data, loaded["qwen2_5_vl"][1], load_reward(None))
+    assert [e.messages[0]["content"] for e in examples] == [f"<image>Find {i}. {pd.GEO3K_INSTRUCTION}" for i in range(2)]
+    assert "\\boxed{}" in pd.GEO3K_INSTRUCTION and len(lengths) == 2 and examples[0].ground_truth == "\\frac { 1 } { 2 }"
+
+
+def test_instruction_is_put_behind_prompts_that_lack_it(tmp_path):
+    chat = [{"role": "user", "content": "first?"}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "then?"}]
+    rows = [{"prompt": chat, "answer": "1"}, {"prompt": "so? Box it.", "answer": "1"}]
+    source, out = write_jsonl(tmp_path / "q.jsonl", rows), tmp_path / "o.parquet"
+    flags = ("--image-key", "", "--data-source", "t", "--out", out)
+    run("jsonl", "--input", source, *flags, "--instruction", "Box it.")
+    assert [[m["content"] for m in e.messages] for e in read_examples(out)[0]] == [["first?", "1", "then? Box it."], ["so? Box it."]]
+    again = read_examples(out, instruction="Box it.")[0]
+    assert again == read_examples(out)[0], "put there once"
+    run("parquet", "--input", out, "--out", tmp_path / "p.parquet", "--instruction", "geo3k")
+    assert read_examples(tmp_path / "p.parquet")[0][1].messages[0]["content"] == f"so? Box it. {pd.GEO3K_INSTRUCTION}"
+    source.write_text("prompt,answer\nq?,1\n")
+    run("csv", "--input", source, *flags, "--instruction", "Box it.")
+    assert read_examples(out)[0][0].messages[0]["content"] == "q? Box it."
+    run("geo3k", "--input", GEO, "--out", out, "--instruction", "Short.", "--limit", 1)
+    assert read_examples(out)[0][0].messages[0]["content"].endswith("{A B}$ Short.")
+
+
+def test_files_with_equal_indices_are_combined(tmp_path):
+    for name in ("a/train", "b/train", "b/more"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save(tmp_path / f"{name}.parquet", [verl_row(i) for i in range(2)])
+    a, b, more = (tmp_path / f"{name}.parquet" for name in ("a/train", "b/train", "b/more"))
+
+    def uids(*files):
+        return [e.uid.removeprefix("hiyouga/geometry3k/train/") for e in read_examples(list(files))[0]]
+
+    assert uids(b, more) == ["train/0", "train/1", "more/0", "more/1"] == uids(more, b)[2:] + uids(more, b)[:2]
+    assert uids(a, b) == ["a/train/0", "a/train/1", "b/train/0", "b/train/1"]
+    assert "is already taken by" in message_of([a, a]), "the same file twice"
+    for name in ("x", "y"):  # converted, then combined
+        source = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "q?", "answer": "1"}])
+        run("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / f"{name}.parquet")
+    assert uids(tmp_path / "x.parquet", tmp_path / "y.parquet") == ["t/train/x/0", "t/train/y/0"]
+    named = [save(tmp_path / f"{name}.parquet", [verl_row(0, extra_info={"uid": "mine"})]) for name in ("p", "q")]
+    assert "uid 'mine' is already taken by" in message_of(named), "one that was given has to be unique"
+
+
+# ---------------------------------------------------------------------------------------------------- full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KB; `mount` needs root, and may be forbidden even then."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_full_and_read_only_disks_are_said_in_one_line(tmp_path, small_disk, monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
+    big = save(tmp_path / "big.parquet", [verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])])
+    with pytest.raises(UserError, match=r"no space left for .*disk.*bytes free\)") as e:
+        run("parquet", "--input", big, "--out", small_disk / "o.parquet")
+    assert not list(small_disk.iterdir()) and "\n" not in str(e.value)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    monkeypatch.setitem(pd.SOURCES, "parquet", lambda args: pytest.fail("read before the folder was tried"))
+    with pytest.raises(UserError, match=r"--out .*cannot be written \(Read-only file system\)"):
+        run("parquet", "--input", big, "--out", small_disk / "sub/o.parquet")
+
+
+def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
+    """As above, where nothing can be mounted."""
+
+    def write_batch(self, batch):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_batch", write_batch)
+    path = save(tmp_path / "f.parquet", [verl_row(0)])
+    with pytest.raises(UserError, match="no space left for .*o.parquet"):
+        run("parquet", "--input", path, "--out", tmp_path / "o.parquet")
+    assert sorted(tmp_path.iterdir()) == [path]
+    for out in (path / "o.parquet", "/dev/null"):
+        with pytest.raises(UserError, match="expected the parquet file to write"):
+            run("parquet", "--input", path, "--out", out)
+
+
+# ---------------------------------------------------------------------------------------------------- fuzz
+
+
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE = [
+    None, "", " ", "\0", "\ud800", "<image>", "<video>", "<|im_end|>", "x" * 100_000, 0, -1, 2**70, 10**400, 1e308, float("nan"),
+    float("inf"), True, [], {}, [None], [[]], [{}], {"": ""}, {"bytes": None}, {"bytes": b""}, {"path": "/dev/zero"}, b"", b"\xff", RED,
+    {"a": {"b": [1, "x", None]}}, nested(31), nested(500), {"uid": []}, {"index": nested(40)}, [{"role": "user", "content": "q"}],
+    [{"role": "user"}], [{"role": [], "content": "q"}], {"bytes": {"bytes": {"bytes": "x"}}}, "http://[::1", "data:image/png;base64,é",
+    datetime(1, 1, 1), ("a", 1), "../" * 2000, "\x1b[31m", {"k\ud800": 1}, {"split": float("nan")}, picture(size=(1, 900)),
+]  # fmt: skip
+
+
+def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
+    rng, raws = np.random.default_rng(0), []
+    for i in range(1500):
+        good = {"data_source": "t", "prompt": "q?", "images": [], "truth": "1", "extra": {}}
+        for name in rng.choice(list(good), rng.integers(1, 3), replace=False):
+            value = HOSTILE[rng.integers(len(HOSTILE))]
+            good[name] = {"k": value} if name == "extra" and rng.random() < 0.5 else value
+        raws.append(pd.Raw(f"f\x1b row {i}", i, tmp_path, **good))
+    bad: list[str] = []
+    examples = list(pd.checked(raws, lambda raw: pd.build_example(raw, fetch=pd.fetch_url, split="train"), bad))
+    assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
+    assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
+    assert write_examples(examples, tmp_path / "o.parquet") == len(examples)
+    back, left_out = read_examples(tmp_path / "o.parquet")
+    assert [(e.uid, e.messages, e.ground_truth) for e in back] == [(e.uid, e.messages, e.ground_truth) for e in examples]
+
+
+def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
+    """In parquet: dates beyond year 9999, bytes that are no UTF-8; in text files: nesting and quotes."""
+    when = pa.array([0, 2**62, 0, 0], pa.int64()).cast(pa.timestamp("us"))
+    text = pa.Array.from_buffers(pa.string(), 4, [None, pa.py_buffer(np.array([0, 1, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")])
+    extra = pa.StructArray.from_arrays([when, text], ["when", "text"])
+    table = pa.table({"prompt": ["q?"] * 4, "answer": ["1"] * 4, "extra_info": extra})
+    pq.write_table(table, tmp_path / "f.parquet")
+    keys = {"image_key": "", "answer_key": "answer"}
+    examples, left_out = read_examples(tmp_path / "f.parquet", **keys, bad_rows="skip")
+    assert [e.extra["text"] for e in examples] == ["a", "c"]
+    assert "f.parquet row 1: a value cannot be read: OverflowError" in left_out[0] and "row 2: " in left_out[1]
+    deep, source = "[" * 5000 + "]" * 5000, tmp_path / "q.csv"
+    source.write_bytes(f'prompt,images,answer\nq?,"{deep}",1\nq?,,1\n'.encode() + b"q?,,\xff\n")
+    run("csv", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
+    said = capsys.readouterr().out
+    assert "wrote 1 rows" in said and "line 2: image cell" in said and "line 4: not UTF-8 text (byte 0xff)" in said
