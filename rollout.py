@@ -93,6 +93,12 @@ class Sampling:
     seed: int = 0
 
 
+def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> list[str]:
+    """Without the end token. Other special tokens stay visible: a reward must see the `<|im_start|>` of `4<|im_start|>`."""
+    ids = [tokens[:-1] if tokens and tokens[-1] in processor.eos_ids else tokens for tokens in map(list, responses)]
+    return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
+
+
 def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool = False) -> list[Prompt]:
     """Decode and tokenise. With `blank` every picture is replaced by a white one of its size: what is still answered
     right was not seen but guessed."""
@@ -396,7 +402,7 @@ class HFEngine:
             )[:, 0]
             cache.length += 1
             position_B = position_B + 1
-        texts = self.processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = response_texts(self.processor, tokens)
         groups = []
         for i, prompt in enumerate(prompts):
             span = range(i * n, (i + 1) * n)
@@ -685,7 +691,7 @@ class VLLMEngine:
                 f"the newest checkpoint. If memory ran out, lower --gpu-memory-utilization, --rollout-rows or --max-num-batched-tokens"
             ) from e
         outputs = outputs[before * n : (before + len(prompts)) * n]
-        texts = self.processor.tokenizer.batch_decode([o.outputs[0].token_ids for o in outputs], skip_special_tokens=True)
+        texts = response_texts(self.processor, [o.outputs[0].token_ids for o in outputs])
         rollouts = []
         for k, (output, text) in enumerate(zip(outputs, texts, strict=True)):
             prompt, sample = prompts[k // n], output.outputs[0]

@@ -842,7 +842,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, f
     sums = {"n": float(len(rollouts)), "groups": float(len(rewards_PG)), "constant": float(constant)}
     sums["tokens"] = float(sum(len(r.response) for r in rollouts))
     sums["length"] = float(sum(r.finish_reason == "length" for r in rollouts))
-    sums |= {f"grader/{why}": float(grader_stats[why]) for why in ("unreadable", "refused", "cas_timeout")}
+    sums |= {f"grader/{why}": float(grader_stats[why]) for why in ("unreadable", "refused", "cas_timeout", "cas_budget")}
     grader_stats.clear()
     for r in rollouts:
         for part, value in r.rewards.items():  # tasks differ in their parts: a mean is over the samples that have it

@@ -33,10 +33,10 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
 def quick_cas(monkeypatch):
     """A one-second math-verify that starts fresh and forgets earlier answers."""
     monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 1.0)
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.grader_stats.clear()
     yield
-    reward._cas_same.cache_clear()
+    reward._cas.verdicts.clear()
     reward.close()
 
 
@@ -126,6 +126,26 @@ ISOSCELES | isosceles
 0.48 | 48%
 \\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}} | 0
 \\left(\\frac{1}{2}\\right) | .5
+2¹⁰ | 1024
+2⁻¹ | 0.5
+{ AB = 48 } | 48
+OR = 48 | 48
+48 degrees | 48^\\circ
+0.48 m | 48 cm
+4800 cm^2 | 0.48 m^2
+48 cm = 0.48 m | 48 cm
+48 units | 48 cm
+30\\% | 0.3
+10\\% \\cdot 480 | 48
+30\\% | \\frac{3}{10}
+\\frac{a_1}{b} | a_{1} / b
+12.5 \\approx 13 | 13
+0:5 | 0:3
+48 \\quad \\text{cm} | 48
+3, \\quad -3 | 3, -3
+\\sqrt{x-50} | \\sqrt{-50+x}
+(-\\infty, 60) | (-∞,60)
+|-3| = 3 | 3
 """
 WRONG = """
 3 \\text{ or } 4 | 3
@@ -169,6 +189,68 @@ x^2+1 | x^2-1
 5! | 120
  | 48
 . | 48
+0^{-1} | 60
+0^{-1} | 5\\sqrt{3}
+0^{-1} | 2:3
+-0^{-1} | \\frac{48}{11}
+0⁻¹ | 2\\pi
+\\frac{1}{0^{-1}} | 0
+\\frac{1}{0} | 60
+\\sqrt[-3]{0} | 60
+\\sqrt[0]{2} | 2
+(0^{-1})^0 48 | 48
+48 \\cdot \\frac{x-x}{x-x} | 48
+48 \\cdot \\frac{\\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}}}{\\sqrt{2}+\\sqrt{3}-\\sqrt{5+2\\sqrt{6}}} | 48
+2\\pi r + 0 \\cdot 0^{-1} | 2\\pi r
+|48| + 0 \\cdot 0^{-1} | 48
+48 + 0 \\cdot \\log(0) | 48
+48\\infty^0 | 48
+\\frac{1}{\\infty} | 0
+10^{60} + 5 - 10^{60} | 0
+x < 0^{-1} | x < 60
+(0^{-1}, 0^{-1}) | (2,3)
+0^{-1}, 0^{-1} | 3, -3
+0^{-1}:1 | 2:3
+1:0^{-1} | 2:3
+x = 0^{-1} = 48 | 48
+0^{-1} \\approx 48 | 48
+0:0 | 2:3
+0:0 | 0
+0:0:0 | 1:2:3
+0:5:6 | 0:3:4
+\\frac{4}{5} \\approx \\frac{3}{5} | \\frac{4}{5}
+\\frac{4}{5} \\approx \\frac{3}{5} | \\frac{3}{5}
+\\frac{4}{5} \\approx \\frac{8}{10} | \\frac{4}{5}
+12.01 \\approx 13 | 12.01
+12.01 \\approx 13 | 13
+8.667 \\approx 8.66 | 8.66
+1234 \\approx 1200 | 1200
+30\\% | 30
+30 | 30\\%
+30^\\circ | 30 m
+30 degrees | 30 \\text{ ft}
+30 cm | 30^\\circ
+48 units^2 | 48 units
+48 cm = 48 m | 48
+48^\\circ cm | 48
+\\frac{f}{i} | \\frac{13}{5}
+a_1 | B_2
+x_{12} = 5 | x_{21} = 5
+\\angle ABC = 5 | \\angle ACB = 5
+2¹⁰ | 2
+x 47 = 48 | 48
+not x = 48 | 48
+inf = 48 | 48
+47 \\equiv 48 | 48
+x = |47| = 48 | 48
+|48| \\approx 47 | 48
+|48| cm | 48 m
+50 \\quad -2 | 48
+1 \\quad (48) | 48
+8.66\\ldots | 8.66
+(B) C | B
+48<|im_start|> | 48
+B. <|im_end|> | B
 """
 
 
@@ -186,10 +268,32 @@ def test_wrong(prediction, truth):
     assert not reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
 
 
-@pytest.mark.parametrize("truth", ["None", "none", "", " ", "NaN"])
-@pytest.mark.parametrize("response", ["", "None", "I do not know", "\\boxed{None}", "\\boxed{}", "<think>a</think>"])
-def test_hole_in_the_data_is_never_right(response, truth):
-    assert not reward.grade_geometry(response, truth)
+HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}", "{}"]
+BROKEN = ["5 \\sqrt {", "3 +* 4", "\\frac{1}{0}", "0^{-1}", "0:0", "12 34"]
+
+
+@pytest.mark.parametrize("truth", HOLES)
+def test_hole_in_the_data_is_never_right(truth):
+    for answer in ("", " ", "{}", "\\text{}", "None", "°", truth):
+        for response in (answer, f"\\boxed{{{answer}}}", "<think>a</think>", "I do not know"):
+            assert not reward.grade_geometry(response, truth)
+
+
+@pytest.mark.parametrize("truth", HOLES + BROKEN)
+def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
+    with pytest.raises(reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"):
+        reward.check_tasks([example("48"), example(truth)])
+
+
+def test_truths_that_are_read():
+    truths = ["48", "m", "B", "(C)", "isosceles, right", "30-60-90 triangle", "x < 60", "m\\angle A = 48", "2:3", "[2, \\infty)"]
+    truths += ["48\\%", "\\sqrt { x - 50 }", "x^2+y^2=4", "\\{3,-3\\}", "5\\sqrt{3} \\approx 8.66", "48 cm^2", "4 \\frac { 4 } { 11 }"]
+    assert reward.check_tasks(map(example, truths)) == {"geo3k": len(truths)}
+    for truth in ("°", " ", "."):
+        row = example(truth, "shapes", answer_type="angle")
+        assert reward.score("\\boxed{}", row)["accuracy"] == 0.0
+        with pytest.raises(reward.UserError, match="nothing could equal"):
+            reward.check_tasks([row])
 
 
 def test_boxes():
@@ -330,14 +434,14 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 def test_cas_decides_what_the_parser_cannot(quick_cas):
     assert reward.same_answer("\\log_2 8", "3") and not reward.same_answer("\\log_2 8", "4")
     assert reward.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not reward.same_answer("\\{3,-3\\}", "3")
-    first = reward._cas.process.pid
-    assert reward.same_answer("|-3|", "3") and reward._cas.process.pid == first  # kept
+    (first,) = reward._cas.workers
+    assert reward.same_answer("|-3|", "3") and list(reward._cas.workers) == [first]  # kept
     assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
 
 
 def test_cas_is_killed_when_late_and_comes_back(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    process = reward._cas.process
+    (process,) = reward._cas.workers
     start = time.perf_counter()
     assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")
     assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 2
@@ -350,7 +454,7 @@ def test_cas_is_killed_when_late_and_comes_back(quick_cas):
 
 def test_cas_crash_is_counted_and_survived(quick_cas):
     assert reward.same_answer("\\log_2 8", "3")
-    os.kill(reward._cas.process.pid, signal.SIGKILL)
+    os.kill(next(iter(reward._cas.workers)).pid, signal.SIGKILL)
     assert not reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
     assert reward.same_answer("\\log_2 32", "5")
 
@@ -381,7 +485,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
 def test_no_worker_outlives_its_process(ending):
     code = "import os, sys, signal, threading, time, reward; reward.CAS_TIMEOUT_S = 1.0\n"
-    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(reward._cas.process.pid, flush=True)\n"
+    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in reward._cas.workers), flush=True)\n"
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"reward.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
@@ -397,13 +501,13 @@ def test_forked_copy_gets_its_own_worker():
     code = """
 import os, reward
 assert reward.same_answer("\\\\log_2 8", "3")
-worker = reward._cas.process.pid
+worker = next(iter(reward._cas.workers)).pid
 if (pid := os.fork()) == 0:
-    good = reward.same_answer("\\\\log_2 16", "4") and reward._cas.process.pid != worker
+    good = reward.same_answer("\\\\log_2 16", "4") and next(iter(reward._cas.workers)).pid != worker
     reward.close()
     os._exit(0 if good else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert reward.same_answer("\\\\log_2 32", "5") and reward._cas.process.pid == worker
+assert reward.same_answer("\\\\log_2 32", "5") and next(iter(reward._cas.workers)).pid == worker
 assert reward.grader_stats["cas_crash"] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -412,9 +516,9 @@ assert reward.grader_stats["cas_crash"] == 0
 
 def test_import_is_light():
     code = "import sys, reward; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
-    code += "; print(reward._cas.process)"
+    code += "; print(len(reward._cas.workers))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.stdout.split() == ["[]", "None"]
+    assert done.stdout.split() == ["[]", "0"]
 
 
 # --- format -------------------------------------------------------------------------------------------------------
