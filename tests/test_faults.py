@@ -146,6 +146,12 @@ def test_a_rank_that_is_behind_for_less_than_the_limit_is_no_fault(watched):
     assert watched(lambda rank, now: f"{now}|{3 - (rank == 1 and now < 1050)}|rollout|h process {rank}") == (None, "")
 
 
+def test_a_long_stage_counts_from_when_the_others_wait(watched):
+    """All take 100 s for a stage, over the limit of 60, and rank 0 a little longer than the others."""
+    seconds, text = watched(lambda rank, now: f"{now}|{3 + (now > 1100)}|rollout|h process {rank}")
+    assert 160 < seconds <= 175 and text.startswith("error: rank 0 (")
+
+
 def test_a_store_that_is_gone_ends_the_run(watched):
     seconds, text = watched(lambda rank, now: None if now > 1200 else f"{now}|3|rollout|h process {rank}")
     assert 260 < seconds <= 270 and "its store is gone" in text
