@@ -900,7 +900,8 @@ def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: flo
 
 def main(args: argparse.Namespace) -> None:
     # --- set-up: first everything that can be wrong, then everything that takes long -----------------------------------
-    ctx, interrupt, timers = dist_setup(args.timeout_minutes), Interrupt(args.grace_seconds), Timers()
+    # What waits for a rank waits a minute longer than the watch, which names it
+    ctx, interrupt, timers = dist_setup(args.timeout_minutes + 1), Interrupt(args.grace_seconds), Timers()
     Watch(ctx, timers, args.timeout_minutes)
     args.rollout = resolve_engine(args.rollout, ctx.device)
     validate(args, ctx.world)

@@ -129,11 +129,12 @@ class Watch(threading.Thread):
             moved = [old if old[0] == n else (n, now) for old, n in zip(moved, stages, strict=True)]
             for rank in ranks:
                 _, _, stage, where = words[rank].split("|")
-                silent, behind = now - said[rank][1], now - moved[rank][1]
+                # Those that wait for it have gone further, and got no further since; its own stage may have begun long before
+                ahead = [moved[other][1] for other in ranks if stages[other] > stages[rank]]
+                silent, behind = now - said[rank][1], now - max([moved[rank][1], *ahead])
                 if silent > self.limit:
                     self._end(rank, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
-                # Those that wait for it have gone further, and got no further since
-                if behind > self.limit and stages[rank] < max(stages):
+                if behind > self.limit and ahead:
                     self._end(rank, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
 
     def _end(self, rank: int, what: str, where: str) -> None:

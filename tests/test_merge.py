@@ -163,7 +163,7 @@ def test_pixel_limits_reach_every_file_that_holds_them(files, toys, tmp_path):
 
 def test_weights_that_are_no_numbers_are_named(toys, tmp_path):
     source = adapter(toys["qwen2_5_vl"], tmp_path / "adapter", 4, 8.0, float("nan"))
-    with pytest.raises(ValueError, match="adapter: .* tensors hold values that are no finite numbers: .*lora_B"):
+    with pytest.raises(ValueError, match="adapter: .*lora_B.* holds NaN"):
         merge(source, tmp_path / "out")
 
 

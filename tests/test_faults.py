@@ -1,0 +1,371 @@
+"""Kills, signals, silent ranks, locks and broken numbers.   pytest tests/test_faults.py
+
+The first part runs scenarios of benchmarks/faults.py in their quick form; the others test the parts in process.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+
+import demo
+import train
+from errors import Interrupted, UserError
+from parallel import watch
+from parallel.watch import SIGNALS, Interrupt, Watch
+from rollout import vllm_settings
+from utils import Context, Timers, json_line, lock_folder
+
+ROOT = Path(__file__).parent.parent
+QUICK, LONG = ("kills", "signals", "numbers", "flips", "one_folder"), ("operations", "hurries", "silence", "torchrun")
+DISKS = ("full_disk", "read_only")
+
+
+def run_scenarios(folder, ranks, names):
+    """Rows of the table by name, from one process: its imports are most of the time."""
+    file = folder / f"{ranks}.json"
+    command = [sys.executable, "benchmarks/faults.py", "--quick", "--jobs", 2, "--ranks", ranks, "--only", ",".join(names), "--json", file]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert file.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    return {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return run_scenarios(tmp_path_factory.mktemp("faults"), 1, QUICK + DISKS)
+
+
+@pytest.fixture(scope="module")
+def slow_ones(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    return {(ranks, name): row for ranks, names in ((1, LONG[:2]), (2, QUICK + LONG[2:]))
+            for name, row in run_scenarios(folder, ranks, names).items()}
+
+
+def held(row):
+    assert row["cases"] > 0 and row["held"] == row["cases"], "\n".join(row["failures"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK + DISKS)
+def test_one_process_survives(name, one_rank):
+    row = one_rank[name]
+    if row["what"].startswith("not run"):
+        pytest.skip(row["what"])
+    held(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, name", [(1, name) for name in LONG[:2]] + [(2, name) for name in QUICK + LONG[2:]])
+def test_two_processes_and_long_cases_survive(ranks, name, slow_ones):
+    held(slow_ones[ranks, name])
+
+
+# --- silent ranks -------------------------------------------------------------------------------------------------------
+
+
+class Ended(Exception):
+    """In place of os._exit."""
+
+
+class Store:
+    """A store whose other ranks say what `word(rank, now)` returns; None raises, as a store that is gone does."""
+
+    def __init__(self, clock, word):
+        self.clock, self.word, self.mine = clock, word, {}
+
+    def set(self, key, value):
+        self.mine[key] = value
+
+    def multi_get(self, keys):
+        words = [self.mine.get(key) or self.word(int(key.removeprefix("rank")), self.clock[0]) for key in keys]
+        if None in words:
+            raise RuntimeError("Connection reset by peer")
+        return [word.encode() for word in words]
+
+
+@pytest.fixture
+def watched(monkeypatch, capfd):
+    """watched(word) -> (seconds until rank 0's watch ended the run, or None after an hour; what it said)."""
+
+    def drive(word, stage="rollout", entered=3):
+        clock, timers = [1000.0], Timers()
+        timers.stage, timers.entered = stage, entered
+
+        def sleep(seconds):
+            clock[0] += seconds
+            if clock[0] > 4600:
+                raise TimeoutError
+
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
+        one = Watch(Context(0, 1, torch.device("cpu")), timers, minutes=1.0)  # alone, so it does not start
+        assert not one.is_alive()
+        one.ctx, one.store = Context(0, 3, torch.device("cpu")), Store(clock, word)
+        try:
+            one.run()
+        except Ended as end:
+            assert end.args == (1,)
+            return clock[0] - 1000, capfd.readouterr().err
+        except TimeoutError:
+            return None, capfd.readouterr().err
+
+    return drive
+
+
+def test_a_rank_that_falls_silent_is_named(watched):
+    seconds, text = watched(lambda rank, now: f"{min(now, 1100) if rank == 2 else now}|3|update|host{rank} process 7")
+    assert 160 < seconds <= 170  # silent from 100 on, limit 60, a look every 5
+    assert text.startswith("error: rank 2 (host2 process 7) has not answered for") and "last heard of in update" in text
+    assert "--timeout-minutes 1" in text and "--resume auto" in text
+
+
+def test_a_rank_that_stays_behind_is_named_with_its_stage(watched):
+    """It goes on speaking: its watch is a thread of its own."""
+    seconds, text = watched(lambda rank, now: f"{now}|{2 if rank == 1 else 3}|{'reward' if rank == 1 else 'score'}|h process {rank}")
+    assert 60 < seconds <= 70 and text.startswith("error: rank 1 (h process 1) is still in reward after")
+
+
+def test_a_stage_that_takes_all_ranks_long_is_no_fault(watched):
+    assert watched(lambda rank, now: f"{now}|3|rollout|h process {rank}") == (None, "")
+
+
+def test_a_rank_that_is_behind_for_less_than_the_limit_is_no_fault(watched):
+    assert watched(lambda rank, now: f"{now}|{int(now - 1000) // 50 * 2 + rank}|rollout|h process {rank}", entered=10**6) == (None, "")
+    assert watched(lambda rank, now: f"{now}|{3 - (rank == 1 and now < 1050)}|rollout|h process {rank}") == (None, "")
+
+
+def test_a_long_stage_counts_from_when_the_others_wait(watched):
+    """All take 100 s for a stage, over the limit of 60, and rank 0 a little longer than the others."""
+    seconds, text = watched(lambda rank, now: f"{now}|{3 + (now > 1100)}|rollout|h process {rank}")
+    assert 160 < seconds <= 175 and text.startswith("error: rank 0 (")
+
+
+def test_a_store_that_is_gone_ends_the_run(watched):
+    seconds, text = watched(lambda rank, now: None if now > 1200 else f"{now}|3|rollout|h process {rank}")
+    assert 260 < seconds <= 270 and "its store is gone" in text
+
+
+def test_collectives_wait_longer_than_the_watch(monkeypatch):
+    """Else they end first, with an error of the network that names nobody."""
+    given = []
+    monkeypatch.setattr(train, "dist_setup", lambda minutes: given.append(minutes) or (_ for _ in ()).throw(Ended()))
+    with pytest.raises(Ended):
+        train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
+    assert given[0] > 4 + 2 * 5 / 60
+
+
+# --- signals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ctx():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Context(0, 1, torch.device("cpu"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Signals as they were afterwards; what would have ended the process is noted instead."""
+    before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
+    monkeypatch.setattr(Interrupt, "_leave", lambda self, number, text: ends.append((number, text)))
+    yield ends
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
+    interrupt = Interrupt(grace=60)
+    interrupt.arm(lambda: "saved in x; --resume auto goes on")
+    interrupt.check()  # nothing yet
+    assert not interrupt.requested() and interrupt.agreed() == 0
+    os.kill(os.getpid(), number)
+    assert interrupt.requested() and interrupt.agreed() == number and not left
+    assert f"{number.name}: saving after this stage" in capfd.readouterr().err
+    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
+        interrupt.check()
+    assert stop.value.number == number
+
+
+def test_a_signal_during_the_set_up_ends_at_once(left):
+    Interrupt(grace=60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert left[0][0] == signal.SIGTERM and "nothing was trained yet" in left[0][1]
+
+
+def test_the_grace_period_ends_a_stage_that_does_not(left):
+    interrupt = Interrupt(grace=0.05)
+    interrupt.arm(lambda: "saved")
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = time.monotonic() + 5
+    while not left and time.monotonic() < end:
+        time.sleep(0.01)
+    assert left == [(signal.SIGTERM, "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint")]
+
+
+def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
+    interrupt = Interrupt(grace=60)
+    interrupt.arm(lambda: "saved")
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not left
+    interrupt.since -= 2
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes on what it gets: no second Ctrl-C
+    assert not left
+    os.kill(os.getpid(), signal.SIGINT)
+    assert left[0][0] == signal.SIGINT and "again: not saved" in left[0][1]
+
+
+# --- the run's folder ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_names_the_first(tmp_path):
+    lock = lock_folder(tmp_path / "run")
+    with pytest.raises(UserError, match=rf"another run writes there \(process {os.getpid()} on .*choose another folder"):
+        lock_folder(tmp_path / "run", patience=0)
+    lock.close()
+    lock_folder(tmp_path / "run", patience=0).close()
+
+
+def test_a_killed_run_holds_no_folder(tmp_path):
+    hold = f"import fcntl, time; f = open({str(tmp_path / '.lock')!r}, 'w'); fcntl.flock(f, 2); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="another run"):
+        lock_folder(tmp_path, patience=0)
+    holder.kill()
+    lock_folder(tmp_path, patience=5).close()  # as torchrun does: kill and start again at once
+    holder.wait()
+
+
+def test_metrics_without_a_number_are_null():
+    assert json.loads(json_line({"step": 3, "a": math.nan, "b": -math.inf, "c": 0.5})) == {"step": 3, "a": None, "b": None, "c": 0.5}
+
+
+def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
+    assert not train.holds_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "lo')
+    assert not train.holds_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert train.holds_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
+    assert not train.holds_run(tmp_path)  # never completed
+    (tmp_path / "checkpoints" / "step_000007" / "trainer.json").write_text("{}")
+    assert train.holds_run(tmp_path)
+
+
+# --- updates that are left out ------------------------------------------------------------------------------------------
+
+
+def micros(*uids):
+    return [SimpleNamespace(samples=[SimpleNamespace(uid=uid) for uid in uids])]
+
+
+def test_a_skipped_update_is_told_once_with_the_uids_of_all_ranks(tmp_path, monkeypatch, capfd):
+    skipped = train.Skipped(tmp_path, limit=10)
+    skipped.add(math.nan, math.inf, micros("b", "a", "a"))
+    skipped.add(1.5, math.nan, micros("a"))
+    other = [{"loss": 2.0, "norm": math.inf, "uids": ["c"]}, {"loss": 1.0, "norm": math.nan, "uids": ["d"]}]
+    monkeypatch.setattr(train, "gather0", lambda mine: [*mine, other])
+    skipped.report(7, alike=1)
+    told = json.loads((tmp_path / "skipped" / "step_000007.json").read_text())
+    assert told == {"step": 7, "in_a_row": 2, "updates": [{"loss": "nan", "grad_norm": "inf", "uids": ["a", "b", "c"]},
+                                                          {"loss": "2.5", "grad_norm": "nan", "uids": ["a", "d"]}]}
+    text = "".join(capfd.readouterr())
+    assert text.count("warning: step 7 skipped 2 update(s), 2 in a row") == 1 and "--max-skipped 10" in text
+    skipped.report(8, alike=1)  # nothing since
+    assert not (tmp_path / "skipped" / "step_000008.json").exists()
+
+
+def test_processes_that_divide_a_model_tell_their_batch_once(tmp_path, monkeypatch):
+    skipped = train.Skipped(tmp_path, limit=10)
+    skipped.add(1.0, math.inf, micros("a"))
+    monkeypatch.setattr(train, "gather0", lambda mine: mine * 2)
+    skipped.report(1, alike=2)
+    assert json.loads((tmp_path / "skipped" / "step_000001.json").read_text())["updates"][0]["loss"] == "1.0"
+
+
+def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates():
+    skipped = train.Skipped(None, limit=3)
+    skipped.add(0.0, math.nan, micros("a"))
+    skipped.good(stepped=False)  # an update without any gradient
+    skipped.add(0.0, math.nan, micros("a"))
+    assert skipped.in_a_row == 2
+    skipped.good(stepped=True)
+    assert skipped.in_a_row == 0
+
+
+def test_a_step_without_a_signal_is_known():
+    groups, alone = (train.parse_args(f"--model m --data d --out o --steps 1 --adv gae --group-size {n}".split()) for n in (4, 1))
+    assert train.no_signal({"reward/constant_groups": 1.0, "update/empty": 0.0}, groups)
+    assert not train.no_signal({"reward/constant_groups": 0.9, "update/empty": 1.0}, groups)
+    assert not train.no_signal({"reward/constant_groups": 1.0, "update/empty": 0.0}, alone)  # groups of one always are
+    assert train.no_signal({"reward/constant_groups": 1.0, "update/empty": 1.0}, alone)
+
+
+@pytest.mark.parametrize("pair, engine, match", [
+    ("kv_cache_dtype=fp8", "hf", "the engine is --rollout hf"),
+    ("enforce_eager", "vllm", "give KEY=VALUE"),
+    ("seed=3", "vllm", "--vllm seed=3: "),
+    ("max_model_len=3", "vllm", "--vllm max_model_len=3: "),
+])
+def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
+    with pytest.raises(UserError, match=match):
+        vllm_settings([pair], engine)
+    assert vllm_settings(None, engine) == {}
+
+
+# --- whole runs, in process ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(toys, tmp_path, left):
+    """start(reward's code, flags) runs train.main in tmp_path/out."""
+    data = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(list(demo.shapes_rows(12, "train", 0))), data)
+
+    def go(body, *more):
+        (tmp_path / "reward.py").write_text(f"def score(response, example):\n    {body}\n")
+        flags = ["--model", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / "out", "--reward", f"{tmp_path}/reward.py:score",
+                 "--prompts-per-step", 2, "--group-size", 2, "--max-new-tokens", 3, "--no-self-test", "--sample-every", 0, *more]
+        try:
+            train.main(train.parse_args(list(map(str, flags))))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return go
+
+
+def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing_to_do(start, tmp_path, capfd):
+    start("return 0.25", "--steps", 7)
+    text = "".join(capfd.readouterr())
+    assert text.count("warning: in the last 5 steps all samples of a prompt got the same reward (mean 0.25)") == 1
+    start("return 0.25", "--steps", 3, "--resume", "auto")
+    text = "".join(capfd.readouterr())
+    assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
+    assert train.complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        start("return 1 / 0", "--steps", 1)
+    assert (tmp_path / "out" / "run.json").is_file()
+    start("return len(response)", "--steps", 1)
+    with pytest.raises(UserError, match="already holds a run"):
+        start("return len(response)", "--steps", 1)
