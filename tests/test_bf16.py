@@ -13,7 +13,7 @@ from rollout import Rollout
 from sharding import full, shard
 from utils import Context
 
-LOSSES = ["grpo", "dapo", "gspo", "cispo", "sapo", "reinforce++ --kl-coef 0", "ppo --critic separate", "grpo --dual-clip 1.5",
+LOSSES = ["grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++ --kl-coef 0", "ppo --critic separate", "grpo --dual-clip 1.5",
           *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_KINDS), "grpo --entropy-coef 0.05",
           "grpo --tis-cap 1.01 --tis-mask 0.9,1.1"]
 
@@ -61,7 +61,7 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, fr
                                  "--algo", name, "--epochs", "2", "--max-grad-norm", "1e9", *more])
         if args.adv == "gae":
             args.adv, args.norm_std = "grpo", "group"  # its loss, on advantages that need no critic
-        args.loss = "clip" if args.loss == "reinforce" else args.loss
+        args.epochs = 1 if args.loss == "reinforce" else 2  # it is for one update a step, and has no ratio
         reference = sharded if args.kl_coef else None
         micro = micro_of(rollouts, args, processor)
         metrics = train.update(sharded, optimizer, [[micro]], args, ctx, args.kl_coef, reference)
@@ -78,7 +78,9 @@ def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, fr
         got = {n: full(p.grad).double() for n, p in sharded.named_parameters() if p.grad is not None}
         assert got.keys() == expected.keys() and any("visual" in n for n in got) != frozen
         a, b = (torch.cat([grads[n].flatten() for n in expected]) for grads in (got, expected))
-        assert torch.dot(a, b) / (a.norm() * b.norm()) >= 0.9999, algo
+        cosine = (torch.dot(a, b) / (a.norm() * b.norm())).item()
+        print(f"{family}, {'frozen' if frozen else 'trained'} tower, {algo}: 1 - cosine {1 - cosine:.1e}")  # pytest -s
+        assert cosine >= 0.9999, algo
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
