@@ -49,7 +49,7 @@ SCRIPTS = {"train.py": train, "eval.py": eval_script, "merge_lora.py": merge_lor
 # A reward that differs within groups, and misbehaves when its process is told to
 REWARD = """
 import os, pathlib, time
-calls = 0
+calls = -(os.environ.get("RANK", "0") == "0")  # rank 0 tries it once
 def score(response, example):
     global calls
     calls += 1
@@ -165,7 +165,8 @@ class Toy:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher, "train.py"]
         with open(log, "w") as file:
             started = subprocess.Popen([*command, *self.flags(out, *more)], cwd=ROOT, stdout=file, stderr=file)
-        return Run(log, [started.pid])
+        RUNS.append(Run(log, [started.pid]))
+        return RUNS[-1]
 
     def goes_on(self, out: Path, ranks: int) -> dict[str, bool]:
         """Resumed to its end, is it the run that nothing happened to?"""
@@ -307,14 +308,14 @@ def count_operations(out: Path, at: int, log: Path) -> None:
 
 
 def operations(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL before each file operation below --out (opening to write, mkdir, rename, unlink, rmdir, fsync), of each rank."""
+    """SIGKILL before each file operation below --out: opening to write, mkdir, rename, unlink, rmdir, fsync. With two ranks, in either."""
     seen, out = [], toy.begun(ranks)
     logs = [Path(f"{toy.new()}.{rank}") for rank in range(ranks)]
     toy.train(out, ranks=ranks, before=lambda rank: count_operations(out, 0, logs[rank])).wait()
     for rank in range(ranks):
         done = logs[rank].read_text().splitlines()
         seen.append(len(done))
-        places = range(1, len(done) + 1)
+        places = range(1 + rank, len(done) + 1, ranks)  # with two ranks every second one
         if toy.quick:
             places = [places[len(done) // 3], places[-2]] if rank == 0 else []
         for at in places:
@@ -624,7 +625,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
         filler.unlink()
         tally.case("a page, and a start on a full disk", checks | toy.goes_on(out, ranks), run)
     for name in () if toy.quick else ("eval", "merge", "prepare"):
-        with disk(toy, 2**14) as place:
+        with disk(toy, 2**13) as place:
             script, target, argv = commands(toy, place)[name]
             run = toy.run(script, *argv).wait()
             checks = one_line(run, "space left", "bytes free")
@@ -679,6 +680,7 @@ def one(toy: Toy, name: str, ranks: int, result: Path) -> None:
     """One scenario on so many ranks, in a process of its own; its outcome as JSON."""
     function, _, title = SCENARIOS[name]
     tally, began = Tally(), time.monotonic()
+    RUNS.clear()  # those of the parent are other scenarios
     try:
         if name in MOUNTS and not can_mount(toy):
             text = "not run: cannot mount a tmpfs (needs root)"
@@ -736,6 +738,7 @@ def main() -> int:
             for key, (run, result) in list(running.items()):
                 if run.ended():
                     del running[key]
+                    assert result.exists(), f"{key} ended without a result: {run.text}"
                     row = rows[key] = json.loads(result.read_text())
                     print(f"{row['name']}, {row['ranks']} rank(s): {row['held']} of {row['cases']} held, {row['seconds']:.0f} s",
                           flush=True)

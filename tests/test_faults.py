@@ -340,7 +340,7 @@ def start(toys, tmp_path, left):
     pq.write_table(pa.Table.from_pylist(list(demo.shapes_rows(12, "train", 0))), data)
 
     def go(body, *more):
-        (tmp_path / "reward.py").write_text(f"def score(response, example):\n    {body}\n")
+        (tmp_path / "reward.py").write_text(f"calls = []\n\n\ndef score(response, example):\n    calls.append(1)\n    {body}\n")
         flags = ["--model", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / "out", "--reward", f"{tmp_path}/reward.py:score",
                  "--prompts-per-step", 2, "--group-size", 2, "--max-new-tokens", 3, "--no-self-test", "--sample-every", 0, *more]
         try:
@@ -364,7 +364,7 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        start("return 1 / 0", "--steps", 1)
+        start("return 1 / (2 - len(calls))", "--steps", 1)  # good when it is tried
     assert (tmp_path / "out" / "run.json").is_file()
     start("return len(response)", "--steps", 1)
     with pytest.raises(UserError, match="already holds a run"):
