@@ -37,6 +37,18 @@ class Context:
         return self.rank == 0
 
 
+def _store_of_restart() -> dict:
+    """torchrun gives restarted processes the store of those before, in which they would find addresses of the dead (pytorch
+    issue 135712): names of their own. Of several nodes each counts restarts for itself, so there torchrun has to be started with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    env = os.environ
+    attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+    if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    return {"store": dist.PrefixStore(f"restart{attempt}", store), "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+
+
 def dist_setup(timeout_minutes: float = 30.0) -> Context:
     """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one rank waits
     for longer than that is an error."""
@@ -46,7 +58,7 @@ def dist_setup(timeout_minutes: float = 30.0) -> Context:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_store_of_restart())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return Context(dist.get_rank(), dist.get_world_size(), device)

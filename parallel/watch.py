@@ -93,9 +93,11 @@ class Watch(threading.Thread):
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
         if ctx.world > 1 and minutes > 0:
-            patience = timedelta(seconds=max(10.0, self.limit))
+            patience = timedelta(seconds=max(1.0, self.limit))
             own = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
-            self.store = dist.PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", own)
+            name = [f"watch/{time.time_ns()}"]  # of these processes, not of those that torchrun may have restarted them after
+            dist.broadcast_object_list(name)
+            self.store = dist.PrefixStore(name[0], own)
             self.store.set(self._key(ctx.rank), self._word(0))
             dist.barrier()  # every rank has spoken once
             self.start()
@@ -120,8 +122,9 @@ class Watch(threading.Thread):
                 self.store.set(self._key(self.ctx.rank), self._word(beat))
                 words = [word.decode() for word in self.store.multi_get([self._key(r) for r in ranks])]
             except RuntimeError:  # of the network; the store lives in torchrun, or in rank 0
-                if now - heard > self.limit:
-                    self._end(0, f"has not answered for {(now - heard) / 60:.3g} minutes: its store is gone", "or torchrun beside it")
+                silent = time.monotonic() - heard
+                if silent > self.limit:
+                    self._end(0, f"has not answered for {silent / 60:.3g} minutes: the store of the run is gone", "or torchrun beside it")
                 continue
             heard = now
             stages = [int(word.split("|")[1]) for word in words]
