@@ -272,7 +272,7 @@ def main(args: argparse.Namespace) -> dict:
         kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, args.limit_images, args.bad_rows)
         left_out += dropped
     for line in left_out:
-        print0(f"left out: {shown(line)}")
+        print0(f"left out: {line}")
     if not kept:
         raise UserError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
     dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)

@@ -175,7 +175,7 @@ def test_a_full_disk_does_not_take_the_figures_with_it(toys, tmp_path):
     assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "accuracy 0.000" in done.stdout and "wrote" not in done.stdout
     assert [line.split()[::2] for line in done.stdout.splitlines() if line.startswith("  ")] == [["0", "n"], ["5", "n"], ["all", "n"]]
-    assert "left out: shapes-test-0-5\\x1b[2J: " in done.stdout and "\x1b" not in done.stdout
+    assert "left out: 'shapes-test-0-5\\x1b[2J': " in done.stdout and "\x1b" not in done.stdout
 
 
 @pytest.fixture
