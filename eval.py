@@ -31,13 +31,16 @@ from utils import Context, dist_setup, gather0, print0, run_script, write_text
 
 def evaluate(
     engine, examples: Sequence[Example], processor: Processor, reward_fn: Callable, ctx: Context, sampling: Sampling,
-    samples: int = 1, blank: bool = False, chunk: int = 64,
+    samples: int = 1, blank: bool = False, chunk: int = 64, stop: Callable[[], object] = lambda: False,
 ) -> list[dict]:
-    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples."""
+    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples. `stop`, the same on all ranks,
+    ends it before the next chunk, with no records."""
     mine = range(ctx.rank, len(examples), ctx.world)
     records = []
     # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
     for start in range(0, -(-len(examples) // ctx.world), chunk):
+        if stop():
+            return []
         part = mine[start : start + chunk]
         prompts = make_prompts([examples[i] for i in part], processor, blank)
         rollouts = engine.generate(prompts, samples, sampling)

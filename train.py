@@ -46,6 +46,7 @@ from model import (
     resolve_attention,
 )
 from parallel.checkpoint import (
+    check_room,
     complete_checkpoints,
     intact,
     load_checkpoint,
@@ -573,16 +574,21 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
             logp, ref_logp = (torch.tensor(r.columns[name], dtype=torch.float64) for name in ("old_logp", "ref_logp"))
             penalties[i] = kl_coef * grpo.kl(logp, ref_logp, args.kl)
 
+    # Where all of the step earned the same, only penalties differ, and to divide by their std would make each of them large
+    norm_std = args.norm_std
+    if norm_std == "batch" and args.kl_in == "reward" and kl_coef > 0 and args.adv != "gae":
+        norm_std = "batch" if global_moments(torch.tensor(rewards, dtype=torch.float64), args.tp)[1] > 0 else "none"
     if args.adv in grpo.GROUP_METHODS:  # one advantage a response: its penalties are summed
         total = torch.tensor([x - p.sum().item() for x, p in zip(rewards, penalties, strict=True)], dtype=torch.float64)
         rewards_PG = total.view(len(rollouts) // args.group_size, args.group_size)
-        moments = None
-        if args.norm_std == "batch":
-            moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none"), args.tp)
-        advantages_PG = grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments)
-        if args.sample_rounds > 1:  # a group kept for want of others: that its lengths differ is no signal either
+        without = torch.zeros_like(rewards_PG[:, :1], dtype=torch.bool)
+        if args.sample_rounds > 1:  # groups kept for want of others: that their lengths differ is no signal either
             task_PG = torch.tensor([r.task_reward for r in rollouts], dtype=torch.float64).view_as(rewards_PG)
-            advantages_PG = advantages_PG.masked_fill(task_PG.amax(1, keepdim=True) == task_PG.amin(1, keepdim=True), 0.0)
+            without = task_PG.amax(1, keepdim=True) == task_PG.amin(1, keepdim=True)
+        moments = None
+        if norm_std == "batch":
+            moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none").masked_fill(without, 0.0), args.tp)
+        advantages_PG = grpo.group_advantages(rewards_PG, args.adv, norm_std, moments).masked_fill(without, 0.0)
         for r, a in zip(rollouts, advantages_PG.flatten().tolist(), strict=True):
             r.advantage, r.columns["advantage"] = a, [a] * sum(r.loss_mask)
         return {}
@@ -602,7 +608,7 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
     gamma, lam = (args.gamma, args.lam) if by_critic else (1.0, 1.0)
     advantages_BT, returns_BT = grpo.gae(rewards_BT, values_BT, mask_BT, gamma, lam)
     counted_BT = mask_BT & torch.tensor([is_used(r, args) for r in rollouts], dtype=torch.bool)[:, None]
-    if args.norm_std == "batch":
+    if norm_std == "batch":
         advantages_BT = grpo.whiten(advantages_BT, *global_moments(advantages_BT[counted_BT], args.tp))
     for r, advantages, returns, penalty in zip(rollouts, advantages_BT.tolist(), returns_BT.tolist(), penalties, strict=True):
         n = len(penalty)
@@ -702,8 +708,9 @@ def update(
             critic_norm, critic_stepped = clipped_step(critic, critic_optimizer, args.max_grad_norm)
             critic_norms.append(critic_norm)
             norm, stepped = norm + critic_norm, stepped or critic_stepped
+        steps += stepped
         if math.isfinite(norm):
-            steps, empty = steps + stepped, empty + (not stepped)
+            empty += not stepped
             skipped.good(stepped)
         else:
             not_finite += 1
@@ -889,10 +896,11 @@ def show_samples(record: dict, example: Example) -> None:
 
 
 def step_line(step: int, args: argparse.Namespace, m: dict[str, float], eta: float) -> str:
+    entropy = f"{m['policy/entropy']:.3f}" if "policy/entropy" in m else "-"  # nothing had a gradient
     return (
         f"step {step:>{len(str(args.steps))}}/{args.steps}  reward {m['reward/mean']:.3f}  "
         f"const {m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {m['loss/policy']:+.4f}  "
-        f"gnorm {m['policy/grad_norm']:7.3f}  entropy {m.get('policy/entropy', math.nan):.3f}  lr {m['lr']:.1e}  "
+        f"gnorm {m['policy/grad_norm']:7.3f}  entropy {entropy}  lr {m['lr']:.1e}  "
         f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync {m['time/sync']:.2f})  "
         f"eta {int(eta) // 3600}:{int(eta) // 60 % 60:02}:{int(eta) % 60:02}"
     )
@@ -985,6 +993,7 @@ def main(args: argparse.Namespace) -> None:
         f"{len(train_set) // args.prompts_per_step} steps an epoch ({len(train_set) % args.prompts_per_step} examples left over in each), "
         f"{args.epochs * args.minibatches} update(s) a step\n{describe_algorithm(args)}"
         + (f"\nresumed from {checkpoint} after step {start}" if checkpoint else "")
+        + (f"\nno checkpoint in {out}: starting from --model" if args.resume == "auto" and not checkpoint else "")
         + "".join(f"\nchanged since: {change}" for change in changes)
     )
 
@@ -995,12 +1004,12 @@ def main(args: argparse.Namespace) -> None:
     eval_sampling = Sampling(args.max_new_tokens, temperature=0.0)
 
     def run_eval(step: int) -> dict[str, float]:
-        if interrupt.agreed():  # no time for it
-            return {}
+        """Metrics, on rank 0; where the run was asked to end, none, and a resumed run makes up for it."""
         with timers("eval"):
             engine.wake()
-            records = evaluate(engine, eval_set, processor, reward_fn, ctx, eval_sampling)
-        if interrupt.agreed() or not ctx.main:  # responses were cut short
+            records = evaluate(engine, eval_set, processor, reward_fn, ctx, eval_sampling, stop=interrupt.agreed)
+        finished["eval_due"] = step if interrupt.agreed() else 0
+        if finished["eval_due"] or not ctx.main:
             return {}
         summary = summarise(records)
         kinds = summary["by_answer_type"]
@@ -1011,7 +1020,7 @@ def main(args: argparse.Namespace) -> None:
                 **{f"eval/accuracy/{kind}": part["accuracy"] for kind, part in kinds.items()}}
 
     # The last whole step: what a checkpoint is of, also where a later one has begun
-    finished, saved = {"step": start, "position": position, "kl_coef": kl_coef}, start
+    finished, saved = {"step": start, "position": position, "kl_coef": kl_coef, "eval_due": 0}, start
 
     def save() -> Path | None:
         """A checkpoint of it, unless there is one; the newest."""
@@ -1026,13 +1035,18 @@ def main(args: argparse.Namespace) -> None:
         """What is said when the run was asked to end."""
         if not finished["step"]:
             return "no step was finished, so there is nothing to save"
+        if finished["step"] == start and not complete_checkpoints(out):  # --resume of another run
+            return f"no step was finished since {checkpoint}; the same command goes on from it"
         return f"stopped after step {finished['step']} of {args.steps}, saved in {save()}; the same command with --resume auto goes on"
 
+    check_room(out, args.keep, policy, optimizer, others)
     interrupt.arm(save_and_tell)
     engine.interrupted = interrupt.requested
     skipped, flat = Skipped(out, args.max_skipped), 0
     if start == 0 and eval_set:
         log.log(0, run_eval(0) | timers.pop())
+    elif eval_set and resumed.get("eval_due") == start:
+        log.amend(run_eval(start))
 
     # --- loop ----------------------------------------------------------------------------------------------------------
     began = time.perf_counter()
@@ -1117,6 +1131,7 @@ def main(args: argparse.Namespace) -> None:
 
         # 7. report
         done, last = step + 1, step + 1 == args.steps
+        finished = {"step": done, "position": position, "kl_coef": kl_coef, "eval_due": 0}
         if args.sample_every and (done % args.sample_every == 0 or done == start + 1):
             records = gather0(rollout_records(shown, by_uid))
             if ctx.main:
@@ -1140,7 +1155,6 @@ def main(args: argparse.Namespace) -> None:
         if ctx.main:
             tqdm.write(step_line(done, args, m, eta))
         bar.update()
-        finished = {"step": done, "position": position, "kl_coef": kl_coef}
         if last or done % args.save_every == 0:
             save()
         if skipped.in_a_row >= args.max_skipped:
@@ -1148,6 +1162,7 @@ def main(args: argparse.Namespace) -> None:
                             f"{out / 'skipped'}. The newest checkpoint is {save()}: lower --lr or mend the reward, then --resume auto")
 
     # --- close ---------------------------------------------------------------------------------------------------------
+    interrupt.check()
     bar.close()
     log.close()
     if start >= args.steps:

@@ -194,8 +194,13 @@ def lock_folder(out: Path, patience: float = 5.0) -> object:
 
 def read_rows(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl; a last line that was cut off is none."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.endswith("\n") else []
+        except ValueError as error:
+            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
+    return rows
 
 
 def describe_run(args: dict) -> dict:
@@ -236,6 +241,12 @@ class RunLog:
 
             self.board = SummaryWriter(out / "tensorboard", purge_step=start_step + 1)
 
+    def amend(self, metrics: dict[str, float]) -> None:
+        """Add to the last row what the run was interrupted in."""
+        if self.ctx.main:
+            *rows, last = read_rows(self.path)
+            write_text(self.path, "".join(map(json_line, [*rows, last | metrics])))
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if not self.ctx.main:
             return
@@ -255,5 +266,8 @@ def write_text(path: Path, text: str) -> None:
     with writing(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text)
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the text
         os.replace(temporary, path)

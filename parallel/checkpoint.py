@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from errors import FULL, UserError, writing
+from errors import FULL, UserError, existing, free_bytes, writing
 from model import Policy, add_lora, load_config, load_hf, lora_layers, merge_lora, read_adapter
 from sharding import BAD, attrs_of, find_bad, lora_of
 from utils import gather_dicts, print0
@@ -106,9 +106,12 @@ def run_args(checkpoint: Path) -> dict | None:
     file = checkpoint.resolve().parent.parent / "run.json"
     if not file.is_file():
         return None
-    args = read_json(file).get("args")
+    try:
+        args = read_json(file).get("args")
+    except UserError as error:
+        raise UserError(f"{error}. It holds the run's flags: remove it, and --resume goes on with those that are given") from error
     if not isinstance(args, dict):
-        raise UserError(f"{file}: damaged: it holds no args")
+        raise UserError(f"{file}: damaged: it holds no args; remove it, and --resume goes on with the flags that are given")
     return args
 
 
@@ -276,6 +279,25 @@ def _remove_leftovers(folder: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
+def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    """What they take on disk, a little overestimated."""
+    return sum(tensor.numel() * tensor.element_size() + OVERHEAD * dist.get_world_size() for tensor in tensors.values())
+
+
+def check_room(
+    out: Path, keep: int, policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, Trained] | None = None
+) -> None:
+    """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a warning if it
+    cannot hold `keep` and the one being written."""
+    needed = bytes_of(_tensors(_state({"policy": (policy, optimizer)} | (others or {}))[0]))
+    free, missing = free_bytes(out), max(1, keep + 1 - len(complete_checkpoints(out)))
+    if free < needed and shutil.disk_usage(existing(out)).total > 0:  # 0: a file system that does not say
+        raise UserError(f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some, or choose another folder")
+    if free < needed * missing:
+        print0(f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints and the one being written need "
+               f"{needed * missing / 2**30:.3g} more")
+
+
 def save_checkpoint(
     out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
     others: dict[str, Trained] | None = None, position: dict | None = None,
@@ -299,11 +321,12 @@ def save_checkpoint(
                   else "There is no earlier one: start again")
         raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower "
                         f"--lr or --max-grad-norm")
-    needed = sum(tensor.numel() * tensor.element_size() + OVERHEAD * world for tensor in tensors.values())
+    needed = bytes_of(tensors)
 
     def full(free: int) -> UserError:
-        return UserError(f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, {free} are free. "
-                         f"Free some; earlier checkpoints are intact, and --resume auto continues from the newest")
+        older = "earlier checkpoints are intact, and --resume auto continues from the newest" if complete_checkpoints(out) else (
+            "there is no earlier one")
+        return UserError(f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, {free} are free. Free some; {older}")
 
     def prepare() -> None:
         with writing(out, f"--out {out}"):
@@ -377,7 +400,18 @@ ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in PLAIN} | {
 } | {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own, because the one in C cannot be kept from giving new attributes to a class (opcode BUILD)."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) not in PLAIN:
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint: forged or damaged")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run; forged or damaged")

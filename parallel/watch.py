@@ -23,19 +23,25 @@ from utils import Context, Timers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 
 
-class Interrupt:
+class Interrupt(threading.Thread):
     """Remembers a signal until all ranks stand at the same place of the loop; `check` is that place.
 
     Until `arm`, while there is nothing to save, a signal ends the process at once. After that, `grace` seconds later at the
-    latest: a stage that takes longer than that is lost with its step, not the checkpoints before it.
+    latest: a stage that takes longer than that is lost with its step, not the checkpoints before it. A thread hears the signals,
+    because Python handlers wait for the main thread, which may be waiting for another rank.
     """
 
     def __init__(self, grace: float):
+        super().__init__(daemon=True)
         self.grace, self.number, self.since = grace, 0, 0.0
         self.save: Callable[[], str] | None = None
         self.timer: threading.Timer | None = None
+        self.pipe, heard = os.pipe()
+        os.set_blocking(heard, False)
+        signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, lambda *_: None)  # instead of what it would do; the thread does the rest
+        self.start()
 
     def arm(self, save: Callable[[], str]) -> None:
         """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it."""
@@ -60,7 +66,13 @@ class Interrupt:
                 self.timer.cancel()
             raise Interrupted(number, text)
 
-    def _handle(self, number: int, frame: object) -> None:
+    def run(self) -> None:
+        while True:
+            for number in os.read(self.pipe, 1):
+                if number in SIGNALS:
+                    self.heard(number)
+
+    def heard(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.save is None:
             self._leave(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
@@ -82,7 +94,7 @@ class Interrupt:
     @staticmethod
     def _say(text: str) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            os.write(2, f"{text}\n".encode())  # not print, in the middle of which the handler may have been called
+            os.write(2, f"{text}\n".encode())  # one call, so that no other output comes between
 
 
 class Watch(threading.Thread):
@@ -110,35 +122,49 @@ class Watch(threading.Thread):
         return f"{beat}|{self.timers.entered}|{self.timers.stage}|{socket.gethostname()} process {os.getpid()}"
 
     def run(self) -> None:
-        ranks = range(self.ctx.world)
-        now = heard = time.monotonic()
-        said = [("", now)] * len(ranks)  # of each rank: its last word, and when it came
-        moved = [(0, now)] * len(ranks)  # stages entered, and since when it is so many
-        beat = 0
-        while True:
-            time.sleep(self.period)
-            beat, now = beat + 1, time.monotonic()
-            try:
-                self.store.set(self._key(self.ctx.rank), self._word(beat))
-                words = [word.decode() for word in self.store.multi_get([self._key(r) for r in ranks])]
-            except RuntimeError:  # of the network; the store lives in torchrun, or in rank 0
-                silent = time.monotonic() - heard
-                if silent > self.limit:
-                    self._end(0, f"has not answered for {silent / 60:.3g} minutes: the store of the run is gone", "or torchrun beside it")
-                continue
-            heard = now
-            stages = [int(word.split("|")[1]) for word in words]
-            said = [old if old[0] == word else (word, now) for old, word in zip(said, words, strict=True)]
-            moved = [old if old[0] == n else (n, now) for old, n in zip(moved, stages, strict=True)]
-            for rank in ranks:
-                _, _, stage, where = words[rank].split("|")
-                # Those that wait for it have gone further, and got no further since; its own stage may have begun long before
-                ahead = [moved[other][1] for other in ranks if stages[other] > stages[rank]]
-                silent, behind = now - said[rank][1], now - max([moved[rank][1], *ahead])
-                if silent > self.limit:
-                    self._end(rank, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
-                if behind > self.limit and ahead:
-                    self._end(rank, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
+        """An exchange every few seconds. A store that is gone may raise, or never answer: then nothing stops the alarm."""
+        heard = [("", time.monotonic())] * self.ctx.world, [(0, time.monotonic())] * self.ctx.world
+        alarm, beat = self._alarm(), 0
+        try:
+            while True:
+                time.sleep(self.period)
+                beat += 1
+                try:
+                    self.store.set(self._key(self.ctx.rank), self._word(beat))
+                    words = [word.decode() for word in self.store.multi_get([self._key(r) for r in range(self.ctx.world)])]
+                except RuntimeError:  # of the network
+                    continue
+                alarm.cancel()
+                alarm = self._alarm()
+                heard = self._judge(words, *heard)
+        finally:
+            alarm.cancel()
+
+    def _alarm(self) -> threading.Timer:
+        where = "or torchrun beside it" if "TORCHELASTIC_RUN_ID" in os.environ else "which holds the run's store"
+        minutes = (self.limit + self.period) / 60
+        alarm = threading.Timer(60 * minutes, self._end, (0, f"has not answered for {minutes:.3g} minutes", where))
+        alarm.daemon = True
+        alarm.start()
+        return alarm
+
+    def _judge(self, words: list[str], said: list[tuple[str, float]], moved: list[tuple[int, float]]) -> tuple[list, list]:
+        """`said` is each rank's last word and when it came, `moved` how many stages it entered and since when. Both, brought up to
+        date; or the end of the run."""
+        now, ranks = time.monotonic(), range(len(words))
+        stages = [int(word.split("|")[1]) for word in words]
+        said = [old if old[0] == word else (word, now) for old, word in zip(said, words, strict=True)]
+        moved = [old if old[0] == n else (n, now) for old, n in zip(moved, stages, strict=True)]
+        for rank in ranks:
+            _, _, stage, where = words[rank].split("|")
+            # Those that wait for it have gone further, and got no further since; its own stage may have begun long before
+            ahead = [moved[other][1] for other in ranks if stages[other] > stages[rank]]
+            silent, behind = now - said[rank][1], now - max([moved[rank][1], *ahead])
+            if silent > self.limit:
+                self._end(rank, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
+            if behind > self.limit and ahead:
+                self._end(rank, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
+        return said, moved
 
     def _end(self, rank: int, what: str, where: str) -> None:
         text = (f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here; --resume auto "

@@ -152,9 +152,29 @@ def test_a_long_stage_counts_from_when_the_others_wait(watched):
     assert 160 < seconds <= 175 and text.startswith("error: rank 0 (")
 
 
-def test_a_store_that_is_gone_ends_the_run(watched):
-    seconds, text = watched(lambda rank, now: None if now > 1200 else f"{now}|3|rollout|h process {rank}")
-    assert 260 < seconds <= 270 and "its store is gone" in text
+@pytest.mark.parametrize("how", ["raises", "never answers"])
+def test_a_store_that_is_gone_ends_the_run(how, monkeypatch):
+    """Rank 0 may hold it: once stopped, it answers no more, and torch's client waits for ever whatever its time-out."""
+    ends, one = [], Watch(Context(1, 1, torch.device("cpu")), Timers(), minutes=0.005)  # alone, so it does not start
+
+    def gone(keys):
+        if how == "raises":
+            raise RuntimeError("Connection reset by peer")
+        time.sleep(2)
+        raise Ended
+
+    one.ctx, one.store = Context(1, 2, torch.device("cpu")), SimpleNamespace(set=lambda *_: None, multi_get=gone)
+    monkeypatch.setattr(one, "_end", lambda *what: ends.append(what))
+    monkeypatch.setattr(one, "period", 0.05 if how == "raises" else 0.2)
+    if how == "raises":
+        calls = iter(range(30))
+        one.store.set = lambda *_: next(calls)  # for a second and a half
+        with pytest.raises(StopIteration):
+            one.run()
+    else:
+        with pytest.raises(Ended):
+            one.run()
+    assert ends[0][0] == 0 and "has not answered for" in ends[0][1]
 
 
 def test_collectives_wait_longer_than_the_watch(monkeypatch):
@@ -187,13 +207,35 @@ def left(monkeypatch):
         signal.signal(number, handler)
 
 
+def send(number, until, seconds=5.0):
+    """A signal to this process, and some time for the thread that hears it."""
+    os.kill(os.getpid(), number)
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_path):
+    """It is in a C call, as in a collective, and no Python handler can run."""
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport ctypes\nfrom parallel.watch import Interrupt\n"
+            "interrupt = Interrupt(0.3)\ninterrupt.arm(lambda: 'saved')\nprint('ready', flush=True)\n"
+            "libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)\nlibc.sem_init(semaphore, 0, 0)\n"
+            "while True:\n    libc.sem_wait(semaphore)\n")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143 and time.monotonic() - began < 10
+    assert "not saved within --grace-seconds 0.3" in process.stderr.read()
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
     interrupt = Interrupt(grace=60)
     interrupt.arm(lambda: "saved in x; --resume auto goes on")
     interrupt.check()  # nothing yet
     assert not interrupt.requested() and interrupt.agreed() == 0
-    os.kill(os.getpid(), number)
+    send(number, interrupt.requested)
     assert interrupt.requested() and interrupt.agreed() == number and not left
     assert f"{number.name}: saving after this stage" in capfd.readouterr().err
     with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
@@ -203,30 +245,27 @@ def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx
 
 def test_a_signal_during_the_set_up_ends_at_once(left):
     Interrupt(grace=60)
-    os.kill(os.getpid(), signal.SIGTERM)
+    send(signal.SIGTERM, lambda: left)
     assert left[0][0] == signal.SIGTERM and "nothing was trained yet" in left[0][1]
 
 
 def test_the_grace_period_ends_a_stage_that_does_not(left):
     interrupt = Interrupt(grace=0.05)
     interrupt.arm(lambda: "saved")
-    os.kill(os.getpid(), signal.SIGTERM)
-    end = time.monotonic() + 5
-    while not left and time.monotonic() < end:
-        time.sleep(0.01)
+    send(signal.SIGTERM, lambda: left)
     assert left == [(signal.SIGTERM, "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint")]
 
 
 def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
     interrupt = Interrupt(grace=60)
     interrupt.arm(lambda: "saved")
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(2):
+        send(signal.SIGINT, lambda: False, 0.3)
     assert not left
     interrupt.since -= 2
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes on what it gets: no second Ctrl-C
+    send(signal.SIGTERM, lambda: False, 0.2)  # torchrun passes on what it gets: no second Ctrl-C
     assert not left
-    os.kill(os.getpid(), signal.SIGINT)
+    send(signal.SIGINT, lambda: left)
     assert left[0][0] == signal.SIGINT and "again: not saved" in left[0][1]
 
 
