@@ -575,9 +575,10 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
             penalties[i] = kl_coef * grpo.kl(logp, ref_logp, args.kl)
 
     # Where all of the step earned the same, only penalties differ, and to divide by their std would make each of them large
-    norm_std = args.norm_std
-    if norm_std == "batch" and args.kl_in == "reward" and kl_coef > 0 and args.adv != "gae":
-        norm_std = "batch" if global_moments(torch.tensor(rewards, dtype=torch.float64), args.tp)[1] > 0 else "none"
+    only_penalties = False
+    if args.norm_std == "batch" and args.kl_in == "reward" and kl_coef > 0 and args.adv != "gae":
+        mean, std = global_moments(torch.tensor(rewards, dtype=torch.float64), args.tp)
+        only_penalties = not std > 1e-9 * max(1.0, abs(mean))  # as in grpo.whiten: no more than the rounding of equal rewards
     if args.adv in grpo.GROUP_METHODS:  # one advantage a response: its penalties are summed
         total = torch.tensor([x - p.sum().item() for x, p in zip(rewards, penalties, strict=True)], dtype=torch.float64)
         rewards_PG = total.view(len(rollouts) // args.group_size, args.group_size)
@@ -586,9 +587,10 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
             task_PG = torch.tensor([r.task_reward for r in rollouts], dtype=torch.float64).view_as(rewards_PG)
             without = task_PG.amax(1, keepdim=True) == task_PG.amin(1, keepdim=True)
         moments = None
-        if norm_std == "batch":
+        if args.norm_std == "batch":
             moments = global_moments(grpo.group_advantages(rewards_PG, args.adv, "none").masked_fill(without, 0.0), args.tp)
-        advantages_PG = grpo.group_advantages(rewards_PG, args.adv, norm_std, moments).masked_fill(without, 0.0)
+            moments = (moments[0], 1.0) if only_penalties else moments
+        advantages_PG = grpo.group_advantages(rewards_PG, args.adv, args.norm_std, moments).masked_fill(without, 0.0)
         for r, a in zip(rollouts, advantages_PG.flatten().tolist(), strict=True):
             r.advantage, r.columns["advantage"] = a, [a] * sum(r.loss_mask)
         return {}
@@ -608,8 +610,9 @@ def set_advantages(rollouts: Sequence[Rollout], args: argparse.Namespace, kl_coe
     gamma, lam = (args.gamma, args.lam) if by_critic else (1.0, 1.0)
     advantages_BT, returns_BT = grpo.gae(rewards_BT, values_BT, mask_BT, gamma, lam)
     counted_BT = mask_BT & torch.tensor([is_used(r, args) for r in rollouts], dtype=torch.bool)[:, None]
-    if norm_std == "batch":
-        advantages_BT = grpo.whiten(advantages_BT, *global_moments(advantages_BT[counted_BT], args.tp))
+    if args.norm_std == "batch":
+        mean, std = global_moments(advantages_BT[counted_BT], args.tp)
+        advantages_BT = grpo.whiten(advantages_BT, mean, 1.0 if only_penalties else std)
     for r, advantages, returns, penalty in zip(rollouts, advantages_BT.tolist(), returns_BT.tolist(), penalties, strict=True):
         n = len(penalty)
         r.columns |= {"advantage": advantages[:n], "return": returns[:n]}

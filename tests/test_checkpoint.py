@@ -200,6 +200,20 @@ def test_a_program_in_the_metadata_is_named_and_not_run(named, copy, tmp_path):
         assert witness.exists()  # it would have
 
 
+def test_a_class_that_metadata_would_change_is_refused(tmp_path):
+    """Opcode BUILD on pathlib's class: any file's name would pass for one inside the checkpoint, in this whole process."""
+    import pathlib
+
+    forged = (pickle.PROTO + b"\x02" + pickle.GLOBAL + b"pathlib\nPosixPath\n" + pickle.NONE + b"}" + b"X\x04\x00\x00\x00name"
+              + b"X\x09\x00\x00\x00../secret" + b"s" + b"\x86" + b"b.")
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(forged)
+    with pytest.raises(UserError, match="it changes <class 'pathlib.PurePath'>, no record of a checkpoint"):
+        C.read_metadata(folder)
+    assert pathlib.PurePath("a/b").name == "b"
+
+
 def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
     policy, optimizer, out = copy
     file, witness = at(out, 4) / ".metadata", tmp_path / "witness"

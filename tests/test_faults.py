@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from test_train import rows, run, without_time, write_parquet
 
 import demo
 import train
@@ -399,6 +400,29 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     text = "".join(capfd.readouterr())
     assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
     assert train.complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
+
+
+def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
+    """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that was not interrupted."""
+    train_data, test_data = (write_parquet(tmp_path / f"{split}.parquet", demo.shapes_rows(n, split, 0))
+                             for split, n in (("train", 8), ("test", 6)))
+    (tmp_path / "reward.py").write_text(
+        "import os, signal\ncalls = 0\ndef score(response, example):\n    global calls\n    calls += 1\n"
+        "    if str(calls) == os.environ.get('SIGNAL_AT'):\n        os.kill(os.getpid(), signal.SIGTERM)\n    return len(response) % 3\n")
+
+    def start(out, **env):
+        flags = ["--model", toys["qwen2_5_vl"], "--data", train_data, "--eval-data", test_data, "--out", tmp_path / out, "--steps", 2,
+                 "--reward", f"{tmp_path}/reward.py:score", "--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 5, "--lr", 1e-3,
+                 "--resume", "auto", "--no-self-test"]
+        return run([sys.executable, "train.py", *flags], check=False, env=os.environ | env)
+
+    assert start("whole").returncode == 0
+    trial, evaluation, step = 1, 6, 12
+    cut = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 3))
+    assert cut.returncode == 143 and "stopped after step 2 of 2, saved in" in cut.stderr, cut.stderr
+    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1]
+    assert start("cut").returncode == 0
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole") and "eval/accuracy" in rows(tmp_path / "cut")[-1]
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):

@@ -56,6 +56,28 @@ def test_a_mistake_that_engine_and_trainer_share_is_named(pair, monkeypatch):
         S.self_test(*pair)
 
 
+@pytest.mark.parametrize("mistake", ["swapped sides", "text off by one"])
+def test_mistakes_in_positions_are_seen_in_bfloat16_too(mistake, pair, toys, monkeypatch):
+    """Where rounding is larger than what they change."""
+    right = M.mrope_positions
+
+    def wrong(ids, grids, image_token, merge):
+        if mistake == "swapped sides":
+            return right(ids, grids, image_token, merge)[[0, 2, 1]]
+        seen = torch.tensor([token == image_token for token in ids]).long().cumsum(0) > 0
+        text = torch.tensor([token != image_token for token in ids])
+        return right(ids, grids, image_token, merge) + (seen & text).long()
+
+    folder = str(toys["qwen3_vl"])
+    policy, hf = (M.load_hf(folder, torch.bfloat16) for _ in range(2))
+    policy, engine = M.Policy(policy, pair[4]), HFEngine(hf, pair[4], pair[1].device)
+    assert S.self_test(policy, engine, *pair[2:])
+    for module in (M, rollout):
+        monkeypatch.setattr(module, "mrope_positions", wrong)
+    with pytest.raises(ValueError, match=r"positions \(t, h, w\) of example '(one|two)' differ from transformers' from token"):
+        S.self_test(policy, engine, *pair[2:])
+
+
 @pytest.mark.parametrize("family", M.FAMILIES)
 def test_our_forward_is_transformers_own_for_every_family(family, loaded, picture):
     hf, processor = loaded[family]

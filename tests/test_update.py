@@ -242,6 +242,33 @@ def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_a
     assert [r.advantage for r in rollouts[:8]] == [0.0] * 8 and rollouts[8].advantage < 0 < rollouts[15].advantage
 
 
+@pytest.mark.parametrize("flags", ["--algo grpo --norm-std batch --kl k1 --kl-in reward --kl-coef 0.01",
+                                   "--algo reinforce++ --kl-coef 0.01"])
+def test_penalties_alone_stay_as_small_as_they_are(flags, ctx):
+    """Where all of a step earned the same, dividing by the std of penalties of 1e-6 would make them advantages of 1."""
+    rng, largest = random.Random(0), {}
+    for rewards in ([[1.0] * 4] * 2, UNEVEN):
+        args, rollouts = parse(flags), make_rollouts(rewards)
+        for r in rollouts:
+            r.columns |= {"old_logp": [rng.gauss(0, 1e-4) for _ in r.response], "ref_logp": [0.0] * len(r.response)}
+        train.set_advantages(rollouts, args, args.kl_coef)
+        largest[len(rewards)] = max(abs(a) for r in rollouts for a in r.columns["advantage"])
+    assert 0 < largest[2] < 1e-4 and largest[3] > 0.5
+
+
+def test_groups_without_a_signal_do_not_count_in_the_steps_std(ctx):
+    args = parse("--algo dapo --norm-std batch --overlong-buffer 4")
+    live, dead = [[0.0, 1.0, 1.0, 0.0]], [[0.0, -1.0, 0.0, 0.0]]  # the second differs by a penalty alone
+    alone, both = make_rollouts(live), make_rollouts(live + dead)
+    for r in both[4:]:
+        r.rewards["unpenalised"] = 0.0
+    for rollouts in (alone, both):
+        train.set_advantages(rollouts, args, 0.0)
+    assert [r.advantage for r in both[4:]] == [0.0] * 4
+    scale = (sum(r.advantage**2 for r in alone) / 3) ** 0.5, (sum(r.advantage**2 for r in both) / 7) ** 0.5
+    assert scale == pytest.approx((1.0, 1.0))
+
+
 def test_dropout_leaves_the_ratio_and_the_engines_metrics_alone(toys, ctx):
     """One update with adapters and heavy dropout: what is compared with the engine is scored without it, the ratio is 1."""
     processor = load_processor(str(toys["qwen2_5_vl"]))
