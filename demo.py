@@ -358,7 +358,7 @@ def draw_curve(run: Path, blank: float, out: Path) -> None:
     axes.set(xlabel="RL step", ylim=(0, 1.02), xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
     figure.tight_layout()
     figure.savefig(out)
 
@@ -421,6 +421,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
         draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
     print(f"\naccuracy on {after['n']} unseen pictures: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after "
           f"{steps} RL steps; with blank pictures {summary['blank_image_accuracy']:.3f}")
+    if short:
+        print("--short only shows that each stage runs; so few steps are not meant to learn anything")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")
     return summary
 

@@ -165,7 +165,14 @@ def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dic
     def safe(text: object) -> str:  # all that comes from data, from the policy or from a user's reward
         return html.escape(str(text))
 
-    cells = {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    cells = {"accuracy": facts["accuracy"]} if "accuracy" in facts else {}
+    if interval := facts.get("accuracy_ci95"):
+        cells["95% interval"] = "{:.3f} to {:.3f}".format(*interval)
+    if base := facts.get("baseline"):
+        cells |= {"baseline accuracy": base["accuracy"], "gained": base["gained"], "lost": base["lost"], "McNemar p": base["mcnemar_p"]}
+    cells |= {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    if facts.get("samples") == 1:
+        cells.pop("pass@1", None)  # the accuracy once more
     cells |= {f"accuracy: {kind}": part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
     parts = [f"<!doctype html><meta charset=utf-8><title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>"]
     parts.append("<div class=facts>" + "".join(
@@ -175,6 +182,8 @@ def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dic
     for record in records[:PAGE_RECORDS]:
         example = examples[record["uid"]]
         pictures = "".join(map(thumbnail, example.images))
+        if pictures and facts.get("blank_images"):
+            pictures = f"<div class=meta>blanked for the model</div>{pictures}"
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
         parts.append(f"<div class=card><div>{pictures or '(no picture)'}</div><div><div class=prompt>{safe(prompt)}</div>")
         parts.append(f"<div class=meta>{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b></div>")
@@ -302,16 +311,17 @@ def main(args: argparse.Namespace) -> dict:
     summary = results["model"][0] | {"data": args.data, "blank_images": args.blank_images, "temperature": args.temperature}
     if args.baseline:
         summary["baseline"] = results["baseline"][0] | compare(results["model"][1], results["baseline"][1])
+    blanked = ", pictures blanked" if args.blank_images else ""
     # told before anything is written: a disk that is full by now does not take an evaluation with it
     interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
-    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, truncated {summary['truncated']:.3f}")
+    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, truncated {summary['truncated']:.3f}{blanked}")
     for kind, part in summary["by_answer_type"].items():
         print(f"  {shown(kind):<12} {part['accuracy']:.3f}  n {part['n']}")
     if args.baseline:
         base = summary["baseline"]
         print(f"baseline {base['accuracy']:.3f}: {base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}")
     records = results["model"][1]
-    page = rollout_page(f"{args.model} on {args.data}", summary, records, {e.uid: e for e in examples})
+    page = rollout_page(f"{args.model} on {args.data}{blanked}", summary, records, {e.uid: e for e in examples})
     with writing(out, f"--out {args.out}"):
         write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
         write_text(out / "report.html", page)

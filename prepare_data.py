@@ -33,7 +33,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,7 @@ GEO3K_INSTRUCTION = (
     "Before answering, reason through the problem step by step inside <think> </think> tags. "
     "Only after that, state the final answer inside \\boxed{}."
 )
+GEO3K_HELP = "our own text, which asks for the <think> and \\boxed format that the geo3k reward checks"
 
 
 class BadRow(ValueError):
@@ -490,15 +491,21 @@ def checked(raws: Iterable[Raw], build: Callable[[Raw], Example], bad: list[str]
     raws, seen = iter(raws), {}
     with ThreadPoolExecutor(WORKERS) as pool:  # decoding and fetching release the GIL
         while chunk := list(itertools.islice(raws, CHUNK)):
-            for raw, result in zip(chunk, pool.map(attempt, chunk), strict=True):
-                if isinstance(result, Example) and result.uid in seen:
-                    other = seen[result.uid]
-                    result = BadRow(f"uid {result.uid[:200]!r} is already taken by {other}; make extra_info.uid unique")
-                if isinstance(result, BadRow):
-                    bad.append(shown(f"{raw.where}: {result}"))
-                else:
-                    seen[result.uid] = raw.where
-                    yield result
+            with closing(pool.map(attempt, chunk)) as results:  # which drops what is not begun yet: Ctrl-C is not to wait for it
+                for raw, result in zip(chunk, results, strict=True):
+                    if isinstance(result, Example) and result.uid in seen:
+                        other = seen[result.uid]
+                        result = BadRow(f"uid {result.uid[:200]!r} is already taken by {other}; make extra_info.uid unique")
+                    if isinstance(result, BadRow):
+                        bad.append(shown(f"{raw.where}: {result}"))
+                    else:
+                        seen[result.uid] = raw.where
+                        yield result
+
+
+def first_of(bad: list[str]) -> list[str]:
+    """The first few lines, and how many more there are."""
+    return bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])
 
 
 def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
@@ -506,9 +513,10 @@ def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
     if bad_rows not in ("error", "skip"):
         raise UserError(f"--bad-rows is {bad_rows!r}, expected error or skip")
     if bad and bad_rows == "error":
-        lines = "\n  ".join(bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else []))
+        lines = "\n  ".join(first_of(bad))
+        remark = " (parquet rows count from 0)" if re.search(r" row \d+: ", lines) else ""  # text files have lines
         raise UserError(
-            f"{len(bad)} of {len(bad) + good} rows are bad (parquet rows count from 0):\n  {lines}\n"
+            f"{len(bad)} of {len(bad) + good} rows are bad{remark}:\n  {lines}\n"
             "Mend them, or pass --bad-rows skip to leave them out."
         )
 
@@ -670,7 +678,7 @@ def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--image-key", default="images", help="column of the images ('' if there are none)")
     p.add_argument("--answer-key", help="column of the answer (default: reward_model.ground_truth)")
     p.add_argument("--data-source", help="task of all rows, e.g. geo3k (default: the file's data_source column)")
-    p.add_argument("--instruction", default="", help="text behind prompts that lack it; geo3k: that recipe's own")
+    p.add_argument("--instruction", default="", help=f"text behind prompts that lack it; geo3k: {GEO3K_HELP}")
     p.add_argument("--bad-rows", choices=("error", "skip"), default="error", help="what to do with unreadable rows")
 
 
@@ -1009,7 +1017,7 @@ def inspect_file(path: str, args: argparse.Namespace) -> None:
         print("image width:", spread([w for w, _ in flat]))
         print("image height:", spread([h for _, h in flat]))
         print("image bytes:", spread([len(data) for e in examples for data in e.images]))
-    for line in bad[:5]:
+    for line in first_of(bad):
         print("left out:", line)
     if args.model:
         from model import load_processor
@@ -1031,7 +1039,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--split", choices=list(SPLITS), default="train", help="which split; stored in extra_info.split")
     p.add_argument("--n", type=int, default=1000, help="shapes: how many rows")
     p.add_argument("--seed", type=int, default=0, help="shapes: seed")
-    p.add_argument("--instruction", help="text behind prompts that lack it; geo3k, its source's default: the recipe's own")
+    p.add_argument("--instruction", help=f"text behind prompts that lack it; geo3k, the default of that source: {GEO3K_HELP}")
     p.add_argument("--prompt-key", help="column of the prompt (default prompt; geo3k: problem)")
     p.add_argument("--image-key", help="column of the images (default images; '' for no images)")
     p.add_argument("--answer-key", help="column of the answer (default reward_model.ground_truth; text, geo3k: answer)")
@@ -1063,7 +1071,9 @@ def main(args: argparse.Namespace) -> None:
         return inspect_file(args.file, args)
     if args.file:
         raise UserError(f"unexpected argument {args.file!r}; pass it as --input {args.file}")
-    if args.out is None or (args.out.exists() and not args.out.is_file()) or existing(args.out.parent).is_file():
+    if args.out is None:
+        raise UserError("--out is missing: give the parquet file to write")
+    if (args.out.exists() and not args.out.is_file()) or existing(args.out.parent).is_file():
         raise UserError(f"--out is {args.out}, expected the parquet file to write, e.g. --out {args.source}.parquet")
     if args.source in ("jsonl", "csv", "parquet") and not args.input:
         raise UserError(f"{args.source} needs --input FILE")
@@ -1091,11 +1101,13 @@ def main(args: argparse.Namespace) -> None:
             count += 1
             yield example
         refuse_bad(bad, count, args.bad_rows)  # before write_examples puts the file in place
+        if bad and not count:
+            raise UserError("\n  ".join([f"nothing to write to {args.out}: all {len(bad)} rows are bad:", *first_of(bad)]))
 
     with writing(args.out, f"--out {args.out}"):
         count = write_examples(good(), args.out)
     print(f"wrote {count} rows ({args.out.stat().st_size / 2**20:.1f} MiB) to {args.out}; left out {len(bad)}")
-    for line in bad[:5]:
+    for line in first_of(bad):
         print("left out:", line)
     if args.inspect:
         inspect_file(str(args.out), args)
@@ -1106,3 +1118,6 @@ if __name__ == "__main__":
         main(parse_args())
     except UserError as e:
         sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT

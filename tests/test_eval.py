@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,18 @@ def test_page_shows_as_text_whatever_came_from_data_policy_or_reward():
     assert "<b>5</b>" in E.rollout_page("T", {}, [record], {evil: example})
 
 
+def test_page_begins_with_the_accuracy_and_the_comparison():
+    records = [record("all", [float(i < 3)]) | {"uid": str(i)} for i in range(4)]
+    facts = E.summarise(records) | {"baseline": E.summarise(records[::-1]) | {"gained": 2, "lost": 1, "mcnemar_p": 0.625}}
+    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[photo()])
+    examples = {str(i): example for i in range(4)}
+    cells = re.findall(r"class=fact><b>([^<]*)</b><span>([^<]*)</span>", page := E.rollout_page("T", facts, records, examples))
+    assert cells[:6] == [("0.75", "accuracy"), ("0.301 to 0.954", "95% interval"), ("0.75", "baseline accuracy"),
+                         ("2", "gained"), ("1", "lost"), ("0.625", "McNemar p")]
+    assert [name for _, name in cells].count("accuracy") == 1 and "pass@1" not in page and "blanked" not in page
+    assert E.rollout_page("T", facts | {"blank_images": True}, records, examples).count("blanked for the model") == 4
+
+
 def test_page_shows_thumbnails():
     small = next(shapes_rows(1, "test", 0))["images"][0]["bytes"]
     photos = [*2 * [photo(4000, 3000, "JPEG")], photo(1000, 2000, "TIFF"), photo(300, 200, "JPEG"), small]
@@ -190,10 +203,12 @@ def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
     assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
     assert result["baseline"]["mcnemar_p"] == 1.0 and result["baseline"]["accuracy"] == result["accuracy"]
     assert "accuracy 0.000" in done.stdout and (tmp_path / "e" / "report.html").read_text().count("<img") == 10
+    assert "blanked" not in done.stdout + (tmp_path / "e" / "report.html").read_text()
     two = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "eval.py", toy, "--data", data,
-               "--samples", 3, "--max-new-tokens", 3, "--out", tmp_path / "e2"])
+               "--blank-images", "--samples", 3, "--max-new-tokens", 3, "--out", tmp_path / "e2"])
     again = json.loads((tmp_path / "e2" / "eval.json").read_text())
     assert again["n"] == 10 and again["samples"] == 3 and "pass@3" in again and two.stdout.count("wrote") == 1
+    assert ", pictures blanked\n" in two.stdout and "pictures blanked</h1>" in (tmp_path / "e2" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("arguments,match", [

@@ -14,11 +14,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 import gpu  # noqa: E402
 
 
-def bench(tmp_path, *flags):
+def bench(tmp_path, *flags, code=0):
     out = tmp_path / "gpu.json"
     done = subprocess.run([sys.executable, "benchmarks/gpu.py", "--toy", "--json", out, *flags], cwd=ROOT, capture_output=True, text=True,
                           timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout.split("\n\n", 1)[1]
 
 
@@ -41,12 +41,31 @@ def test_all_parts_run_on_a_cpu(tmp_path):
 
 
 def test_what_crashes_or_hangs_is_told_and_the_rest_goes_on(tmp_path):
-    data, markdown = bench(tmp_path, "--only", "1,3,5", "--break", "1:crash,5:hang")
+    data, markdown = bench(tmp_path, "--only", "1,3,5", "--break", "1:crash,5:hang", code=1)
     status = {part["part"]: part["status"] for part in data["parts"]}
     assert status == {1: "2 of 2 failed", 3: "ok", 5: "1 of 1 failed"}
     assert all("exit code -6 (SIGABRT)" in row["error"] for row in data["parts"][0]["rows"])
     assert "hung: stopped after 2 s" in data["parts"][2]["rows"][0]["error"]
     assert "- sdpa: hung" in markdown and "| ours fused loss |" in markdown
+    assert "GiB" not in markdown and "nan" not in markdown, "a CPU has no such figures"
+
+
+def test_a_part_without_its_packages_fails_with_the_remedy(tmp_path, monkeypatch):
+    report = gpu.Report(tmp_path / "gpu.json", True)
+    parent = gpu.Parent(SimpleNamespace(toy=True, broken=""), report, tmp_path)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "pytest" else name)
+    monkeypatch.setattr(parent, "run", lambda *_, **__: pytest.fail("started"))
+    gpu.run_part(parent, 1, 60.0)
+    part = report.data["parts"][0]
+    assert part["status"] == "1 of 1 failed"
+    assert part["rows"][0]["error"] == "pytest missing: pip install -r requirements-dev.txt, or bring the wheels"
+
+
+def test_a_child_that_fails_is_told_with_its_last_error(tmp_path):
+    parent = gpu.Parent(SimpleNamespace(toy=True, broken=""), gpu.Report(tmp_path / "gpu.json", True), tmp_path)
+    for code, said in {"import nothing_here": "exit code 1: ModuleNotFoundError: No module named 'nothing_here'",
+                       "print('why', flush=True); raise SystemExit(4)": "exit code 4: why", "raise SystemExit(3)": "exit code 3"}.items():
+        assert parent.run([sys.executable, "-c", code], time.monotonic() + 30)[0] == said
 
 
 def test_too_little_memory_too_little_time_and_half_a_row(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -303,7 +304,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
     path = save(tmp_path / "f.parquet", [verl_row(0), verl_row(1, **change), verl_row(2)])
     message = message_of(path)
     assert f"{path} row 1: " in message and reason in message
-    assert "1 of 3 rows are bad" in message and "--bad-rows skip" in message
+    assert "1 of 3 rows are bad (parquet rows count from 0)" in message and "--bad-rows skip" in message
     examples, left_out = read_examples(path, bad_rows="skip")
     assert [e.extra["index"] for e in examples] == [0, 2]
     assert len(left_out) == 1 and left_out[0].startswith(f"{path} row 1: ") and reason in left_out[0]
@@ -530,8 +531,12 @@ def test_jsonl_bad_lines(tmp_path, capsys):
     for text in ("line 2: not valid JSON", "line 3: JSON list, expected an object", "line 4: no ground truth"):
         assert text in str(e.value)
     run(*command, "--bad-rows", "skip")
+    assert "count from 0" not in str(e.value), "lines count from 1"
     said = capsys.readouterr().out
-    assert "wrote 1 rows" in said and "left out 8" in said
+    assert "wrote 1 rows" in said and "left out 8" in said and said.count("left out: ") == 6 and "left out: ... and 3 more" in said
+    write_jsonl(tmp_path / "bad.jsonl", lines[1:])
+    with pytest.raises(UserError, match=r"(?s)nothing to write to .*o.parquet: all 8 rows.*line 1: not valid JSON.*\.\.\. and 3 more"):
+        run(*command[:2], tmp_path / "bad.jsonl", *command[3:], "--bad-rows", "skip")
     assert [e.extra["index"] for e in read_examples(tmp_path / "o.parquet")[0]] == [0]
     write_jsonl(source, [good])
     with pytest.raises(ValueError, match="no data_source; --data-source NAME"):
@@ -797,7 +802,7 @@ def test_inspect_other_layout(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (("geo3k",), "--out is None"),
+        (("geo3k",), "--out is missing: give the parquet file to write"),
         (("geo3k", "--out", "."), "--out is ."),
         (("jsonl", "--out", "x.parquet"), "jsonl needs --input"),
         (("csv", "--input", "a", "b", "--out", "x.parquet"), "takes one --input file, got 2: a b"),
@@ -1058,6 +1063,20 @@ def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
     for out in (path / "o.parquet", "/dev/null"):
         with pytest.raises(UserError, match="expected the parquet file to write"):
             run("parquet", "--input", path, "--out", out)
+
+
+def test_ctrl_c_ends_without_a_traceback(tmp_path):
+    command = [sys.executable, "prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
+    child = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and child.poll() is None and time.monotonic() < until:  # the draft
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=60)[1] == "interrupted\n" and child.returncode == 130
+    finally:
+        child.kill()
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------- fuzz
