@@ -44,9 +44,11 @@ def evaluate(
         part = mine[start : start + chunk]
         prompts = make_prompts([examples[i] for i in part], processor, blank)
         rollouts = engine.generate(prompts, samples, sampling)
+        asked = [examples[i] for i in part for _ in range(samples)]
+        # in one call: its time for math-verify is for all of the chunk
+        rewards = score_batch([r.text for r in rollouts], asked, reward_fn, [r.finish_reason for r in rollouts])
         for j, i in enumerate(part):
-            group = rollouts[j * samples : (j + 1) * samples]
-            rewards = score_batch([r.text for r in group], [examples[i]] * samples, reward_fn, [r.finish_reason for r in group])
+            group = slice(j * samples, (j + 1) * samples)
             records.append({
                 "index": i,
                 "uid": examples[i].uid,
@@ -54,7 +56,7 @@ def evaluate(
                 "ground_truth": examples[i].ground_truth,
                 "samples": [
                     {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": parts}
-                    for r, parts in zip(group, rewards, strict=True)
+                    for r, parts in zip(rollouts[group], rewards[group], strict=True)
                 ],
             })
     return sorted(gather0(records), key=lambda record: record["index"])

@@ -126,18 +126,23 @@ _CHARS |= str.maketrans({"¼": "\\frac14", "¾": "\\frac34"})
 _RAISED = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _LOWER = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _MEANINGS = {
-    **{"\\frac ": "frac dfrac tfrac cfrac", "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!"},
+    **{"\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript"},
+    **{"*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!"},
     **{"≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt"},
     **{"∞": "infty", "=": "equiv", "…": "ldots dots cdots dotsc"},
-    **{"≠": "ne neq", " or ": "lor vee", "°": "circ degree deg", "∠": "angle measuredangle", "△": "triangle"},
+    **{"≠": "ne neq", " or ": "lor vee", "°": "circ degree deg textdegree"},
+    **{"∠": "angle measuredangle", "△": "triangle"},
     **{"π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi", "'": "prime", "%": "%"},
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }
 _COMMANDS = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()} | {" ": " "}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
-_WRAPPERS = "text textbf textit textrm mathrm mathbf mathit mathsf bm mbox operatorname overline widehat overarc arc"
-_WRAPPER = re.compile(r"\\(?:" + "|".join(_WRAPPERS.split()) + r")\s*(?:\{([^{}\\]*)\})?")
+_WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
+_WRAPPERS += " widehat overarc arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge"
+_WRAPPER = re.compile(r"\\(?:" + "|".join(_WRAPPERS.split()) + r")(?![A-Za-z])\s*(?:\{([^{}\\]*)\})?")
+_UNSEEN = re.compile(r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}")
+_SQRT, _PI_WORD = re.compile(r"(?<![A-Za-z\\])sqrt ?(?=[\d({])"), re.compile(r"(?<![A-Za-z\\_])pi(?![A-Za-z_])")
 _THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?:(?:,\d{3})+(?![\d,])|(?: \d{3})+(?! ?[\d/]))")
 _MIXED = re.compile(
     r"(?<![\d.^])(\d{1,9})(?: ?\\frac ?(?:\{ ?(\d{1,9}) ?\} ?\{ ?(\d{1,9}) ?\}|(\d) ?(\d))| (\d{1,9})/(\d{1,9})(?!\d))"
@@ -158,11 +163,15 @@ def _normalise(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
     text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text).replace("{,}", ",")  # `\\frac`: escaped once too often
     text = re.sub(r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 ", text)
-    text = _WRAPPER.sub(lambda m: f" {m.group(1) or ''} ", text)
+    text = _WRAPPER.sub(lambda m: f" {m.group(1) or ''} ", _UNSEEN.sub(" ", text))
     text = _COMMAND.sub(lambda m: _COMMANDS.get(m.group(1), m.group()), text)
+    text = re.sub(r"^\s*\*\*([^*]*)\*\*\s*$", r"\1", text)  # Markdown's bold
+    text = _PI_WORD.sub("π", _SQRT.sub(r"\\sqrt ", text))
     text = text.replace("**", "^").replace("<=", "≤").replace(">=", "≥")
     text = re.sub(r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°", " ".join(text.split()))
-    text = re.sub(r"\^ ?(?:\{ ?° ?\}|°)", "°", text).replace("^ ", "^")
+    text = re.sub(r"\{ ?\}(?= ?[\^°])", "", text)  # `48{}^\circ`
+    text = re.sub(r"\^ ?(?:\{ ?° ?\}|°)|(?<=[\d)}]) ?\^ ?(?:\{ ?o ?\}|o(?![A-Za-z]))", "°", text)
+    text = re.sub(r"\{ ?° ?\}", "°", text).replace("^ ", "^")
     if not re.search(r"[(\[]", text):  # `(1,000)` is a point
         text = _THOUSANDS.sub(lambda m: re.sub("[, ]", "", m.group()), text)
     text = _MIXED.sub(_mixed, text).removesuffix(".").strip()
@@ -364,6 +373,7 @@ _NOTHING = {"", "none", "null", "nan", "n/a"}
 # Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), Area of △ABC, nothing. No number of its own, as in `x 47`.
 _NAME_PART = r"(?:(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
 _NAMED = re.compile(rf"(?!.*π)(?=.{{,60}}$)[ {{(]*{_NAME_PART}(?:[ {{(}}):]+{_NAME_PART})*[ }}):]*|")
+_BARE = re.compile(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]")
 _CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
 _LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 _MIRROR = str.maketrans("<>≤≥", "><≥≤")
@@ -444,6 +454,8 @@ def _same(prediction: str, truth: str, as_text: bool = True) -> bool:
         return True
 
     items, truths = _split(prediction, ",")[0], _split(truth, ",")[0]
+    if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
+        items = _split(prediction[2:-2], ",")[0]
     if len(items) > 1 or len(truths) > 1:  # a list in any order, but never more answers than asked for
         orders = permutations(items) if len(items) == len(truths) <= 4 else []
         return any(all(map(same, order, truths)) for order in orders)
@@ -454,6 +466,9 @@ def _same(prediction: str, truth: str, as_text: bool = True) -> bool:
             return True
         return ops == truth_ops and all(map(same, items, truths))
 
+    (name, _, value), exact = prediction.partition(":"), _without_unit(_split(truth, "=")[0][-1])[0]
+    if name and value and ":" not in truth and _NAMED.fullmatch(name) and not _BARE.search(exact):
+        prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
     (names, items), (truth_names, truths) = _strip_names(prediction), _strip_names(truth)
     if len(truths) > 1:
         return prediction.count("=") == truth.count("=") and "≈" not in prediction and _cas_same(prediction, truth)
@@ -513,6 +528,8 @@ def _verdict(prediction: str, answer: str) -> bool:
     if _SPECIAL.search(prediction):
         raise _Unreadable("a special token in the answer")
     p = _normalise(prediction)
+    if re.search(r"\\(?:boxed|fbox)", p):  # math-verify would read that box alone, and drop what stands around it
+        raise _Unreadable("a box in the answer")
     if letter := re.fullmatch(r"\(? ?([A-H]) ?\)?", t):
         return _choice_is(p, letter.group(1))
     if re.fullmatch(r"[A-Za-z][A-Za-z -]{2,}", t):
@@ -583,6 +600,7 @@ class _Cas:
         """None if idle, else what it was asked (None: it is starting) and when it is late."""
         self.verdicts: dict[tuple[str, str], bool] = {}  # a group repeats its answers; one that hangs costs its time once
         self.waiting: dict[tuple[str, str], None] | None = None  # while `score_batch` collects questions
+        self.unsure: list[tuple[str, str]] = []  # without a reply: wrong in this batch, and asked again in the next
         self.left = math.inf  # seconds that the present batch may still spend here
         self.owner = 0  # pid: a forked copy of this process must not share the pipes
         self.lock = threading.Lock()
@@ -591,7 +609,7 @@ class _Cas:
         """Whether math-verify calls the two raw LaTeX strings the same; False, and counted, if that cannot be had in time."""
         pair = (prediction, answer)
         if pair not in self.verdicts:
-            if self.waiting is not None:
+            if self.waiting is not None and self.left > 0:
                 self.waiting[pair] = None
                 raise _Later
             self.ask([pair])
@@ -661,6 +679,7 @@ class _Cas:
                         "Try `python -c 'import math_verify'`; if that fails: pip install -r requirements.txt"
                     )
                 grader_stats["cas_timeout" if line is None else "cas_crash"] += 1
+                self.unsure += [pair] if pair else []
             if pair is not None:
                 self.verdicts[pair] = line == b"true\n"
                 if len(self.verdicts) > 4096:
@@ -738,7 +757,7 @@ _ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
 def register(task: str) -> Callable:
     """Decorator: make `function(response, example, finish_reason) -> {"reward": total, ...}` the reward of `task`.
 
-    A function that uses `same_answer` is called a second time for answers that wait for math-verify.
+    A function that uses `same_answer` is called again for answers that wait for math-verify.
     """
 
     def add(function: Callable) -> Callable:
@@ -771,7 +790,7 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 def _plain(text: str) -> str:
     text = " ".join(text.casefold().replace("$", " ").split())  # first: the patterns below are slow on runs of spaces
-    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|boldsymbol) ?\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\^? ?\{? ?\\(?:circ|degree) ?\}?|°|\bdegrees?\b", " ", text)
     return " ".join(text.split()).removesuffix(".").rstrip()
 
@@ -828,7 +847,7 @@ def _checked(result: Any, uid: str, response: str) -> dict[str, float]:
         raise UserError(f"row {uid!r}: the reward returned {reprlib.repr(parts)} without a total; add the key 'reward'")
     checked = {}
     for name, value in parts.items():
-        if name in ("mean", "constant_groups"):
+        if name in ("mean", "constant_groups", "unpenalised", "overlong"):
             raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric of train.py, reward/{name}; rename it")
         number = value.item() if getattr(value, "shape", None) == () else value  # numpy's and torch's scalars
         known = isinstance(number, numbers.Real | Decimal) and not (isinstance(number, Decimal) and number.is_nan())
@@ -931,26 +950,29 @@ def score_batch(
 ) -> list[dict[str, float]]:
     """Parts of each response, in order; one example (and finish reason) per response, repeated within a group.
 
-    One call after another, in this thread; answers that need math-verify are put off and asked together, CAS_BUDGET_S in all.
+    One call after another, in this thread; answers that need math-verify are put off and asked together, CAS_BUDGET_S
+    in all, in as many rounds as an answer has questions that follow from each other: a list has up to 16.
     """
     reasons = ["stop"] * len(responses) if finish_reasons is None else finish_reasons
     if not len(responses) == len(examples) == len(reasons):
         raise ValueError(
             f"{len(responses)} responses, {len(examples)} examples and {len(reasons)} finish reasons; give one of each"
         )
-    parts, later = [], []
-    _cas.left, _cas.waiting = CAS_BUDGET_S, {} if reward_fn is score else None  # a custom function is called only once
+    parts, later = [{}] * len(responses), list(range(len(responses)))
+    _cas.left = CAS_BUDGET_S
+    while _cas.unsure:  # late on a machine that was busy then
+        _cas.verdicts.pop(_cas.unsure.pop(), None)
     try:
-        for i, (response, example, reason) in enumerate(zip(responses, examples, reasons, strict=True)):
-            try:
-                parts.append(reward_fn(response, example, finish_reason=reason))
-            except _Later:
-                parts.append({})
-                later.append(i)
-        asked, _cas.waiting = _cas.waiting, None
-        _cas.ask(asked or ())
-        for i in later:
-            parts[i] = reward_fn(responses[i], examples[i], finish_reason=reasons[i])
+        while later:
+            todo, later = later, []
+            _cas.waiting = {} if reward_fn is score else None  # a custom function is called only once
+            for i in todo:
+                try:
+                    parts[i] = reward_fn(responses[i], examples[i], finish_reason=reasons[i])
+                except _Later:
+                    later.append(i)
+            asked, _cas.waiting = _cas.waiting, None
+            _cas.ask(asked or ())
     finally:
         _cas.left, _cas.waiting = math.inf, None
     return parts

@@ -51,6 +51,11 @@ MM = {"mm": 1, "cm": 10, "m": 1000, "km": 10**6, "in": Fraction(254, 10), "ft": 
 UNITS = [None, *[(name, power) for name in MM for power in (1, 2, 3)], ("°", 1), ("unit", 1), ("unit", 2)]
 
 
+DRESSES = ["$%s$", "\\(%s\\)", "{ %s }", "%s.", "\\displaystyle %s", "\\[%s\\]", "\\textbf{%s}"]
+DRESSES += ["\\boldsymbol{ %s }", "{\\bf %s}"]
+DRESSES += ["\\textsf{\\Large{%s}}", "\\left.%s\\right.", "\\textcolor{red}{%s}", "\\color{blue} %s", "\\underline{%s}"]
+
+
 @dataclass
 class Answer:
     kind: str  # number, never (a hedge, nonsense, no value), list, point, ratio, relation, choice, text
@@ -333,7 +338,7 @@ class Grammar:
             )
             a.text = f"{name} = {a.text}"
         if self.chance(0.15):
-            a.text = self.pick(["$%s$", "\\(%s\\)", "{ %s }", "%s.", "\\displaystyle %s", "\\[%s\\]"]) % a.text
+            a.text = self.pick(DRESSES) % a.text
         return a
 
     def rounded(self, value: Value) -> Answer:

@@ -147,6 +147,42 @@ OR = 48 | 48
 \\sqrt{x-50} | \\sqrt{-50+x}
 (-\\infty, 60) | (-∞,60)
 |-3| = 3 | 3
+\\textbf{48} | 48
+\\textit{48} | 48
+\\textsf{48} | 48
+\\textbf{(A)} | A
+\\textrm{A} | A
+\\textbf{\\textit{A}} | A
+**A** | A
+\\textbf{2:3} | 2:3
+\\textbf{4.2 cm} | 4.2
+\\textbf{$\\frac{48}{11}$} | \\frac{48}{11}
+\\boldsymbol{48} | 48
+\\bf 48 | 48
+{\\bf 48} | 48
+\\underline{48} | 48
+\\Large{48} | 48
+\\textcolor{red}{48} | 48
+48\\rm{cm} | 48 cm
+48\\textdegree | 48
+48 cm\\textsuperscript{2} | 48 cm^2
+48{}^\\circ | 48
+48{^\\circ} | 48
+48^{\\text{o}} | 48
+60^o | 60
+60^{\\mathrm{o}} | 60^\\circ
+\\left.\\frac{48}{11}\\right. | \\frac{48}{11}
+\\sfrac{48}{11} | \\frac{48}{11}
+4\\nicefrac{4}{11} | \\frac{48}{11}
+5sqrt(3) | 5\\sqrt{3}
+5*sqrt(3)/2 | \\frac{5\\sqrt{3}}{2}
+4 pi | 4\\pi
+x: 48 | 48
+x: 48 | x = 48
+\\text{Area}: 48 \\text{ cm}^2 | 48
+x:y | \\frac{x}{y}
+\\left\\{4, 3\\right\\} | 3, 4
+\\arcsin(1) | \\frac{\\pi}{2}
 """
 WRONG = """
 3 \\text{ or } 4 | 3
@@ -252,6 +288,29 @@ x = |47| = 48 | 48
 (B) C | B
 48<|im_start|> | 48
 B. <|im_end|> | B
+\\textbf{47} 48 | 48
+\\textbf{47}, 48 | 48
+4\\textbf{8} | 48
+\\textit{B} | A
+\\textcolor{red}{47} 48 | 48
+**47** 48 | 48
+47 \\boxed 48 | 48
+47 \\fbox 48 | 48
+47 ＼boxed 48 | 48
+\\exists 48 \\lfloor \\boxed 47 | 47
+\\left.5\\right. | 0.5
+2^{o}8 | 28
+48 o | 48
+\\sqrt{}^2 48 | 48
+x: 47 | 48
+y: 48 | x = 48
+x: 47 = 48 | 48
+x: 48 | \\frac{x}{47}
+47: 48 | 48
+20 | 20\\%
+\\{3,4,5\\} | 3, 4
+\\{3,4 | 3, 4
+pi | p
 """
 
 
@@ -476,6 +535,66 @@ def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
     assert 2 <= reward.CAS_WORKERS <= 4
 
 
+def test_lists_of_a_batch_are_asked_together(quick_cas, monkeypatch):
+    rounds = []
+
+    def ask(questions):
+        rounds.append(len(list(questions)))
+        reward._cas.verdicts.update((q, q[0][-1] == q[1]) for q in questions)
+
+    monkeypatch.setattr(reward._cas, "ask", ask)
+    lists = [f"\\log_{n}{{3}}, \\log_{n}{{4}}" for n in "23567"]
+    monkeypatch.setattr(reward, "_cas_same", lambda a, b: reward._cas.same(a.rstrip("}"), b))
+    for truth, right in (("4, 3", 1.0), ("4, 5", 0.0)):
+        parts = reward.score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
+        assert [part["accuracy"] for part in parts] == [right] * 5
+    assert sum(rounds) >= 20 and set(rounds) <= {0, 5} and len(rounds) <= 10
+
+
+def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkeypatch):
+    def accuracy():
+        return reward.score_batch(["\\boxed{\\log_2 32}"] * 3, [example("5")] * 3)[-1]["accuracy"]
+
+    assert reward.same_answer("\\log_2 8", "3")
+    with monkeypatch.context() as busy:
+        busy.setattr(reward, "CAS_TIMEOUT_S", 0.0)
+        assert accuracy() == 0.0 and reward.grader_stats["cas_timeout"] == 1
+    with monkeypatch.context() as short:
+        short.setattr(reward, "CAS_BUDGET_S", 0.0)
+        assert accuracy() == 0.0 and reward.grader_stats["cas_budget"] == 3
+    monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 3.0)
+    assert accuracy() == 1.0
+
+
+def test_evaluation_has_one_budget_per_chunk(monkeypatch):
+    import eval as evaluation
+    from rollout import Sampling
+
+    calls, rows = [], [example(str(n)) for n in range(5)]
+    for n, row in enumerate(rows):
+        row.uid = str(n)
+
+    def counted(responses, examples, *more):
+        calls.append(len(responses))
+        return reward.score_batch(responses, examples, *more)
+
+    class Engine:
+        def generate(self, prompts, samples, sampling):
+            texts = [f"\\boxed{{{int(p.ground_truth) + s}}}" for p in prompts for s in range(samples)]
+            return [SimpleNamespace(text=t, finish_reason="stop", response=[1, 2]) for t in texts]
+
+    monkeypatch.setattr(evaluation, "score_batch", counted)
+    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank: examples)
+    monkeypatch.setattr(evaluation, "gather0", lambda records: records)
+    ctx = SimpleNamespace(rank=0, world=1)
+    records = evaluation.evaluate(Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0), samples=2, chunk=3)
+    assert calls == [6, 4]
+    assert [(r["index"], r["uid"], r["ground_truth"]) for r in records] == [(n, str(n), str(n)) for n in range(5)]
+    for n, record in enumerate(records):
+        assert [s["text"] for s in record["samples"]] == [f"\\boxed{{{n}}}", f"\\boxed{{{n + 1}}}"]
+        assert [s["rewards"]["accuracy"] for s in record["samples"]] == [1.0, 0.0]
+
+
 def test_cas_from_threads(quick_cas):
     verdicts = {}
 
@@ -588,6 +707,9 @@ def test_format_is_linear():
         ("\\boxed{45°}", "45", 1, 1),
         ("\\boxed{45 degrees}", "45", 1, 1),
         ("\\boxed{\\text{light blue}}", "light  blue", 1, 1),
+        ("\\boxed{\\textbf{Red}}", "red", 1, 1),
+        ("\\boxed{\\mathrm{red}}", "red", 1, 1),
+        ("\\boxed{\\textbf{blue}}", "red", 0, 1),
         ("\\boxed{blue}", "red", 0, 1),
         ("\\boxed{red or blue}", "red", 0, 1),
         ("It is \\boxed{red}", "red", 1, 0),
@@ -707,6 +829,12 @@ def test_reward_parts_are_bounded():
         with pytest.raises(reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret") as caught:
             checked(value)
         assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("name", ["mean", "constant_groups", "unpenalised", "overlong"])
+def test_names_that_train_adds_are_reserved(name):
+    with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
+        reward._checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
 
 
 def test_what_a_reward_raises_says_where(tmp_path):
