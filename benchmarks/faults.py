@@ -678,26 +678,25 @@ def can_mount(toy: Toy) -> bool:
         return False
 
 
+BROKE_OFF = "broke off, by a bug of this script"
+
+
 def one(toy: Toy, name: str, ranks: int, result: Path) -> None:
     """One scenario on so many ranks, in a process of its own; its outcome as JSON."""
     function, _, title = SCENARIOS[name]
     tally, began = Tally(), time.monotonic()
     RUNS.clear()  # those of the parent are other scenarios
+    text = BROKE_OFF
     try:
-        if name in MOUNTS and not can_mount(toy):
-            text = "not run: cannot mount a tmpfs (needs root)"
-            tally.case(name, {text: False})
-        else:
-            text = function(toy, ranks, tally)
-    except Exception:  # noqa: BLE001  a bug of this script is a case that did not hold, and its traceback is shown
-        text = "broke off"
-        tally.case(name, {traceback.format_exc(): False})
+        text = function(toy, ranks, tally) if name not in MOUNTS or can_mount(toy) else "not run: cannot mount a tmpfs (needs root)"
     finally:
         for run in RUNS:
             run.kill()
-    row = {"name": name, "scenario": title, "ranks": ranks, "cases": tally.cases, "held": tally.held, "what": text,
-           "seconds": round(time.monotonic() - began, 1), "failures": tally.failures}
-    result.write_text(json.dumps(row))
+        if text == BROKE_OFF or text.startswith("not run"):
+            tally.case(name, {text: False})
+        row = {"name": name, "scenario": title, "ranks": ranks, "cases": tally.cases, "held": tally.held, "what": text,
+               "seconds": round(time.monotonic() - began, 1), "failures": tally.failures}
+        result.write_text(json.dumps(row))
 
 
 def table(rows: list[dict]) -> str:
@@ -746,6 +745,8 @@ def main() -> int:
                           flush=True)
                     for failure in row["failures"]:
                         print(f"  DID NOT HOLD {failure}", flush=True)
+                    if row["what"] == BROKE_OFF:
+                        print(run.text, flush=True)
             time.sleep(0.05)
         done = [rows[key] for key in wanted]
     finally:
