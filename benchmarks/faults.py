@@ -67,7 +67,7 @@ def fill(path):
             while file.write(bytes(4096)):
                 pass
         except OSError:
-            pass
+            file.truncate(max(0, file.tell() - int(os.environ.get("FAULT_ROOM", 0))))
 """
 
 
@@ -608,12 +608,18 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
     """No space: for a checkpoint, for a page of rollouts, at the start; for eval, merge and prepare."""
     size = sum(f.stat().st_size for f in (toy.folder / f"begun{ranks}").rglob("*") if f.is_file())
     one = sum(f.stat().st_size for f in (toy.folder / f"begun{ranks}/checkpoints/step_{BEGUN:06d}").iterdir())
-    with disk(toy, size + one // 2) as place:
-        out = toy.begun(ranks, place)
-        run = toy.train(out, ranks=ranks).wait()
+
+    def fills(rank: int) -> None:  # in the first step, after the trial call, and leaves half of what a checkpoint needs
+        os.environ.update(FAULT_AFTER="1", FAULT_FILL=str(filler), FAULT_ROOM=str(one // 2)) if rank == 0 else None
+
+    with disk(toy, size + 4 * one) as place:
+        out, filler = toy.begun(ranks, place), place / "filler"
+        run = toy.train(out, ranks=ranks, before=fills).wait()
         checks = one_line(run, "disk full", "bytes", "free") | {"older checkpoints verify": verified(out) and newest(out) == BEGUN}
         checks |= {"metrics of all steps are there": len(read_rows(out / "metrics.jsonl")) == STEPS} if ranks == 1 else {}
-        remount(place, f"size={size + 4 * one}")
+        late = toy.train(out, ranks=ranks).wait()
+        checks |= says(late, "disk full: a checkpoint needs") | {"refused before the first step": f"step {BEGUN + 1}/" not in late.text}
+        filler.unlink()
         tally.case("a checkpoint", checks | toy.goes_on(out, ranks), run)
     if ranks > 1:
         return "one line with bytes needed and free, older checkpoints good; after space was made, equal bit for bit"
