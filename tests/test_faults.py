@@ -402,6 +402,13 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     assert train.complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 
+def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_path):
+    """Equal rewards, and a policy that is still its reference: no gradient, and a KL of 0 that would lower the coefficient."""
+    start("return 1.0", "--algo", "rloo", "--kl-coef", 0.1, "--kl-in", "reward", "--kl-target", 0.01, "--kl-horizon", 50, "--steps", 3)
+    logged = rows(tmp_path / "out")
+    assert [row["kl/coef"] for row in logged] == [0.1] * 3 and {row["update/steps"] for row in logged} == {0}
+
+
 def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
     """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that was not interrupted."""
     train_data, test_data = (write_parquet(tmp_path / f"{split}.parquet", demo.shapes_rows(n, split, 0))
