@@ -250,7 +250,7 @@ def newest(out: Path) -> int:
 
 
 def kills(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL at random moments, again and again along one run; with two ranks, to all or to one, whose peer must end by itself."""
+    """SIGKILL at random moments, again and again along one run; with two ranks, to all or to one, and then the other must end by itself."""
     rng, wanted, ends, after = random.Random(toy.seed + ranks), 3 if toy.quick else 25, [], []
     while tally.cases < wanted:
         out, killed, checks = toy.new(), 0, {}
@@ -274,7 +274,7 @@ def kills(toy: Toy, ranks: int, tally: Tally) -> str:
             checks[f"kill {killed}: checkpoints verify"] = newest(out) == 0 or verified(out)
         checks[f"the last start: exit {run.codes}"] = run.codes == [0] * ranks
         tally.case("random kills", checks | toy.equal(out, ranks), run, max(killed, 1))
-    alone = f"; peers of a killed rank ended by themselves after {min(ends):.1f} to {max(ends):.1f} s" if ends else ""
+    alone = f"; the rank beside a killed one ended by itself after {min(ends):.1f} to {max(ends):.1f} s" if ends else ""
     return f"with {sum(x == 0 for x in after)} of them before the first checkpoint; resumed runs equal bit for bit{alone}"
 
 
