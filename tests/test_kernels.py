@@ -1,4 +1,4 @@
-"""The policy head against float64 definitions, plain torch and Triton alike.   pytest tests/test_kernels.py
+"""The policy head against float64 definitions, in plain torch and in Triton.   pytest tests/test_kernels.py
 
 On a CPU the Triton kernels run in Triton's interpreter (see conftest.py), on a GPU they are compiled.
 """
@@ -7,14 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import grpo
 import kernels
 from grpo import PolicyLoss
-from kernels import fused_policy_loss, linear_logprob, resolve_kernel, triton_score
+from kernels import fused_policy_loss, linear_logprob, resolve_kernel, triton_logprob
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -62,7 +64,7 @@ def small_blocks(monkeypatch, rows, vocab):
 def test_values_and_gradients_equal_float64(kernel, n, h, v, temperature, ban, monkeypatch):
     small_blocks(monkeypatch, 7, v)  # several blocks and a ragged last one
     if kernel == "triton by blocks":
-        monkeypatch.setattr(kernels, "scorable", lambda *_: False)
+        monkeypatch.setattr(kernels, "fits_descriptors", lambda *_: False)
     hidden, weight, targets, g1, g2 = case(n, h, v, scale=2.0)
     banned = torch.tensor([v - 1, v - 3], device=DEVICE) if ban else None
     results = []
@@ -104,7 +106,7 @@ def test_gradients_by_finite_differences(kernel):
 @pytest.mark.parametrize("shift", [-3000.0, 3000.0])
 def test_rows_of_very_large_and_very_negative_logits(kernel, shift, monkeypatch):
     if kernel == "triton by blocks":
-        monkeypatch.setattr(kernels, "scorable", lambda *_: False)
+        monkeypatch.setattr(kernels, "fits_descriptors", lambda *_: False)
     hidden, weight, targets, g1, g2 = case(6, 7, 40)
     hidden = torch.cat([hidden, torch.ones(6, 1, device=DEVICE)], dim=1).requires_grad_()
     weight = torch.cat([weight, torch.full((40, 1), shift, device=DEVICE)], dim=1)
@@ -132,32 +134,54 @@ def test_certain_rows_have_no_entropy_and_no_gradient(kernel):
     assert hidden.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("kernel", ["torch", "triton", "triton by blocks"])
+def test_a_banned_target_has_no_probability(kernel, monkeypatch):
+    if kernel == "triton by blocks":
+        monkeypatch.setattr(kernels, "fits_descriptors", lambda *_: False)
+    small_blocks(monkeypatch, 3, 48)
+    hidden, weight, targets, *_ = case(5, 8, 48)
+    targets[[1, 4]] = torch.tensor([2, 47], device=DEVICE)
+    banned = torch.cat([torch.arange(16, device=DEVICE), torch.tensor([47], device=DEVICE)])  # all of the first tile
+    logp, entropy = linear_logprob(hidden, weight, targets, 1.0, banned, kernel.split()[0])
+    want = reference(hidden, weight, targets, 1.0, banned)
+    assert (logp == -torch.inf).tolist() == (want[0] == -torch.inf).tolist() and logp[4] == logp[1] == -torch.inf
+    close(logp.exp(), want[0].exp())
+    close(entropy, want[1])
+
+
 @pytest.mark.parametrize("tile", [(16, 32, 16), (16, 64, 32)])
-def test_the_scoring_kernel_splits_the_vocabulary_as_it_likes(tile):
+def test_the_logprob_kernel_splits_the_vocabulary_as_it_likes(tile):
     hidden, weight, targets, *_ = case(70, 40, 301, scale=2.0)
     banned = torch.tensor([297, 299, 300], device=DEVICE)
-    for a, b in zip(triton_score(hidden, weight, targets, 0.8, banned, tile), reference(hidden, weight, targets, 0.8, banned), strict=True):
+    for a, b in zip(triton_logprob(hidden, weight, targets, 0.8, banned, tile), reference(hidden, weight, targets, 0.8, banned), strict=True):
         close(a, b)
     half = hidden.half(), weight.half()
-    for a, b in zip(triton_score(*half, targets, 0.8, banned, tile), reference(*half, targets, 0.8, banned), strict=True):
+    for a, b in zip(triton_logprob(*half, targets, 0.8, banned, tile), reference(*half, targets, 0.8, banned), strict=True):
         close(a, b)  # 16-bit inputs, sums in fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_gradients_take_the_place_of_the_logits(dtype):
     """On a GPU with 16-bit inputs dz is written over the fp32 logits that it is made from, in half of their room."""
-    *_, targets, g1, g2 = case(5, 4, 300)
-    hidden, weight, *_ = case(5, 4, 300)
-    head = kernels._Head(hidden, weight, targets, 0.9, None, "triton")
-    block = kernels._TritonBlock(head, slice(0, 5))
-    logits = block.z_RV.clone().double().requires_grad_()
+    hidden, weight, targets, g1, g2 = case(5, 4, 300)
+    head = kernels._TritonHead(hidden.to(dtype), weight.to(dtype), targets, 0.9, None, (False, False))
+    head.statistics(slice(0, 5))
+    logits = head.z_RV.clone().double().requires_grad_()
     logp = (logits / 0.9).log_softmax(-1)
     (logp.gather(1, targets[:, None])[:, 0] @ g1.double() - (logp.exp() * logp).sum(-1) @ g2.double()).backward()
-    dz = block.dz_RV = kernels._narrowed(block.z_RV, dtype)
-    block.add_products = lambda live: None
-    block.backward(g1, g2)
-    assert dz.data_ptr() == block.z_RV.data_ptr() and dz.dtype == dtype and dz.shape == (5, 300)
-    torch.testing.assert_close(dz, logits.grad.to(dtype), rtol=2**-7, atol=1e-6)
+    alive = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient: row 4's, made from other logits, takes its place
+    ((columns, dz),) = head.logit_gradients(alive, g1[alive], g2[alive])
+    assert dz.data_ptr() == head.z_RV.data_ptr() and dz.dtype == dtype and dz.shape == (3, 300)
+    assert range(300)[columns] == range(300)
+    torch.testing.assert_close(dz, logits.grad[alive].to(dtype), rtol=2**-7, atol=1e-6)
+
+
+def test_live_rows_close_ranks_in_place():
+    for pattern in range(2**6):
+        live = torch.tensor([bool(pattern >> i & 1) for i in range(6)], device=DEVICE)
+        source = kernels._close_ranks(live).tolist()
+        assert sorted(source) == live.nonzero()[:, 0].tolist()
+        assert all(row == place or row >= len(source) for place, row in enumerate(source))  # nothing read is overwritten
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -320,6 +344,102 @@ def values_of(n, advantage):
     return {"advantage": torch.full((n,), advantage, device=DEVICE), "weight": torch.ones(n, device=DEVICE)}
 
 
+# --- One definition of the loss -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_edit_of_policy_loss_is_what_trains(name, kernel, monkeypatch):
+    """The first thing that a reader changes: ten times the loss is ten times the gradient, on every device."""
+    loss = replace(LOSSES[name], kl=None, entropy_coef=0.0)  # the terms that policy_loss does not make
+    hidden, weight, targets, *_ = case(39, 16, 333, scale=2.0)
+    tokens = columns(reference(hidden, weight, targets, 1.0, None)[0])
+
+    def edited(*args, **kwargs):
+        loss_K, indicators = policy_loss(*args, **kwargs)
+        return 10.0 * loss_K, indicators
+
+    policy_loss = grpo.policy_loss
+    results = []
+    for definition in (policy_loss, edited):
+        monkeypatch.setattr(grpo, "policy_loss", definition)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        total = fused_policy_loss(x, w, targets, loss, tokens, kernel=kernel)[0]
+        total.backward()
+        results.append((total.detach(), x.grad, w.grad))
+    for before, after in zip(*results, strict=True):
+        assert before.abs().max() > 0
+        torch.testing.assert_close(after, 10.0 * before, rtol=1e-4, atol=1e-6)
+
+
+@dataclass
+class Tokens:
+    """Columns in an object of their own, with the names that packing.TokenBatch has."""
+
+    rollout: torch.Tensor
+    weights: torch.Tensor
+    old_logps: torch.Tensor
+
+    def __getitem__(self, rows: slice) -> "Tokens":
+        return Tokens(self.rollout[rows], self.weights[rows], self.old_logps[rows])
+
+
+class Squared:
+    """A loss that kernels.py has never heard of."""
+
+    per_token = True
+
+    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor]:
+        return (tokens.weights * ((logp_R - tokens.old_logps) ** 2 + 0.1 * logp_R * entropy_R),)
+
+
+class SquaredMean:
+    """One that couples the tokens of a sequence: the square of their mean."""
+
+    per_token = False
+
+    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor]:
+        _, index_R, count = tokens.rollout.unique_consecutive(return_inverse=True, return_counts=True)
+        sums = torch.zeros_like(logp_R[: len(count)]).index_add(0, index_R, logp_R - tokens.old_logps)
+        return (tokens.weights * (sums / count)[index_R] ** 2,)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("loss", [Squared(), SquaredMean()], ids=["squared", "squared mean"])
+def test_a_new_loss_trains_under_every_kernel(loss, kernel, monkeypatch):
+    small_blocks(monkeypatch, 7, 333)  # sequences shorter and longer than a block
+    hidden, weight, targets, *_ = case(39, 16, 333, scale=2.0)
+    banned = torch.tensor([330, 332], device=DEVICE)
+    x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp, entropy = reference(x, w, targets, 0.7, banned)
+    given = columns(logp.detach())
+    tokens = Tokens(given["sequence"], given["weight"], given["old_logp"])
+    exact = Tokens(tokens.rollout, tokens.weights.double(), tokens.old_logps.double())
+    want = loss(logp, entropy, exact)[0].sum()
+    want.backward()
+    y, u = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total, *_ = fused_policy_loss(y, u, targets, loss, tokens, 0.7, banned, kernel)
+    total.backward()
+    for got, exactly in [(total.detach(), want.detach()), (y.grad, x.grad), (u.grad, w.grad)]:
+        close(got, exactly)
+
+
+def test_a_loss_says_whether_it_couples_tokens():
+    """No default: a loss of whole sequences that got pieces of them would train on other numbers, and say nothing."""
+    hidden, weight, targets, *_ = case(3, 8, 50)
+    with pytest.raises(AttributeError, match="per_token"):
+        fused_policy_loss(hidden.requires_grad_(), weight, targets, lambda logp, *_: (logp,), {})
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_the_gradient_is_handed_out_once(kernel):
+    hidden, weight, targets, *_ = case(3, 8, 50)
+    total = fused_policy_loss(hidden.requires_grad_(), weight, targets, PolicyLoss(), values_of(3, 1.0), kernel=kernel)[0]
+    total.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="second backward"):
+        total.backward()
+
+
 # --- Choosing, refusing, compiling ----------------------------------------------------------------------------------------
 
 
@@ -356,20 +476,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import kernels
 
-pointers = dict(z="*fp32", dz="*bf16", targets="*i64", banned="*u8", live_R="*i1", parts="*fp32",
+pointers = dict(z="*fp32", dz="*bf16", targets="*i64", source_N="*i64", allowed="*u8", partial="*fp32",
                 hidden="tensordesc<bf16[128, 64]>", weight="tensordesc<bf16[256, 64]>")
 integers = ("stride", "dz_stride", "V", "K", "H", "splits", "split_tiles")
-row = dict(BANNED=True, BLOCK=4096)
-score = dict(PROGRAMS=132, GROUP=32, BANNED=True, BM=128, BN=256, BK=64)
-report = {}
-for kind, kl in zip([*kernels.INLINED, "clip"], ("none", "k1", "k2", "k3", "abs"), strict=True):
-    report[f"loss {kind} {kl}"] = (kernels._loss_kernel, row | dict(KIND=kind, DUAL=True, KL=kl, TIS=True, ON_POLICY=False), 3)
-report |= {"statistics": (kernels._statistics_kernel, row, 3), "gradient": (kernels._gradient_kernel, row, 3),
-           "score": (kernels._score_kernel, score, 4)}
+tiles = dict(PROGRAMS=132, GROUP=32, BM=128, BN=256, BK=64)
+report = {"statistics": (kernels._statistics_kernel, dict(BLOCK=4096), 3),
+          "gradient": (kernels._gradient_kernel, dict(BLOCK=4096), 3),
+          "logprob": (kernels._logprob_kernel, tiles, 4)}
+
+
+def type_of(name, constants):
+    if name in constants:
+        return "constexpr"
+    if name in integers:
+        return "i32"
+    return pointers.get(name, "*fp32" if name.endswith(("_R", "_N")) else "fp32")
+
+
 for name, (kernel, constants, stages) in report.items():
-    types = {n: "constexpr" if n in constants else "i32" if n in integers else pointers.get(n, "*fp32" if n.endswith("_R") else "fp32")
-             for n in kernel.arg_names}
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): value for n, value in constants.items()}, {})
+    types = {argument: type_of(argument, constants) for argument in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    source = ASTSource(kernel, types, fixed, {})
     built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": stages})
     report[name] = {"shared": built.metadata.shared, "wgmma": built.asm["ptx"].count("wgmma.mma_async"),
                     "tma": built.asm["ptx"].count("cp.async.bulk.tensor"), "cubin": len(built.asm["cubin"])}
@@ -384,5 +511,6 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert all(built["cubin"] > 1000 for built in report.values())
-    score = report["score"]
-    assert score["wgmma"] > 0 and score["tma"] > 0 and score["shared"] <= 227 * 1024  # tensor cores, bulk copies, room on an SM
+    logprob = report["logprob"]
+    assert logprob["wgmma"] > 0 and logprob["tma"] > 0  # tensor cores, bulk copies
+    assert logprob["shared"] <= 227 * 1024  # room on an SM
