@@ -9,15 +9,15 @@ of these p = softmax(z). What training needs are two numbers a token, and gradie
 `linear_logprob` returns the two, for any use; its backward makes the logits once more: four matrix products in all.
 `fused_policy_loss` is given the loss, a function of the two, and makes the gradient while the logits are there: a block
 of logits -> logp and entropy of its rows -> the loss, and by autograd its gradients in these vectors -> the gradient of
-the logits, in their place -> the products. Three in all, two where the head is frozen, and rows without gradient take
-part in the first alone. Which loss it is, nothing here knows.
+the logits, in their place -> the products. Three in all, two where the head is frozen, and only the first for rows
+without gradient. Nothing here knows which loss it is.
 
-The steps on a block of logits are written twice: as plain torch (_PlainHead), which is the definition and what a CPU
-runs, and as Triton kernels, a program per row (_TritonHead). A third kernel makes the products itself and never stores a
-logit: for log-probabilities without gradient. Nothing uses atomics or picks its launch configuration at run time, so
-results repeat bit for bit. Sums are fp32, of 16-bit inputs too.
+What happens to a block of logits is written twice: as plain torch (_PlainHead), which is the definition and what a CPU
+runs, and as Triton kernels, a program per row (_TritonHead). A third kernel makes the product itself and never stores a
+logit (_logprob_kernel): for log-probabilities without gradient. Nothing uses atomics or picks its launch configuration
+at run time, so results repeat bit for bit. Sums are fp32, also those of 16-bit inputs.
 
-Axes: K tokens, H hidden size, V vocabulary; R rows (tokens) of one block, N of them with a gradient, C columns of one tile.
+Axes: K tokens, H hidden size, V vocabulary; R rows (tokens) of a block, N of them with a gradient; C columns of a tile.
 """
 
 from __future__ import annotations  # Triton's annotations must not be looked up where Triton is not installed
@@ -48,7 +48,7 @@ KERNELS = ("auto", "triton", "torch")
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU (TRITON_INTERPRET=1 before Triton is first imported)."""
+    """Whether Triton kernels run in its interpreter, on a CPU (TRITON_INTERPRET=1 before Triton is first imported)."""
     return triton is not None and triton.knobs.runtime.interpret
 
 
@@ -59,7 +59,7 @@ def resolve_kernel(choice: str, device: torch.device) -> str:
     if choice == "auto":
         return "triton" if device.type == "cuda" and triton is not None else "torch"
     if choice == "triton" and triton is None:
-        raise UserError("--kernel triton: the triton package is not installed; pip install triton, or use --kernel torch")
+        raise UserError("--kernel triton: triton is not installed; pip install triton, or use --kernel torch")
     if choice == "triton" and device.type != "cuda" and not interpreted():
         raise UserError(
             f"--kernel triton needs a GPU, and this is a {device.type}; use --kernel torch (or set TRITON_INTERPRET=1, "
@@ -105,10 +105,10 @@ def fused_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of K tokens, differentiable in hidden and weight; and, without gradient, their logp_K and entropy_K.
 
-    `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of each
-    row first, and loss.per_token says whether a row's loss depends on that row alone. If not, it is given whole sequences.
-    `tokens` holds what else the loss reads, a row per token on hidden's device: tokens[rows] slices it. The rest is as
-    for linear_logprob. The gradient is made in the forward and handed out once: call backward at most once.
+    `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of
+    each row, first of what it returns. loss.per_token says whether a row's loss depends on that row alone; if not, the
+    loss is given whole sequences. `tokens` holds what else it reads, a row per token, on hidden's device; tokens[slice]
+    gives some rows. The rest is as for linear_logprob. The gradient is made in the forward: call backward at most once.
     """
     _check("fused_policy_loss", hidden_KH, weight_VH, targets_K, temperature)
     kernel = resolve_kernel(kernel, hidden_KH.device)
@@ -147,10 +147,7 @@ class _LinearLogprob(torch.autograd.Function):
         for rows in head.blocks():
             head.statistics(rows)
             head.add_gradients(rows, grad_logp_K[rows], grad_entropy_K[rows])
-        grad_weight_VH = head.grad_weight_VH
-        if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(head.weight_VH.dtype)
-        return head.grad_hidden_KH, grad_weight_VH, None, None, None, None
+        return head.grad_hidden_KH, head.grad_weight_VH, None, None, None, None  # autograd casts to the inputs' dtype
 
 
 class _FusedPolicyLoss(torch.autograd.Function):
@@ -173,25 +170,15 @@ class _FusedPolicyLoss(torch.autograd.Function):
                 inside = slice(rows.start - group.start, rows.stop - group.start)
                 head.add_gradients(rows, grad_logp[inside], grad_entropy[inside])
         ctx.gradients = [head.grad_hidden_KH, head.grad_weight_VH]  # and not the head, whose logits would stay
-        ctx.dtype = hidden_KH.dtype
         ctx.mark_non_differentiable(logp_K, entropy_K)
         return total, logp_K, entropy_K
 
     @staticmethod
     def backward(ctx, grad_total, *_):
-        assert ctx.gradients, "fused_policy_loss: the gradient is handed out once, and this is a second backward"
-        # Popped: of what someone else holds too, autograd would make a copy.
-        grad_weight_VH = _scaled(ctx.gradients.pop(), grad_total, ctx.dtype)
-        grad_hidden_KH = _scaled(ctx.gradients.pop(), grad_total, ctx.dtype)
-        return grad_hidden_KH, grad_weight_VH, None, None, None, None, None, None
-
-
-def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """gradient * factor, in place unless the dtype changes."""
-    if gradient is None:
-        return None
-    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
+        assert ctx.gradients is not None, "fused_policy_loss hands out its gradient once: this is a second backward"
+        gradients = [gradient if gradient is None else gradient.mul_(grad_total) for gradient in ctx.gradients]
+        ctx.gradients = None  # autograd makes a copy of what someone else holds too
+        return *gradients, None, None, None, None, None, None
 
 
 def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
@@ -209,7 +196,7 @@ def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
     return groups
 
 
-# A dict of columns will go: then _slice(tokens, rows) is tokens[rows], and _sequence(tokens) is tokens.rollout.
+# All that knows of tokens given as a dict of columns. When it goes, these are tokens[rows] and tokens.rollout.
 
 
 def _slice(tokens: Any, rows: slice) -> Any:
@@ -238,56 +225,64 @@ def _loss_and_gradients(
 
 def _make_head(hidden_KH, weight_VH, targets_K, temperature, banned, kernel, wanted) -> _Head:
     head = _TritonHead if kernel == "triton" else _PlainHead
-    return head(hidden_KH, weight_VH, targets_K, temperature, banned, wanted)
+    return head(hidden_KH, weight_VH, targets_K, 1.0 / temperature, banned, wanted)
 
 
 class _Head:
     """The inputs of one call, the logits of one block of rows, and the gradients added up so far.
 
-    An implementation holds a buffer for the logits of `self.rows` rows, and has two methods:
+    An implementation has three methods, which work on a buffer of fp32 logits:
 
-    statistics(rows) -> (logp_R, entropy_R), (R,) fp32
-        makes the logits of these rows in the buffer.
-    logit_gradients(source_N, grad_logp_N, grad_entropy_N) -> iterator of (columns, dz_NC)
-        makes of them, tile by tile, the gradient dz of grad_logp . logp + grad_entropy . entropy in z. Of the block's rows
-        only source_N have one. It overwrites the logits, and moves to the first N rows.
+    allocate()                                              makes the buffer, for `block_rows` rows
+    statistics(rows) -> logp_R, entropy_R                   fills it with the logits of these rows
+    logit_gradients(source_N, grad_logp_N, grad_entropy_N)  overwrites them by the gradient dz of
+        grad_logp . logp + grad_entropy . entropy in the logits before the temperature; yields (columns, dz_NC) tile by
+        tile. Only the block's rows source_N have a gradient, and they move to its first N places.
     """
 
-    def __init__(self, hidden_KH, weight_VH, targets_K, temperature, banned, wanted: tuple[bool, bool]):
-        """`wanted`: is a gradient of hidden, and one of weight?"""
+    def __init__(
+        self,
+        hidden_KH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_K: torch.Tensor,
+        scale: float,
+        banned: torch.Tensor | None,
+        wanted: tuple[bool, bool],
+    ):
+        """`scale` is 1 / temperature; `wanted` says whether hidden and weight need a gradient."""
         self.hidden_KH, self.weight_VH, self.targets_K = hidden_KH, weight_VH, targets_K
-        self.scale = 1.0 / temperature
+        self.scale, self.vocab = scale, len(weight_VH)
         self.banned = targets_K[:0] if banned is None else banned
-        most = GPU_BLOCK_ROWS if hidden_KH.is_cuda else max(1, CPU_BLOCK_ELEMENTS // len(weight_VH))
-        self.rows = min(max(len(targets_K), 1), most)
+        most = GPU_BLOCK_ROWS if hidden_KH.is_cuda else max(1, CPU_BLOCK_ELEMENTS // self.vocab)
+        self.block_rows = min(max(len(targets_K), 1), most)
         self.grad_hidden_KH = torch.zeros_like(hidden_KH) if wanted[0] else None
         self.grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wanted[1] else None
+        self.allocate()
 
     def blocks(self, start: int = 0, stop: int | None = None) -> list[slice]:
         stop = len(self.targets_K) if stop is None else stop
-        return [slice(i, min(i + self.rows, stop)) for i in range(start, stop, self.rows)]
+        return [slice(i, min(i + self.block_rows, stop)) for i in range(start, stop, self.block_rows)]
 
     def add_gradients(self, rows: slice, grad_logp_R: torch.Tensor, grad_entropy_R: torch.Tensor) -> None:
-        """Add the gradients of grad_logp . logp + grad_entropy . entropy in hidden and weight, of the rows whose logits
-        are in the buffer. Rows without a gradient are left out of the products."""
-        source_N = _close_ranks((grad_logp_R != 0) | (grad_entropy_R != 0))
+        """Add the gradients of grad_logp . logp + grad_entropy . entropy in hidden and weight, for the rows whose
+        logits are in the buffer. Those without one are left out of the products."""
+        source_N = _compact((grad_logp_R != 0) | (grad_entropy_R != 0))
         if len(source_N) == 0 or (self.grad_hidden_KH is None and self.grad_weight_VH is None):
             return
         hidden_NH = self.hidden_KH[rows][source_N]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
-        tiles = self.logit_gradients(source_N, grad_logp_R[source_N], grad_entropy_R[source_N])
-        for columns, dz_NC in tiles:
+        for columns, dz_NC in self.logit_gradients(source_N, grad_logp_R[source_N], grad_entropy_R[source_N]):
             if self.grad_hidden_KH is not None:
-                _add_product(grad_hidden_NH, dz_NC, self.weight_VH[columns])
+                _product(grad_hidden_NH, dz_NC, self.weight_VH[columns], add=True)
             if self.grad_weight_VH is not None:
-                _add_product(self.grad_weight_VH[columns], dz_NC.t(), hidden_NH)
+                _product(self.grad_weight_VH[columns], dz_NC.t(), hidden_NH, add=True)
         if self.grad_hidden_KH is not None:
             self.grad_hidden_KH[rows].index_copy_(0, source_N, grad_hidden_NH.to(hidden_NH.dtype))
 
 
-def _close_ranks(live_R: torch.Tensor) -> torch.Tensor:
-    """Rows to put into the first N places, where N rows are live: a live row stays where it is, a dead one's place is for
-    a live one from behind. So most stay, and rows can move in place: none is read after it was overwritten."""
+def _compact(live_R: torch.Tensor) -> torch.Tensor:
+    """source_N: which row goes into each of the first N places, where N rows are live. A live row stays where it is,
+    and those from behind take the places of dead ones: so most stay, and none is read after it was overwritten."""
     live_N = live_R.nonzero()[:, 0]
     n = len(live_N)
     source_N = torch.arange(n, device=live_R.device)
@@ -295,23 +290,15 @@ def _close_ranks(live_R: torch.Tensor) -> torch.Tensor:
     return source_N
 
 
-def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out = a @ b in fp32."""
-    a, b, options = _factors(a, b)
-    torch.mm(a, b, out=out, **options)
-
-
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """out += a @ b in fp32."""
-    a, b, options = _factors(a, b)
-    torch.addmm(out, a, b, out=out, **options)
-
-
-def _factors(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """As torch.mm needs them for fp32 sums of 16-bit numbers."""
-    if not a.is_cuda:  # no such product there
-        return a.float(), b.float(), {}
-    return a.to(b.dtype), b, {} if b.dtype == torch.float32 else {"out_dtype": torch.float32}
+def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
+    """out = a @ b or, with `add`, out += a @ b. out is fp32, and so are the sums, also of 16-bit factors."""
+    if not out.is_cuda:  # it would sum 16-bit products in 16 bits
+        a, b = a.float(), b.float()
+    options = {} if b.dtype == torch.float32 else {"out_dtype": torch.float32}
+    if add:
+        torch.addmm(out, a.to(b.dtype), b, out=out, **options)
+    else:
+        torch.mm(a.to(b.dtype), b, out=out, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -320,27 +307,28 @@ def _factors(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass
 class _Tile:
-    """Some columns of the vocabulary, and the logits of a block there: without gaps, in the cache while worked on."""
+    """Some columns of the vocabulary, and the block's logits there: without gaps, so that they stay in the cache."""
 
     columns: slice
-    z_RC: torch.Tensor  # the logits, then exp(z - shift), which is the softmax but for a factor, then dz
+    z_RC: torch.Tensor  # the logits, then e = exp(z - shift), which is the softmax but for a factor, then dz
     banned: torch.Tensor  # ids, counted from the first column
     shift_R1: torch.Tensor | None = None
 
 
 class _PlainHead(_Head):
-    def __init__(self, hidden_KH, weight_VH, targets_K, temperature, banned, wanted):
-        super().__init__(hidden_KH, weight_VH, targets_K, temperature, banned, wanted)
-        vocab = len(weight_VH)
-        width = min(vocab, GPU_TILE_COLUMNS if hidden_KH.is_cuda else max(1, CPU_TILE_ELEMENTS // self.rows))
-        buffer = hidden_KH.new_empty((vocab + width) * self.rows, dtype=torch.float32)
-        self.scratch_RC = buffer[vocab * self.rows :].view(self.rows, width)
+    def allocate(self) -> None:
+        most = GPU_TILE_COLUMNS if self.hidden_KH.is_cuda else max(1, CPU_TILE_ELEMENTS // self.block_rows)
+        width = min(self.vocab, most)
+        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)
+        self.scratch_RC = buffer.new_empty(self.block_rows, width)
         self.tiles = []
-        for start in range(0, vocab, width):
-            stop = min(start + width, vocab)
-            z_RC = buffer[start * self.rows : stop * self.rows].view(self.rows, stop - start)
+        start = 0
+        for values in buffer.split(self.block_rows * width):
+            z_RC = values.view(self.block_rows, -1)
+            stop = start + z_RC.shape[1]
             inside = (self.banned >= start) & (self.banned < stop)
             self.tiles.append(_Tile(slice(start, stop), z_RC, self.banned[inside] - start))
+            start = stop
 
     def statistics(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Running over the tiles: top = max z, total = sum exp(z - top), weighted = sum exp(z - top) (z - top)."""
@@ -380,16 +368,18 @@ class _PlainHead(_Head):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         n = len(source_N)
         moved = (source_N >= n).nonzero()[:, 0]
-        log_sum, entropy, self.targets_R = self.log_sum_R1[source_N], self.entropy_R1[source_N], self.targets_R[source_N]
+        self.targets_R = self.targets_R[source_N]
+        log_sum, entropy = self.log_sum_R1[source_N], self.entropy_R1[source_N]
         g_logp, g_entropy = grad_logp_N[:, None] * self.scale, grad_entropy_N[:, None] * self.scale
-        with_entropy = bool((g_entropy != 0).any())
+        with_entropy = bool(grad_entropy_N.any())
         for tile in self.tiles:
             tile.z_RC[moved] = tile.z_RC[source_N[moved]]
             dz = tile.z_RC[:n]
-            factor = (tile.shift_R1[source_N] - log_sum).exp()  # times this it is p
+            factor = (tile.shift_R1[source_N] - log_sum).exp()  # e times this is p
             if with_entropy:
                 dz *= factor
-                ln_p = torch.log(dz, out=self.scratch_RC[:n, : dz.shape[1]]).clamp_(min=-200.0)  # where p is 0, so is p ln p
+                ln_p = torch.log(dz, out=self.scratch_RC[:n, : dz.shape[1]])
+                ln_p.clamp_(min=-200.0)  # finite, so that p ln p is 0 where p is
                 ln_p += entropy
                 ln_p *= -g_entropy
                 ln_p -= g_logp
@@ -448,8 +438,8 @@ def _gradient_kernel(
     z, stride, dz, dz_stride, V, scale, targets, allowed, log_sum_R, entropy_R, source_N, grad_logp_N, grad_entropy_N,
     BLOCK: tl.constexpr,
 ):
-    """Of fp32 logits of a source row make their gradient in row n. It may be 16 bits wide: then it fills half of the row.
-    No other program reads row n: where it is not its own source, it was left out."""
+    """The gradient of a source row's logits, into row n: fp32 over fp32, or 16 bits wide in the first half of the row.
+    No other program reads row n: unless it is its own source, it is a row that was left out."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(source_N + n)
     log_sum, entropy, target = tl.load(log_sum_R + row), tl.load(entropy_R + row), tl.load(targets + row)
@@ -465,13 +455,11 @@ def _gradient_kernel(
 
 
 class _TritonHead(_Head):
-    def __init__(self, hidden_KH, weight_VH, targets_K, temperature, banned, wanted):
-        super().__init__(hidden_KH, weight_VH, targets_K, temperature, banned, wanted)
-        self.vocab = len(weight_VH)
+    def allocate(self) -> None:
         width = -(-self.vocab // 64) * 64  # rows must start aligned
-        buffer = hidden_KH.new_empty((self.rows, width), dtype=torch.float32)
+        buffer = self.hidden_KH.new_empty((self.block_rows, width), dtype=torch.float32)
         self.z_RV = buffer[:, : self.vocab]
-        self.dz_RV = buffer.view(hidden_KH.dtype)[:, : self.vocab]  # each row begins where that of the logits does
+        self.dz_RV = buffer.view(self.hidden_KH.dtype)[:, : self.vocab]  # its rows begin where those of z do
         self.allowed_V = _allowed(self.banned, self.vocab)
         block = min(4096, triton.next_power_of_2(self.vocab))
         self.launch = {"BLOCK": block, "num_warps": 8 if block == 4096 else 4}
@@ -481,8 +469,8 @@ class _TritonHead(_Head):
         _product(z_RV, self.hidden_KH[rows], self.weight_VH.t())
         self.log_sum_R, logp_R, self.entropy_R = z_RV.new_empty((3, len(z_RV)))
         _statistics_kernel[(len(z_RV),)](
-            z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R, self.allowed_V,
-            self.log_sum_R, logp_R, self.entropy_R, **self.launch,
+            z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R, self.allowed_V, self.log_sum_R,
+            logp_R, self.entropy_R, **self.launch,
         )
         return logp_R, self.entropy_R
 
@@ -491,8 +479,9 @@ class _TritonHead(_Head):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         z_RV, dz_RV = self.z_RV, self.dz_RV
         _gradient_kernel[(len(source_N),)](
-            z_RV, z_RV.stride(0), dz_RV, dz_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R, self.allowed_V,
-            self.log_sum_R, self.entropy_R, source_N, grad_logp_N * self.scale, grad_entropy_N * self.scale, **self.launch,
+            z_RV, z_RV.stride(0), dz_RV, dz_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R,
+            self.allowed_V, self.log_sum_R, self.entropy_R, source_N, grad_logp_N * self.scale,
+            grad_entropy_N * self.scale, **self.launch,
         )
         yield slice(self.vocab), dz_RV[: len(source_N)]
 
@@ -511,10 +500,11 @@ def _logprob_kernel(
     hidden, weight, targets, allowed, partial, K, V, H, scale, splits, split_tiles,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """Each program takes (row block, vocabulary split) after (row block, vocabulary split), BM rows by split_tiles x BN ids.
+    """Each program takes (row block, vocabulary split) after (row block, vocabulary split): BM rows by split_tiles * BN
+    ids. Writes partial (4, splits, K): top, total, weighted (see _fold) and the target's logit.
 
     At any time the programs work on GROUP row blocks and a few splits, so that those rows stay in the L2 cache and the
-    weight is read from memory only K / (GROUP * BM) times. partial (4, splits, K): top, total, weighted and target logit.
+    weight is read from memory only K / (GROUP * BM) times.
     """
     row_blocks = tl.cdiv(K, BM)
     for item in tl.range(tl.program_id(0), row_blocks * splits, PROGRAMS):
@@ -576,7 +566,7 @@ def triton_logprob(
     if hidden_KH.is_cuda:
         programs = torch.cuda.get_device_properties(hidden_KH.device).multi_processor_count
     tiles = -(-vocab // bn)
-    # Enough splits for every program to have work, and a quarter of the programs where that makes whole waves of a group.
+    # Enough splits for every program to have work, and a quarter of the programs where that makes whole waves.
     split_tiles = -(-tiles // min(tiles, max(programs // 4, -(-programs // -(-n // bm)))))
     splits = -(-tiles // split_tiles)
     partial = hidden_KH.new_empty((4, splits, n), dtype=torch.float32)

@@ -1,17 +1,17 @@
-"""The policy head against its peers: time, extra memory and error, in one run.
+"""The policy head against other implementations: time, extra memory and error, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/policy_head.py                        # a CPU: 512 tokens, H 256, V 32768, fp32
-    python benchmarks/policy_head.py                                          # a GPU: 16384 tokens, H 3584, V 152064, bf16
+    OMP_NUM_THREADS=1 python benchmarks/policy_head.py              # a CPU: 512 tokens, H 256, V 32768, fp32
+    python benchmarks/policy_head.py                                # a GPU: 16384 tokens, H 3584, V 152064, bf16
     python benchmarks/policy_head.py --shape 512,896,151936 --repeats 3
 
-score    log-probabilities (and entropy, where a peer gives it) without gradients
+score    log-probabilities (and entropy, where it is given) without gradients
 frozen   loss and the gradient of the hidden states: LoRA, or a head that is not trained
 full     loss and the gradients of hidden states and weight
-The loss is the same weighted sum of log-probabilities everywhere, except torch's own op, which knows only the mean cross
-entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it, the two
-gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are against
-float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. Peers that are not
-installed or cannot run here are listed with the reason. Liger comes with requirements-dev.txt; for the others:
+The loss is the same weighted sum of log-probabilities everywhere, except torch's own op, which knows only the mean
+cross entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it, the
+two gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are against
+float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. What is not installed
+or cannot run here is listed with the reason. Liger comes with requirements-dev.txt; for the others:
 pip install cut-cross-entropy; pip install ray tensordict hydra-core codetiming torchdata peft pybind11 pylatexenc wandb
 and, without its pins, pip install --no-deps verl.
 """
@@ -36,22 +36,25 @@ GPU = torch.cuda.is_available()
 
 
 def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("--shape", default="16384,3584,152064" if GPU else "512,256,32768", help="tokens, hidden size, vocabulary")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if GPU else "float32", help="of the inputs")
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    shape = "16384,3584,152064" if GPU else "512,256,32768"
+    p.add_argument("--shape", default=shape, help="tokens, hidden size, vocabulary")
+    dtype = "bfloat16" if GPU else "float32"
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default=dtype, help="of the inputs")
     p.add_argument("--repeats", type=int, default=10 if GPU else 6, help="interleaved runs; the minimum counts")
     p.add_argument("--only", help="comma-separated names; default: all")
     p.add_argument("--block-rows", help="GPU: also time ours with these many rows a block, e.g. 1024,4096")
     return p.parse_args()
 
 
-# --- Contenders: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) -------------------------
+# --- Contenders: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) ---------------------
 
 
 def ours_fused(kernel: str) -> Callable:
     def run(hidden, weight, targets, coefficients):
-        values = {"advantage": -coefficients, "weight": torch.ones_like(coefficients)}
-        return kernels.fused_policy_loss(hidden, weight, targets, PolicyLoss(), values, kernel=kernel)
+        tokens = {"advantage": -coefficients, "weight": torch.ones_like(coefficients)}
+        return kernels.fused_policy_loss(hidden, weight, targets, PolicyLoss(), tokens, kernel=kernel)
 
     return run
 
@@ -65,12 +68,13 @@ def ours_recompute(kernel: str) -> Callable:
 
 
 def ours_tiles(hidden, weight, targets, coefficients):
-    """Scoring by cuBLAS blocks and the row kernel, the alternative to the all-Triton kernel."""
-    scorable, kernels.scorable = kernels.scorable, lambda *_: False
+    """Log-probabilities by cuBLAS blocks and the row kernel, the alternative to the all-Triton kernel."""
+    fits_descriptors = kernels.fits_descriptors
+    kernels.fits_descriptors = lambda *_: False
     try:
         return ours_recompute("triton")(hidden, weight, targets, coefficients)
     finally:
-        kernels.scorable = scorable
+        kernels.fits_descriptors = fits_descriptors
 
 
 def naive(hidden, weight, targets, coefficients):
@@ -89,7 +93,11 @@ def naive_16bit(hidden, weight, targets, coefficients):
 def torch_native() -> Callable:
     # Its own choice of chunks, good on a GPU, takes 20 times as long on a CPU as 256 rows do, its best there.
     options = torch.nn.LinearCrossEntropyOptions(**({} if GPU else {"batch_chunk_size": 256}))
-    return lambda hidden, weight, targets, _: (F.linear_cross_entropy(hidden, weight, targets, options=options), None, None)
+
+    def run(hidden, weight, targets, coefficients):
+        return F.linear_cross_entropy(hidden, weight, targets, options=options), None, None
+
+    return run
 
 
 def trl() -> Callable:
@@ -103,7 +111,8 @@ def trl() -> Callable:
 
 
 def liger() -> Callable:
-    function = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy").LigerFusedLinearScaledCrossEntropyFunction
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def run(hidden, weight, targets, coefficients):
         nll, entropy = function.apply(hidden, weight, targets, 1.0, -100, 1, True)
@@ -155,7 +164,7 @@ def contenders(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]
     return found, missing
 
 
-# --- Measuring ----------------------------------------------------------------------------------------------------------
+# --- Measuring --------------------------------------------------------------------------------------------------------
 
 
 def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -164,7 +173,9 @@ def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tens
     device = "cuda" if GPU else "cpu"
     hidden = torch.randn(n, h, generator=g).to(device, dtype)
     weight = (torch.randn(v, h, generator=g) * (4.0 / h**0.5)).to(device, dtype)  # logits of standard deviation 4
-    return hidden, weight, torch.randint(0, v, (n,), generator=g).to(device), (torch.randn(n, generator=g) / n).to(device)
+    targets = torch.randint(0, v, (n,), generator=g)
+    coefficients = torch.randn(n, generator=g) / n
+    return hidden, weight, targets.to(device), coefficients.to(device)
 
 
 def run_once(function: Callable, inputs: tuple[torch.Tensor, ...], mode: str) -> tuple:
@@ -209,7 +220,8 @@ def peak_mib(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> floa
 
 def resident(field: str) -> int:
     """KiB of this process: VmRSS now, VmHWM at its peak."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def errors(function: Callable, inputs: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> list[float | None]:
@@ -243,7 +255,7 @@ def main() -> None:
             for name in list(found):
                 try:
                     took = seconds(found[name], inputs, mode)
-                except RuntimeError as error:  # a peer's: out of memory, no kernel for this device; listed below with its reason
+                except RuntimeError as error:  # another's: out of memory, no kernel for this device; listed below
                     if name.startswith("ours"):
                         raise
                     missing.append(f"{name}: {mode} failed: {str(error).splitlines()[0]}")
@@ -257,24 +269,26 @@ def main() -> None:
     part = problem(small, dtype)
     exact = run_once(naive_64, tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in part), "full")
     context = multiprocessing.get_context("spawn")
-    print(f"{'':28}" + "".join(f"{mode + ', ' + ('ms' if GPU else 's'):>12}" for mode in modes) + f"{'extra MiB':>12}"
-          + "".join(f"{what:>10}" for what in ("logp", "entropy", "d hidden", "d weight")))
+    unit, in_unit, digits = ("ms", 1e3, 2) if GPU else ("s", 1.0, 3)
+    head = "".join(f"{mode + ', ' + unit:>12}" for mode in modes) + f"{'extra MiB':>12}"
+    print(f"{'':28}{head}{'logp':>10}{'entropy':>10}{'d hidden':>10}{'d weight':>10}")
     for name, function in found.items():
         with context.Pool(1) as pool:
             peak = pool.apply(peak_mib, (name, shape, dtype))
-        times = "".join(f"{best[name, mode] * (1e3 if GPU else 1):>12.{2 if GPU else 3}f}" for mode in modes)
-        print(f"{name:28}{times}{peak:>12.0f}"
-              + "".join(f"{'-':>10}" if e is None else f"{e:>10.1e}" for e in errors(function, part, exact)))
+        times = "".join(f"{best[name, mode] * in_unit:>12.{digits}f}" for mode in modes)
+        away = "".join(f"{'-':>10}" if e is None else f"{e:>10.1e}" for e in errors(function, part, exact))
+        print(f"{name:28}{times}{peak:>12.0f}{away}")
     for line in missing:
         print(f"not run: {line}")
     ours = best.get(("ours fused loss", "full"))
     for name in ("TRL chunked", "torch linear_cross_entropy", "verl FusedLinearForPPO"):
         if ours and (name, "full") in best:
             print(f"full pass, ours / {name}: {ours / best[name, 'full']:.2f}")
-    for rows in map(int, (args.block_rows or "").split(",")) if GPU and args.block_rows else ():
-        kernels.GPU_BLOCK_ROWS = rows
-        took = [min(seconds(ours_fused("triton"), inputs, mode) for _ in range(args.repeats)) for mode in ("frozen", "full")]
-        print(f"ours, {rows} rows a block: frozen {took[0] * 1e3:.2f} ms, full {took[1] * 1e3:.2f} ms")
+    for rows in args.block_rows.split(",") if GPU and args.block_rows else ():
+        kernels.GPU_BLOCK_ROWS = int(rows)
+        for mode in ("frozen", "full"):
+            took = min(seconds(ours_fused("triton"), inputs, mode) for _ in range(args.repeats))
+            print(f"ours, {rows} rows a block, {mode}: {took * 1e3:.2f} ms")
 
 
 def naive_64(hidden, weight, targets, coefficients):

@@ -39,7 +39,8 @@ def case(n, h, v, scale=1.0, seed=0):
     hidden = torch.randn(n, h, generator=g) * scale / h**0.5
     weight = torch.randn(v, h, generator=g)
     targets = torch.randint(0, v - 5, (n,), generator=g)
-    return tuple(x.to(DEVICE) for x in (hidden, weight, targets, torch.randn(n, generator=g), torch.randn(n, generator=g)))
+    coefficients = torch.randn(2, n, generator=g)
+    return tuple(x.to(DEVICE) for x in (hidden, weight, targets, *coefficients))
 
 
 def close(got, want, tolerance=1e-5):
@@ -50,12 +51,13 @@ def close(got, want, tolerance=1e-5):
 
 def small_blocks(monkeypatch, rows, vocab):
     """Blocks of so many rows, and tiles of a third of the vocabulary and a bit."""
-    for name, value in (("CPU_BLOCK_ELEMENTS", rows * vocab), ("CPU_TILE_ELEMENTS", rows * (vocab // 3)), ("GPU_BLOCK_ROWS", rows)):
-        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", rows * vocab)
+    monkeypatch.setattr(kernels, "CPU_TILE_ELEMENTS", rows * (vocab // 3))
+    monkeypatch.setattr(kernels, "GPU_BLOCK_ROWS", rows)
     monkeypatch.setattr(kernels, "GPU_TILE_COLUMNS", vocab // 3)
 
 
-# --- linear_logprob -------------------------------------------------------------------------------------------------------
+# --- linear_logprob ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton", "triton by blocks"])
@@ -153,47 +155,47 @@ def test_a_banned_target_has_no_probability(kernel, monkeypatch):
 def test_the_logprob_kernel_splits_the_vocabulary_as_it_likes(tile):
     hidden, weight, targets, *_ = case(70, 40, 301, scale=2.0)
     banned = torch.tensor([297, 299, 300], device=DEVICE)
-    for a, b in zip(triton_logprob(hidden, weight, targets, 0.8, banned, tile), reference(hidden, weight, targets, 0.8, banned), strict=True):
-        close(a, b)
-    half = hidden.half(), weight.half()
-    for a, b in zip(triton_logprob(*half, targets, 0.8, banned, tile), reference(*half, targets, 0.8, banned), strict=True):
-        close(a, b)  # 16-bit inputs, sums in fp32
+    for dtype in (torch.float32, torch.float16):  # 16-bit inputs, sums in fp32
+        inputs = hidden.to(dtype), weight.to(dtype), targets, 0.8, banned
+        for got, want in zip(triton_logprob(*inputs, tile), reference(*inputs), strict=True):
+            close(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_gradients_take_the_place_of_the_logits(dtype):
     """On a GPU with 16-bit inputs dz is written over the fp32 logits that it is made from, in half of their room."""
     hidden, weight, targets, g1, g2 = case(5, 4, 300)
-    head = kernels._TritonHead(hidden.to(dtype), weight.to(dtype), targets, 0.9, None, (False, False))
+    head = kernels._TritonHead(hidden.to(dtype), weight.to(dtype), targets, 1 / 0.9, None, (False, False))
     head.statistics(slice(0, 5))
     logits = head.z_RV.clone().double().requires_grad_()
     logp = (logits / 0.9).log_softmax(-1)
     (logp.gather(1, targets[:, None])[:, 0] @ g1.double() - (logp.exp() * logp).sum(-1) @ g2.double()).backward()
-    alive = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient: row 4's, made from other logits, takes its place
-    ((columns, dz),) = head.logit_gradients(alive, g1[alive], g2[alive])
+    live = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient: row 4 takes its place
+    ((columns, dz),) = head.logit_gradients(live, g1[live], g2[live])
     assert dz.data_ptr() == head.z_RV.data_ptr() and dz.dtype == dtype and dz.shape == (3, 300)
     assert range(300)[columns] == range(300)
-    torch.testing.assert_close(dz, logits.grad[alive].to(dtype), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(dz, logits.grad[live].to(dtype), rtol=2**-7, atol=1e-6)
 
 
-def test_live_rows_close_ranks_in_place():
+def test_live_rows_are_compacted_in_place():
     for pattern in range(2**6):
         live = torch.tensor([bool(pattern >> i & 1) for i in range(6)], device=DEVICE)
-        source = kernels._close_ranks(live).tolist()
+        source = kernels._compact(live).tolist()
         assert sorted(source) == live.nonzero()[:, 0].tolist()
-        assert all(row == place or row >= len(source) for place, row in enumerate(source))  # nothing read is overwritten
+        for place, row in enumerate(source):  # nothing is read after it was overwritten
+            assert row == place or row >= len(source)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_frozen_weight_costs_no_gradient_and_runs_repeat_bitwise(kernel):
     hidden, weight, targets, g1, g2 = case(50, 8, 300)
-    values = {"advantage": g1, "weight": g2.abs()}
+    tokens = {"advantage": g1, "weight": g2.abs()}
     runs = []
     for _ in range(2):
         x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
         logp, entropy = linear_logprob(x, weight, targets, kernel=kernel)
         (logp @ g1 + entropy @ g2).backward()
-        fused = fused_policy_loss(y, weight, targets, PolicyLoss(entropy_coef=0.1), values, kernel=kernel)
+        fused = fused_policy_loss(y, weight, targets, PolicyLoss(entropy_coef=0.1), tokens, kernel=kernel)
         fused[0].backward()
         runs.append([logp, entropy, x.grad, y.grad, *fused])
     assert weight.grad is None and all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -201,7 +203,7 @@ def test_frozen_weight_costs_no_gradient_and_runs_repeat_bitwise(kernel):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
-    """Values, and the gradient in the logits, which is what the two ways differ in: both then round what they return."""
+    """Values, and the gradient in the logits: there the two ways differ, for both then round what they return."""
     hidden, weight, targets, g1, g2 = case(64, 128, 2000, scale=8.0 if large else 3.0)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     exact = reference(hidden, weight, targets, 1.0, None)
@@ -230,7 +232,7 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
             assert (a.double() - want).norm() < 0.01 * want.norm()
 
 
-# --- fused_policy_loss ----------------------------------------------------------------------------------------------------
+# --- fused_policy_loss ------------------------------------------------------------------------------------------------
 
 LOSSES = {
     "clip": PolicyLoss(clip_low=0.1, clip_high=0.15),
@@ -246,14 +248,15 @@ LOSSES = {
 
 
 def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
-    """Values of 39 tokens in sequences shorter and longer than a block of 7; a third of the tokens weigh nothing."""
+    """What a loss reads of 39 tokens in sequences shorter and longer than a block of 7; a third weigh nothing."""
     g = torch.Generator().manual_seed(seed)
     n = len(logp)
     weight = torch.rand(n, generator=g) * (torch.arange(n) % 3 > 0)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     out = {"advantage": torch.randn(n, generator=g), "weight": weight, "sequence": sequence}
-    moved = {name: logp.cpu().float() + 0.3 * torch.randn(n, generator=g) for name in ("old_logp", "ref_logp", "engine_logp")}
-    return {name: column.to(DEVICE) for name, column in (out | moved).items()}
+    for name in ("old_logp", "ref_logp", "engine_logp"):
+        out[name] = logp.cpu().float() + 0.3 * torch.randn(n, generator=g)
+    return {name: column.to(DEVICE) for name, column in out.items()}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -266,26 +269,27 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     banned = torch.tensor([v - 1, v - 3], device=DEVICE) if ban else None
     x, w = (t.double().requires_grad_() for t in (hidden, weight))
     logp, entropy = reference(x, w, targets, temperature, banned)
-    values = columns(logp.detach())
+    tokens = columns(logp.detach())
     if on_policy:
-        del values["old_logp"]
+        del tokens["old_logp"]
     if dropout:
-        values["trainer_logp"] = values["engine_logp"] + 0.2 * torch.randn(n, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    exact = {key: column.double() if column.is_floating_point() else column for key, column in values.items()}
+        noise = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        tokens["trainer_logp"] = tokens["engine_logp"] + 0.2 * noise
+    exact = {key: column.double() if column.is_floating_point() else column for key, column in tokens.items()}
     want = loss(logp, entropy, exact)[0].sum()
     (3.0 * want).backward()
 
     y, u = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, loss, values, temperature, banned, kernel)
+    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, loss, tokens, temperature, banned, kernel)
     assert not got_logp.requires_grad and not got_entropy.requires_grad
     (3.0 * total).backward()
     for a, b in [(total, want), (got_logp, logp), (got_entropy, entropy), (y.grad, x.grad), (u.grad, w.grad)]:
         close(a.detach(), b.detach())
     frozen = hidden.clone().requires_grad_()
-    (3.0 * fused_policy_loss(frozen, weight, targets, loss, values, temperature, banned, kernel)[0]).backward()
+    (3.0 * fused_policy_loss(frozen, weight, targets, loss, tokens, temperature, banned, kernel)[0]).backward()
     assert torch.equal(frozen.grad, y.grad)
     with torch.no_grad():
-        alone = fused_policy_loss(y, u, targets, loss, values, temperature, banned, kernel)
+        alone = fused_policy_loss(y, u, targets, loss, tokens, temperature, banned, kernel)
     close(alone[0], want.detach())
 
 
@@ -293,11 +297,11 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_what_is_compared_with_the_engine_may_be_another_column(name, kernel, monkeypatch):
     test_fused_loss_and_gradients_equal_float64(name, kernel, 1.0, False, True, monkeypatch, dropout=True)
-    values = columns(torch.zeros(39))
-    del values["old_logp"]
-    logp = values["engine_logp"]  # the engine's policy is the trainer's, so all weights are 1; then one far over every bound
-    losses = [LOSSES[name](logp, logp, values | {"trainer_logp": logp + gap})[0] for gap in (0.0, 9.0)]
-    assert torch.equal(losses[0], LOSSES[name](logp, logp, values)[0]) and not torch.equal(*losses)
+    tokens = columns(torch.zeros(39))
+    del tokens["old_logp"]
+    logp = tokens["engine_logp"]  # the trainer's policy is the engine's, so all weights are 1; then far from it
+    losses = [LOSSES[name](logp, logp, tokens | {"trainer_logp": logp + gap})[0] for gap in (0.0, 9.0)]
+    assert torch.equal(losses[0], LOSSES[name](logp, logp, tokens)[0]) and not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -307,19 +311,20 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
     share = torch.ones(40, device=DEVICE)
     share[torch.tensor([0, 1, 5, 15, *range(16, 32), 38])] = 0.0
     rows = []
-    add_product = kernels._add_product
+    product = kernels._product
 
-    def counting(out, a, b):
-        rows.append(len(b))
-        add_product(out, a, b)
+    def counting(out, a, b, add=False):
+        if add:  # of a gradient
+            rows.append(len(b))
+        product(out, a, b, add)
 
-    monkeypatch.setattr(kernels, "_add_product", counting)
+    monkeypatch.setattr(kernels, "_product", counting)
     weight.requires_grad_()
     results = []
     for keep in (slice(None), share > 0):
         x = hidden.clone().requires_grad_()
-        values = {"advantage": advantage[keep], "weight": share[keep]}
-        fused_policy_loss(x[keep], weight, targets[keep], PolicyLoss(), values, kernel=kernel)[0].backward()
+        tokens = {"advantage": advantage[keep], "weight": share[keep]}
+        fused_policy_loss(x[keep], weight, targets[keep], PolicyLoss(), tokens, kernel=kernel)[0].backward()
         results.append(x.grad)
         wide = [n for n in rows if n <= 16]  # rows that the weight's gradient is made from
         assert sum(wide) == 19 * (3 if kernel == "torch" else 1) * (1 if keep == slice(None) else 2), rows
@@ -328,23 +333,70 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("train_hidden,train_weight", [(True, True), (True, False), (False, True), (False, False)])
+def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, monkeypatch):
+    small_blocks(monkeypatch, 10, 60)
+    hidden, weight, targets, advantage, _ = case(20, 8, 60)
+    want = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    tokens = {"advantage": advantage, "weight": torch.ones(20, device=DEVICE)}
+    fused_policy_loss(*want, targets, PolicyLoss(), tokens, kernel=kernel)[0].backward()
+    products = []
+    product = kernels._product
+
+    def counting(out, a, b, add=False):
+        products.append(out.shape)
+        product(out, a, b, add)
+
+    monkeypatch.setattr(kernels, "_product", counting)
+    x, w = hidden.clone().requires_grad_(train_hidden), weight.clone().requires_grad_(train_weight)
+    total = fused_policy_loss(x, w, targets, PolicyLoss(), tokens, kernel=kernel)[0]
+    tiles = 2 * (3 if kernel == "torch" else 1)  # blocks times tiles
+    assert len(products) == tiles * (1 + train_hidden + train_weight)
+    if train_hidden or train_weight:
+        total.backward()
+    for got, exactly, trained in [(x, want[0], train_hidden), (w, want[1], train_weight)]:
+        assert torch.equal(got.grad, exactly.grad) if trained else got.grad is None
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_sixteen_bit_inputs_have_fp32_sums_and_sixteen_bit_gradients(kernel, monkeypatch):
+    small_blocks(monkeypatch, 16, 500)
+    hidden, weight, targets, advantage, _ = case(39, 64, 500, scale=3.0)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    x, w = (t.double().requires_grad_() for t in (hidden, weight))
+    logp, entropy = reference(x, w, targets, 1.0, None)
+    (-logp @ advantage.double()).backward()
+    y, u = (t.clone().requires_grad_() for t in (hidden, weight))
+    tokens = {"advantage": advantage, "weight": torch.ones(39, device=DEVICE)}
+    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, PolicyLoss("reinforce"), tokens, kernel=kernel)
+    total.backward()
+    assert total.dtype == got_logp.dtype == torch.float32
+    close(got_logp, logp.detach())
+    close(got_entropy, entropy.detach())
+    rounding = 2**-9 if kernel == "torch" and DEVICE.type == "cpu" else 2**-7  # once, or of dz too
+    for got, exactly in [(y.grad, x.grad), (u.grad, w.grad)]:
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - exactly).norm() < rounding * exactly.norm()
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_no_tokens_and_no_gradient(kernel):
     hidden, weight, targets, *_ = case(0, 8, 50)
     x = hidden.requires_grad_()
-    total, logp, _ = fused_policy_loss(x, weight, targets, PolicyLoss(), values_of(0, 1.0), kernel=kernel)
+    total, logp, _ = fused_policy_loss(x, weight, targets, PolicyLoss(), tokens_of(0, 1.0), kernel=kernel)
     total.backward()
     assert total.item() == 0.0 and logp.shape == (0,) and x.grad.shape == (0, 8)
     hidden, weight, targets, *_ = case(6, 8, 50)
     x = hidden.requires_grad_()
-    fused_policy_loss(x, weight, targets, PolicyLoss(), values_of(6, 0.0), kernel=kernel)[0].backward()
+    fused_policy_loss(x, weight, targets, PolicyLoss(), tokens_of(6, 0.0), kernel=kernel)[0].backward()
     assert x.grad.abs().max() == 0
 
 
-def values_of(n, advantage):
+def tokens_of(n, advantage):
     return {"advantage": torch.full((n,), advantage, device=DEVICE), "weight": torch.ones(n, device=DEVICE)}
 
 
-# --- One definition of the loss -------------------------------------------------------------------------------------------
+# --- One definition of the loss ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -434,13 +486,14 @@ def test_a_loss_says_whether_it_couples_tokens():
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_the_gradient_is_handed_out_once(kernel):
     hidden, weight, targets, *_ = case(3, 8, 50)
-    total = fused_policy_loss(hidden.requires_grad_(), weight, targets, PolicyLoss(), values_of(3, 1.0), kernel=kernel)[0]
+    hidden.requires_grad_()
+    total = fused_policy_loss(hidden, weight, targets, PolicyLoss(), tokens_of(3, 1.0), kernel=kernel)[0]
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="second backward"):
         total.backward()
 
 
-# --- Choosing, refusing, compiling ----------------------------------------------------------------------------------------
+# --- Choosing, refusing, compiling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change,match", [
@@ -450,7 +503,8 @@ def test_the_gradient_is_handed_out_once(kernel):
     (dict(temperature=0.0), "temperature"),
 ])
 def test_bad_arguments_are_named(change, match):
-    good = dict(hidden_TH=torch.zeros(2, 4), weight_VH=torch.zeros(7, 4), targets_T=torch.zeros(2, dtype=torch.long))
+    targets = torch.zeros(2, dtype=torch.long)
+    good = dict(hidden_TH=torch.zeros(2, 4), weight_VH=torch.zeros(7, 4), targets_T=targets)
     with pytest.raises(ValueError, match=match):
         linear_logprob(**good | change)
 
@@ -507,7 +561,8 @@ print(json.dumps(report))
 def test_kernels_compile_for_hopper(tmp_path):
     """Down to machine code, without a GPU: Triton's interpreter accepts much that its compiler does not."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=Path(__file__).parent.parent, env=env, capture_output=True, text=True)
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert all(built["cubin"] > 1000 for built in report.values())
