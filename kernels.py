@@ -196,7 +196,7 @@ def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
     return groups
 
 
-# All that knows of tokens given as a dict of columns. When it goes, these are tokens[rows] and tokens.rollout.
+# The only two that know of tokens given as a dict of columns: else they are tokens[rows] and tokens.rollout.
 
 
 def _slice(tokens: Any, rows: slice) -> Any:

@@ -8,10 +8,10 @@ score    log-probabilities (and entropy, where it is given) without gradients
 frozen   loss and the gradient of the hidden states: LoRA, or a head that is not trained
 full     loss and the gradients of hidden states and weight
 The loss is the same weighted sum of log-probabilities everywhere, except torch's own op, which knows only the mean
-cross entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it, the
-two gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are against
-float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. What is not installed
-or cannot run here is listed with the reason. Liger comes with requirements-dev.txt; for the others:
+cross entropy. Minimum of interleaved runs. Extra memory is the peak of one full pass above what was there before it,
+the two gradients included: of the resident set, in a process of its own (CPU), or of the allocator (GPU). Errors are
+against float64: the largest of logp and entropy, and for the gradients norm of the difference over norm. What is not
+installed or cannot run here is listed with the reason. Liger comes with requirements-dev.txt; for the others:
 pip install cut-cross-entropy; pip install ray tensordict hydra-core codetiming torchdata peft pybind11 pylatexenc wandb
 and, without its pins, pip install --no-deps verl.
 """
