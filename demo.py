@@ -1,4 +1,5 @@
-"""A toy world, made from nothing, in which every stage runs on a laptop: pictures, tokenizer, a Qwen-VL of 1 M parameters.
+"""A toy world, made from nothing, in which every stage runs on a laptop: images, tokenizer, a Qwen-VL of 1 M
+parameters.
 
     python demo.py model --out demo/base                    # toy Qwen2.5-VL, random, and its tokenizer
     python demo.py model --out demo/base --family qwen3_vl  # the same for Qwen3-VL
@@ -11,7 +12,6 @@ to learn is real too: its answers are right only if it looks (see `--blank-image
 
 import argparse
 import hashlib
-import io
 import json
 import math
 import os
@@ -20,121 +20,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from PIL import Image, ImageDraw
-
 from errors import UserError, check_writable, writing
+from utils import Parser, run_script
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The shapes task
-
-SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
-CELL = 28
-COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "yellow": (240, 200, 30)}
-SHAPES = ("circle", "square", "triangle", "star")
-ANGLES = (30, 60, 90, 120, 150)
-INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about a picture share it
-SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
-
-
-def _polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float]]:
-    if shape == "square":
-        return [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
-    if shape == "triangle":
-        return [(x, y - r), (x + r, y + r), (x - r, y + r)]
-    points = []
-    for i in range(10):
-        reach = r * (1.15 if i % 2 == 0 else 0.45)
-        points.append((x + reach * math.sin(i * math.pi / 5), y - reach * math.cos(i * math.pi / 5)))
-    return points
-
-
-def draw_shapes(rng: random.Random, colour: str, shape: str, count: int) -> Image.Image:
-    """`count` equal shapes, one to a cell, with a little jitter in place and size."""
-    picture = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-    draw = ImageDraw.Draw(picture)
-    for cell in rng.sample(range(9), count):
-        x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
-        y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
-        r = rng.uniform(8.5, 10.5)
-        if shape == "circle":
-            draw.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
-        else:
-            draw.polygon(_polygon(shape, x, y, r), fill=COLOURS[colour])
-    return picture
-
-
-def draw_angle(rng: random.Random, colour: str, missing: int) -> Image.Image:
-    """A straight angle cut by a ray. The left part is painted, the right part is the missing one."""
-    picture = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-    draw = ImageDraw.Draw(picture)
-    x, y, r = SIDE / 2 + rng.uniform(-2, 2), 60 + rng.uniform(-2, 2), 36 + rng.uniform(-2, 2)
-    draw.pieslice((x - r, y - r, x + r, y + r), 180, 360 - missing, fill=COLOURS[colour])
-    draw.line((x - r, y, x + r, y), fill=(0, 0, 0), width=2)
-    radians = math.radians(missing)
-    draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
-    return picture
-
-
-def png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """Endless (png, [(answer_type, question, answer), ...]). No picture occurs in two splits: the hash of its bytes
-    decides which split may have it."""
-    rng = random.Random(f"{SALT[split]}/{seed}")
-    while True:
-        colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
-        if rng.random() < 0.2:
-            missing = rng.choice(ANGLES)
-            picture = png(draw_angle(rng, colour, missing))
-            questions = [("angle", "What is the missing angle?", str(missing))]
-        else:
-            picture = png(draw_shapes(rng, colour, shape, count))
-            questions = [
-                ("count", "How many shapes are there?", str(count)),
-                ("colour", "What colour are they?", colour),
-                ("shape", "Which shape is it?", shape),
-            ]
-            for truth, options, ask in [(colour, list(COLOURS), "Is there a {} shape?"), (shape, list(SHAPES), "Is there a {}?")]:
-                present = rng.random() < 0.5
-                asked = truth if present else rng.choice([o for o in options if o != truth])
-                questions.append(("exists", ask.format(asked), "yes" if present else "no"))
-        in_test = hashlib.sha256(picture).digest()[0] < 64
-        if in_test == (split == "test"):
-            yield picture, questions
-
-
-def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows of the shapes task in the on-disk format, one question to a picture, the answer types in turn."""
-    if split not in SALT:
-        raise UserError(f"--split {split!r}: shapes has {', '.join(SALT)}")
-    types = ("count", "colour", "shape", "exists", "angle")
-    waiting: dict[str, list] = {t: [] for t in types}
-    seen = set()
-    source = scenes(split, seed)
-    for index in range(n):
-        kind = types[index % len(types)]
-        while not waiting[kind]:
-            picture, questions = next(source)
-            if picture not in seen:
-                seen.add(picture)
-                question = questions[len(seen) % len(questions)]
-                waiting[question[0]].append((picture, *question[1:]))
-        picture, question, answer = waiting[kind].pop(0)
-        yield {
-            "data_source": "shapes",
-            "prompt": [{"role": "user", "content": f"<image>{INSTRUCTION} {question}"}],
-            "images": [{"bytes": picture, "path": None}],
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"split": split, "index": index, "uid": f"shapes-{split}-{seed}-{index}", "answer_type": kind},
-        }
-
+TASKS = ("shapes",)  # whose toys the demo knows to train on
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The toy model
@@ -157,17 +48,22 @@ def make_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast
 
+    from tasks.shapes import ANGLES, COLOURS, SHAPES, SHAPES_INSTRUCTION
+
     words = [*COLOURS, *SHAPES, "yes", "no", "user", "assistant", "system", "think"]
     answers = [rf"\boxed{{{w}}}" for w in [*COLOURS, *SHAPES, "yes", "no", *map(str, ANGLES), "1", "2", "3", "4"]]
-    questions = ["How many shapes are there?", "What colour are they?", "Which shape is it?", "What is the missing angle?"]
+    questions = ["How many shapes are there?", "What colour are they?", "Which shape is it?"]
+    questions += ["What is the missing angle?"]
     questions += [f"Is there a {c} shape?" for c in COLOURS] + [f"Is there a {s}?" for s in SHAPES]
-    corpus = [f"{INSTRUCTION} {q}" for q in questions] + answers + words + ["user\n", "assistant\n", "<think>\n</think>"]
+    corpus = [f"{SHAPES_INSTRUCTION} {q}" for q in questions] + answers + words
+    corpus += ["user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
     reference = Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
     bpe.pre_tokenizer = reference.backend_tokenizer.pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(corpus * 4, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(corpus * 4, trainer)
     state = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2TokenizerFast(
         vocab=state["vocab"], merges=[tuple(m) for m in state["merges"]], eos_token="<|im_end|>",
@@ -179,7 +75,8 @@ def make_tokenizer():
 
 
 def make_model(
-    out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0, tied: bool = False
+    out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0,
+    tied: bool = False,
 ) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
 
@@ -190,21 +87,22 @@ def make_model(
     import transformers
 
     from model import FAMILIES
-    from sharding import save_hf
+    from parallel.loading import save_hf
 
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     patch = 14 if family.startswith("qwen2") else 16
+    side = 3 * hidden // 64  # of M-RoPE's sections, that of height and that of width
     text = {
         "vocab_size": max(vocab, len(tokenizer)), "hidden_size": hidden, "intermediate_size": 3 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4,
         "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": ids("<|im_end|>"),
         "pad_token_id": ids("<|endoftext|>"), "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                            "mrope_section": [hidden // 8 - 2 * (3 * hidden // 64), 3 * hidden // 64, 3 * hidden // 64]},
+                            "mrope_section": [hidden // 8 - 2 * side, side, side]},
     }
     if family.startswith("qwen3"):
-        text["rope_parameters"]["mrope_interleaved"] = True  # transformers always interleaves; vLLM only if the config says so
+        text["rope_parameters"]["mrope_interleaved"] = True  # transformers always does; vLLM only if the config says so
     if "qwen3_5" in family:
         text["layer_types"] = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -222,7 +120,8 @@ def make_model(
         vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "window_size": 112,
                    "fullatt_block_indexes": [1]}
     else:
-        vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "num_position_embeddings": 64}
+        vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden}
+        vision |= {"num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
     config_class = FAMILIES[family].model_class.replace("ForConditionalGeneration", "Config")
     config = getattr(transformers, config_class)(
@@ -234,7 +133,7 @@ def make_model(
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = getattr(transformers, config.architectures[0])(config)
-    # transformers' std of 0.02 suits wide models. A narrow one with it does not see: the signal of the picture is lost
+    # transformers' std of 0.02 suits wide models. A narrow one with it does not see: the signal of the image is lost
     # among the residuals. Fan-in scaling lets it start to see within a few hundred steps.
     with torch.no_grad():
         for module in model.modules():
@@ -243,13 +142,14 @@ def make_model(
             elif isinstance(module, torch.nn.Embedding):
                 module.weight.normal_(0, 0.5)
         model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
-    model.generation_config = transformers.GenerationConfig(eos_token_id=ids("<|im_end|>"), pad_token_id=ids("<|endoftext|>"))
+    stops = {"eos_token_id": ids("<|im_end|>"), "pad_token_id": ids("<|endoftext|>")}
+    model.generation_config = transformers.GenerationConfig(**stops)
     save_hf(model, out)
     tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
+    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
     processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor" if family.startswith("qwen3")
-        else "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen2VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": own.get(family, "Qwen3VLProcessor"),
         "patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True,
         "size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512},
         "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
@@ -264,44 +164,49 @@ USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "ang
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 80, batch: int = 32) -> None:
+def warm_start(
+    base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 80, batch: int = 32
+) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
 
-    `batch` pictures a step, shared out over the processes; gradients are averaged.
+    `batch` images a step, shared out over the processes; gradients are averaged.
     """
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from grpo import Sample, pack
     from model import Policy, load_hf, load_processor
+    from packing import Packer
+    from parallel.loading import check_new_folder, save_hf, whole_folder
     from prepare_data import decode_image
-    from sharding import check_new_folder, save_hf, whole_folder
+    from rollout import Rollout, written
+    from tasks.shapes import SHAPES_INSTRUCTION, scenes
     from utils import derive_seed, dist_setup
 
     ctx = dist_setup()
     if batch % ctx.world:
-        raise UserError(f"warm start: {batch} pictures a step do not divide among {ctx.world} processes")
+        raise UserError(f"warm start: {batch} images a step do not divide among {ctx.world} processes")
     if ctx.main:
         check_new_folder(out)
     processor = load_processor(str(base))
     hf = load_hf(str(base))
-    policy = Policy(hf, processor, freeze_vision=False)
+    policy = Policy(hf, processor, train_vision="all")
+    packer = Packer(320, processor.image_token_id)
     source = scenes("warm", derive_seed(seed, ctx.rank))
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
 
-    def next_samples(lazy: float) -> list[Sample]:
-        """One picture with each of its questions and answers: one tree."""
+    def next_samples(lazy: float) -> list[Rollout]:
+        """One image with each of its questions and answers: they share it."""
         data, questions = next(source)
         image = processor.image(hashlib.sha1(data).hexdigest(), decode_image(data))
         samples = []
         for kind, question, answer in questions:
-            prompt = processor.encode([{"role": "user", "content": f"<image>{INSTRUCTION} {question}"}], [image])
+            prompt = processor.encode([{"role": "user", "content": f"<image>{SHAPES_INSTRUCTION} {question}"}], [image])
             given = USUAL[kind] if rng.random() < lazy else answer
             reply = processor.tokenizer.encode(rf"\boxed{{{given}}}<|im_end|>", add_special_tokens=False)
-            samples.append(Sample(image.key, prompt + reply, [False] * len(prompt) + [True] * len(reply), {}, [image]))
+            samples.append(written(image.key, prompt, reply, [image]))
         return samples
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
@@ -311,12 +216,12 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
             samples = [sample for _ in range(batch // ctx.world) for sample in next_samples(lazy)]
-            micros = pack(samples, 320, processor.image_token_id)
+            micros = packer.pack(samples)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
             total = 0.0
             for micro in micros:
-                loss = -policy(micro)[0].sum() / scored
+                loss = -policy(micro).logp_K.sum() / scored
                 loss.backward()
                 total += loss.item()
             gradients = [p.grad for p in policy.parameters()]
@@ -341,30 +246,12 @@ def warm_start(base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit
 # The whole demo
 
 
-def draw_curve(run: Path, blank: float, out: Path) -> None:
-    """Accuracy on unseen pictures and training reward over the RL steps of a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    evals = [(r["step"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
-    rewards = [(r["step"], r["reward/mean"]) for r in rows if "reward/mean" in r]
-    figure, axes = plt.subplots(figsize=(7.2, 3.8), dpi=120)
-    axes.plot(*zip(*rewards, strict=True), color="#9db4d3", linewidth=1, label="reward of the step's samples")
-    axes.plot(*zip(*evals, strict=True), color="#1f5fa8", marker="o", markersize=4, linewidth=2, label="greedy accuracy, unseen pictures")
-    axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank pictures")
-    axes.set(xlabel="RL step", ylim=(0, 1.02), xlim=(0, None))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best")
-    figure.tight_layout()
-    figure.savefig(out)
-
-
-def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
+def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes") -> dict:
     """Every stage by its own command, as a user would type it."""
+    from report.plots import draw_curve
+
+    if task not in TASKS:
+        raise UserError(f"--task {task}: the demo knows {', '.join(TASKS)}")
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     here = Path(__file__).parent
     seconds = {}
@@ -390,20 +277,23 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
     n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 80))
     base, start, run, final = out / "base", out / "start", out / "run", out / "final"
     train, test = out / "train.parquet", out / "test.parquet"
-    sh("data", "prepare_data.py", "shapes", "--n", n_train, "--split", "train", "--seed", seed, "--out", train)
-    sh("data", "prepare_data.py", "shapes", "--n", n_test, "--split", "test", "--seed", seed, "--out", test)
+    for split, n, file in (("train", n_train, train), ("test", n_test, test)):
+        sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, "--seed", seed, "--out", file)
     sh("model", "demo.py", "model", "--out", base, "--family", family, "--seed", seed)
-    sh("warm start", "torchrun", "--nproc-per-node", 2, "demo.py", "warm", "--model", base, "--out", start, "--seed", seed,
-       "--see-steps", warm[0], "--habit-steps", warm[1])
-    sh("train", "torchrun", "--nproc-per-node", 2, "train.py", "--model", start, "--data", train, "--eval-data", test, "--out", run,
-       "--steps", steps, "--prompts-per-step", 32, "--group-size", 8, "--max-new-tokens", 12, "--lr", "2e-4", "--warmup-steps", 5,
-       "--schedule", "cosine", "--micro-tokens", 2048, "--eval-every", 5, "--save-every", 20, "--seed", seed)
+    two = ("torchrun", "--nproc-per-node", 2)
+    sh("warm start", *two, "demo.py", "warm", "--model", base, "--out", start, "--seed", seed, "--see-steps", warm[0],
+       "--habit-steps", warm[1])
+    sh("train", *two, "train.py", "--model", start, "--data", train, "--eval-data", test, "--out", run,
+       "--steps", steps, "--prompts-per-step", 32, "--group-size", 8, "--max-new-tokens", 12, "--lr", "2e-4",
+       "--warmup-steps", 5, "--schedule", "cosine", "--micro-tokens", 2048, "--eval-every", 5, "--save-every", 20,
+       "--seed", seed)
     sh("merge", "merge_lora.py", run, "--out", final)
     sh("eval", "eval.py", final, "--data", test, "--baseline", start, "--max-new-tokens", 12, "--out", out / "eval")
     sh("eval", "eval.py", final, "--data", test, "--blank-images", "--max-new-tokens", 12, "--out", out / "eval_blank")
     after = json.loads((out / "eval" / "eval.json").read_text())
     blank = json.loads((out / "eval_blank" / "eval.json").read_text())
     summary = {
+        "task": task,
         "accuracy_before": after["baseline"]["accuracy"],
         "accuracy_after": after["accuracy"],
         "blank_image_accuracy": blank["accuracy"],
@@ -419,8 +309,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
-    print(f"\naccuracy on {after['n']} unseen pictures: {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after "
-          f"{steps} RL steps; with blank pictures {summary['blank_image_accuracy']:.3f}")
+    moved = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after {steps} RL steps"
+    print(f"\naccuracy on {after['n']} unseen images: {moved}; with blank ones {summary['blank_image_accuracy']:.3f}")
     if short:
         print("--short only shows that each stage runs; so few steps are not meant to learn anything")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")
@@ -428,15 +318,15 @@ def run_demo(out: Path, seed: int, family: str, short: bool) -> dict:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = Parser(__doc__)
     sub = p.add_subparsers(dest="command", required=True)
     families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-    model = sub.add_parser("model", help="write a random toy model", allow_abbrev=False)
-    warm = sub.add_parser("warm", help="supervised warm start of a toy model", allow_abbrev=False)
-    run = sub.add_parser("run", help="the whole demo", allow_abbrev=False)
+    model = sub.add_parser("model", help="write a random toy model")
+    warm = sub.add_parser("warm", help="supervised warm start of a toy model")
+    run = sub.add_parser("run", help="the whole demo")
     for q in (model, warm, run):
         q.add_argument("--out", type=Path, required=True, help="folder to write")
-        q.add_argument("--seed", type=int, default=0, help="of weights, pictures and sampling")
+        q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
     for q in (model, run):
         q.add_argument("--family", choices=families, default="qwen2_5_vl", help="architecture")
     model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")
@@ -445,13 +335,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
     warm.add_argument("--see-steps", type=int, default=700, help="steps with honest answers")
     warm.add_argument("--habit-steps", type=int, default=80, help="steps with a lazy annotator's answers")
+    run.add_argument("--task", default="shapes", help=f"whose toy data to learn from: {', '.join(TASKS)}")
     run.add_argument("--short", action="store_true", help="minutes become seconds: every stage runs, little is learnt")
     return p.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> None:
     if args.command == "model":
-        from sharding import check_new_folder, whole_folder
+        from parallel.loading import check_new_folder, whole_folder
 
         check_new_folder(args.out)
         with whole_folder(args.out) as folder:
@@ -459,10 +350,8 @@ def main(args: argparse.Namespace) -> None:
     elif args.command == "warm":
         warm_start(args.model, args.out, args.seed, args.see_steps, args.habit_steps)
     else:
-        run_demo(args.out, args.seed, args.family, args.short)
+        run_demo(args.out, args.seed, args.family, args.short, args.task)
 
 
 if __name__ == "__main__":
-    from utils import run_script
-
     run_script(main, parse_args)

@@ -1,4 +1,5 @@
-"""Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import it."""
+"""Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import
+it."""
 
 import errno
 import shutil
@@ -9,12 +10,18 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake of the user's, or a state of the machine that only they can mend. The text names the flag, file or row, the
-    values and the remedy; scripts print it as one line. Every other exception keeps its traceback."""
+    """A mistake of the user's, or a state of the machine that only they can mend. The text names the flag, file or row,
+    the values and the remedy; scripts print it as one line. Every other exception keeps its traceback."""
+
+
+def need(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
 
 
 class Note:
-    """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and traceback."""
+    """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and
+    traceback."""
 
     def __init__(self, text: str):
         self.text = text
@@ -40,19 +47,23 @@ FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.E
 
 @contextmanager
 def writing(path: Path, what: str, remedy: str = "free some, or give another folder") -> Iterator[None]:
-    """A full disk or a folder that must not be written to becomes a UserError that names `what` was written and where."""
+    """A full disk or a folder that must not be written to becomes a UserError that names `what` was written and
+    where."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise UserError(f"{what}: no space left for {error.filename or path} ({free_bytes(path)} bytes free); {remedy}") from error
+            raise UserError(f"{what}: no space left for {error.filename or path} ({free_bytes(path)} bytes free); "
+                            f"{remedy}") from error
         if error.errno in CLOSED:
-            raise UserError(f"{what}: {error.filename or path} cannot be written ({error.strerror}); {remedy}") from error
+            raise UserError(f"{what}: {error.filename or path} cannot be written ({error.strerror}); "
+                            f"{remedy}") from error
         raise
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Before any work: can files be made in `folder`, or in what exists of the way to it? UserError if not. Leaves nothing."""
+    """Before any work: can files be made in `folder`, or in what exists of the way to it? UserError if not. Leaves
+    nothing."""
     with writing(folder, what):
         with tempfile.TemporaryFile(dir=existing(folder)) as file:
             file.write(bytes(4096))

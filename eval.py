@@ -8,58 +8,121 @@
 Writes eval.json and report.html to --out.
 """
 
-import argparse
-import base64
-import html
-import io
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from tqdm import tqdm
 
+from engines.choose import make_engine, resolve_engine, vllm_settings
 from errors import UserError, check_writable, writing
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
-from prepare_data import FORMATS, IMAGE_ERRORS, Example, add_reading_flags, decode_image, read_flagged
+from prepare_data import Example, ReadingConfig, read_flagged
+from report.log import write_text
+from report.page import rollout_page
 from reward import check_tasks, load_reward, score_batch, try_reward
-from rollout import HFEngine, Sampling, VLLMEngine, drop_long_prompts, make_prompts, picture_limits, resolve_engine
-from utils import Context, dist_setup, gather0, print0, run_script, write_text
+from rollout import (
+    VLLM_HELP,
+    Engine,
+    Rollout,
+    Sampling,
+    drop_long_prompts,
+    make_prompts,
+)
+from utils import (
+    REQUIRED,
+    Context,
+    Parser,
+    Stages,
+    add_settings,
+    dist_setup,
+    flag_of,
+    print0,
+    read_settings,
+    run_script,
+    setting,
+)
+
+CHUNK = 64  # examples of a rank that are generated, then graded, together
+
+
+@dataclass(frozen=True)
+class AsTrained(ReadingConfig):
+    """As in training: a run's own values are its defaults"""
+
+    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
+    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
+    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
+    dtype: str = setting("auto", "auto: bfloat16 on a GPU, as in training", choices=("auto", "float32", "bfloat16"))
+    reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
+
+
+@dataclass(frozen=True)
+class EvalConfig(AsTrained):
+    """Evaluation"""
+
+    model: str = setting(REQUIRED, "model folder, hub id, run directory or checkpoint", positional=True)
+    data: str = setting(REQUIRED, "parquet file(s) to evaluate on", metavar="FILE")
+    out: str = setting(REQUIRED, "directory for eval.json and report.html", metavar="DIR")
+    baseline: str | None = setting(None, "a second model to compare with, pairwise", metavar="MODEL")
+    limit: int | None = setting(None, "only the first N examples", least=1)
+    samples: int = setting(1, "responses per example", least=1)
+    temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
+    top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
+    blank_images: bool = setting(False, "replace every image by a white one")
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=("auto", "hf", "vllm"))
+    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
+    seed: int = setting(0, "of sampling")
 
 
 def evaluate(
-    engine, examples: Sequence[Example], processor: Processor, reward_fn: Callable, ctx: Context, sampling: Sampling,
-    samples: int = 1, blank: bool = False, chunk: int = 64, stop: Callable[[], object] = lambda: False,
+    engine,
+    examples: Sequence[Example],
+    processor: Processor,
+    reward_fn: Callable,
+    ctx: Context,
+    sampling: Sampling,
+    samples: int = 1,
+    blank: bool = False,
+    stop: Callable[[], object] = lambda: False,
 ) -> list[dict]:
-    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples. `stop`, the same on all ranks,
-    ends it before the next chunk, with no records."""
-    mine = range(ctx.rank, len(examples), ctx.world)
-    records = []
+    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples. `stop`, the same on all
+    ranks, ends it before the next chunk, with no records."""
+    mine = list(enumerate(examples))[ctx.rank :: ctx.world]
     # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
-    for start in range(0, -(-len(examples) // ctx.world), chunk):
+    rounds = range(0, math.ceil(len(examples) / ctx.world), CHUNK)
+    records = []
+    for start in tqdm(rounds, "evaluating", leave=False, disable=None if ctx.main else True):
         if stop():
             return []
-        part = mine[start : start + chunk]
-        prompts = make_prompts([examples[i] for i in part], processor, blank)
+        chunk = mine[start : start + CHUNK]
+        prompts = make_prompts([example for _, example in chunk], processor, blank)
         rollouts = engine.generate(prompts, samples, sampling)
-        asked = [examples[i] for i in part for _ in range(samples)]
+        asked = [r.prompt.example for r in rollouts]
         # in one call: its time for math-verify is for all of the chunk
         rewards = score_batch([r.text for r in rollouts], asked, reward_fn, [r.finish_reason for r in rollouts])
-        for j, i in enumerate(part):
-            group = slice(j * samples, (j + 1) * samples)
-            records.append({
-                "index": i,
-                "uid": examples[i].uid,
-                "answer_type": answer_type(examples[i]),
-                "ground_truth": examples[i].ground_truth,
-                "samples": [
-                    {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": parts}
-                    for r, parts in zip(rollouts[group], rewards[group], strict=True)
-                ],
-            })
-    return sorted(gather0(records), key=lambda record: record["index"])
+        graded = list(zip(rollouts, rewards, strict=True))
+        for k, (index, example) in enumerate(chunk):
+            records.append(make_record(index, example, graded[k * samples : (k + 1) * samples]))
+    return sorted(ctx.gather_main(records), key=lambda record: record["index"])
+
+
+def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]]) -> dict:
+    """An example with its responses and their rewards, as JSON has it."""
+    samples = []
+    for r, rewards in graded:
+        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": rewards}
+        samples.append(told)
+    about = {"uid": example.uid, "answer_type": answer_type(example), "ground_truth": example.ground_truth}
+    return {"index": index, **about, "samples": samples}
 
 
 def answer_type(example: Example) -> str:
@@ -69,39 +132,41 @@ def answer_type(example: Example) -> str:
 
 
 def correctness(record: dict) -> list[float]:
-    """1 or 0 of each sample; the total reward where a task has no accuracy part."""
+    """1 or 0 of each sample; the total reward where a task has no accuracy."""
     return [s["rewards"].get("accuracy", s["rewards"]["reward"]) for s in record["samples"]]
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """95% confidence interval of a proportion.   Wilson 1927"""
     z, p = 1.959964, successes / n
-    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+    centre = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 def summarise(records: Sequence[dict]) -> dict:
     """Accuracy (mean over samples, then over examples), its interval, pass@k, and the same per answer type."""
-    samples = [s for record in records for s in record["samples"]]
     scores = [correctness(record) for record in records]
-    accuracy = sum(sum(s) / len(s) for s in scores) / len(scores)
+    samples = [sample for record in records for sample in record["samples"]]
+    accuracy = fmean(map(fmean, scores))
+    by_type = defaultdict(list)
+    for record, score in zip(records, scores, strict=True):
+        by_type[record["answer_type"]].append(fmean(score))
+    # A reward that is no proportion has no such interval. Over examples: the samples of one are not independent
+    proportions = all(0 <= min(score) and max(score) <= 1 for score in scores)
     summary = {
         "n": len(records),
         "samples": len(scores[0]),
         "accuracy": accuracy,
-        # Over examples: the samples of one are not independent. A reward that is no proportion has no such interval.
-        "accuracy_ci95": wilson(accuracy * len(records), len(records)) if all(0 <= x <= 1 for s in scores for x in s) else None,
-        f"pass@{len(scores[0])}": sum(max(s) == 1 for s in scores) / len(scores),
-        "reward": sum(s["rewards"]["reward"] for s in samples) / len(samples),
-        "truncated": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
-        "response_tokens": sum(s["tokens"] for s in samples) / len(samples),
-        "by_answer_type": {},
+        "accuracy_ci95": wilson(accuracy * len(records), len(records)) if proportions else None,
+        f"pass@{len(scores[0])}": fmean(max(score) == 1 for score in scores),
+        "reward": fmean(s["rewards"]["reward"] for s in samples),
+        "truncated": fmean(s["finish_reason"] == "length" for s in samples),
+        "response_tokens": fmean(s["tokens"] for s in samples),
+        "by_answer_type": {kind: {"n": len(x), "accuracy": fmean(x)} for kind, x in sorted(by_type.items())},
     }
     if "format" in samples[0]["rewards"]:
-        summary["format"] = sum(s["rewards"].get("format", 0.0) for s in samples) / len(samples)
-    for kind in sorted({record["answer_type"] for record in records}):
-        of_kind = [sum(s) / len(s) for record, s in zip(records, scores, strict=True) if record["answer_type"] == kind]
-        summary["by_answer_type"][kind] = {"n": len(of_kind), "accuracy": sum(of_kind) / len(of_kind)}
+        summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
     return summary
 
 
@@ -109,226 +174,179 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     """Paired comparison on the same examples: exact two-sided McNemar test on the first sample of each."""
     assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
     pairs = [(correctness(a)[0] == 1, correctness(b)[0] == 1) for a, b in zip(records, baseline, strict=True)]
-    gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    gained = pairs.count((True, False))
+    lost = pairs.count((False, True))
     n = gained + lost
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n if n else 1.0
     return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
 
 
+class Evaluation:
+    """Greedy evaluation during training, of train.py's `cfg`; cut short where the run is asked to end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        examples: Sequence[Example],
+        processor: Processor,
+        reward_fn: Callable,
+        cfg: Any,
+        ctx: Context,
+        stage: Stages,
+        stop: Callable[[], object],
+    ):
+        greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+        self.asked = (engine, examples, processor, reward_fn, ctx, greedy)
+        self.cfg = cfg.run
+        self.stage = stage
+        self.stop = stop
+        self.cut_at = 0  # the step of an evaluation that was cut short
+
+    def due(self, step: int) -> bool:
+        every = self.cfg.eval_every
+        return bool(self.asked[1]) and (step == self.cfg.steps or (every > 0 and step % every == 0))
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics, on rank 0."""
+        with self.stage("eval", interruptible=False):
+            records = evaluate(*self.asked, stop=self.stop)
+        self.cut_at = step if self.stop() else 0
+        if self.cut_at or not records:
+            return {}
+        summary = summarise(records)
+        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
+        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
+        file = Path(self.cfg.out) / "eval" / f"step_{step:06d}.json"
+        write_text(file, json.dumps(summary, indent=2) + "\n")
+        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
+        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# The page
-
-PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
-THUMBNAIL = 320  # pixels of an image's longer side on a page
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;color:#1c2330;background:#f6f7f9}
-h1{font-size:1.35rem;overflow-wrap:anywhere}
-.facts{display:flex;flex-wrap:wrap;gap:.5rem;margin:1rem 0 1.5rem}
-.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.35rem .8rem}
-.fact b{display:block;font-size:1.1rem}
-.fact span{color:#647084;font-size:.8rem}
-.card{display:grid;grid-template-columns:220px 1fr;gap:1.2rem;margin:0 0 1rem;padding:1rem;
-background:#fff;border:1px solid #dfe3ea;border-radius:10px}
-.card img{width:100%;max-height:320px;object-fit:contain;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
-.prompt{white-space:pre-wrap;overflow-wrap:anywhere}
-.meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem}
-.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.35rem 0}
-.right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
-.sample code{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace}
-.sample div,.sample span{color:#647084;font-size:.8rem}
-@media(max-width:700px){.card{grid-template-columns:1fr}}
-"""
-
-
-def thumbnail(data: bytes) -> str:
-    """An image file as an <img> of a few kilobytes: the file itself where it is small, else whichever of PNG and JPEG is smaller."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-            name, size = opened.format, opened.size
-            opened.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB") if name == "JPEG" else decode_image(data)
-    except IMAGE_ERRORS:
-        return "<div class=meta>(an image that cannot be read)</div>"
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    files = {name: data} if max(size) <= THUMBNAIL and name in ("PNG", "JPEG", "GIF", "WEBP") else {}
-    for kind in ("PNG", "JPEG"):
-        image.save(file := io.BytesIO(), format=kind)
-        files.setdefault(kind, file.getvalue())
-    kind, data = min(files.items(), key=lambda item: len(item[1]))
-    return f'<img alt="" src="data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}">'
-
-
-def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
-    """A self-contained HTML page: pictures, prompt, responses with their reward parts and, in training, advantages."""
-
-    def number(value: float) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    def safe(text: object) -> str:  # all that comes from data, from the policy or from a user's reward
-        return html.escape(str(text))
-
-    cells = {"accuracy": facts["accuracy"]} if "accuracy" in facts else {}
-    if interval := facts.get("accuracy_ci95"):
-        cells["95% interval"] = "{:.3f} to {:.3f}".format(*interval)
-    if base := facts.get("baseline"):
-        cells |= {"baseline accuracy": base["accuracy"], "gained": base["gained"], "lost": base["lost"], "McNemar p": base["mcnemar_p"]}
-    cells |= {key: value for key, value in facts.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    if facts.get("samples") == 1:
-        cells.pop("pass@1", None)  # the accuracy once more
-    cells |= {f"accuracy: {kind}": part["accuracy"] for kind, part in facts.get("by_answer_type", {}).items()}
-    parts = [f"<!doctype html><meta charset=utf-8><title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>"]
-    parts.append("<div class=facts>" + "".join(
-        f"<div class=fact><b>{number(value)}</b><span>{safe(key)}</span></div>" for key, value in cells.items()) + "</div>")
-    if len(records) > PAGE_RECORDS:
-        parts.append(f"<p>The first {PAGE_RECORDS} of {len(records)} prompts.</p>")
-    for record in records[:PAGE_RECORDS]:
-        example = examples[record["uid"]]
-        pictures = "".join(map(thumbnail, example.images))
-        if pictures and facts.get("blank_images"):
-            pictures = f"<div class=meta>blanked for the model</div>{pictures}"
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-        parts.append(f"<div class=card><div>{pictures or '(no picture)'}</div><div><div class=prompt>{safe(prompt)}</div>")
-        parts.append(f"<div class=meta>{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b></div>")
-        for s in record["samples"]:
-            right = "right" if s["rewards"].get("accuracy", s["rewards"]["reward"]) >= 0.5 else "wrong"
-            notes = [f"{safe(key)} {number(float(value))}" for key, value in s["rewards"].items()]
-            notes += [f"advantage {s['advantage']:+.3f}"] if "advantage" in s else []
-            notes += [f"{s['tokens']} tokens"] + (["cut at the length limit"] if s["finish_reason"] == "length" else [])
-            text = safe(s["text"]) or "<span>(empty)</span>"
-            parts.append(f"<div class='sample {right}'><code>{text}</code><div>{' &middot; '.join(notes)}</div></div>")
-        parts.append("</div></div>")
-    return "\n".join(parts) + "\n"
-
-
-def shown(text: str) -> str:
-    """For the terminal, on which escape codes from data would act."""
-    return repr(text)[1:-1]
+# The command
 
 
 def settings_of_run(path: str) -> dict:
-    """What a run, or one of its checkpoints, was trained with, by the names of the flags here. {} for other models."""
-    reading = argparse.ArgumentParser()
-    add_reading_flags(reading)
-    names = ["max_new_tokens", "max_prompt_tokens", "limit_images", "min_pixels", "max_pixels", "dtype", "reward"]
+    """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
     run = locate(path)[2]
-    settings = {name: run.get(name) for name in (*names, *vars(reading.parse_args([])))} | {"rows": run.get("rollout_rows")}
-    return {name: value for name, value in settings.items() if value is not None}
+    settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
+    file = settings.get("reward", "").rpartition(":")[0]
+    if file and not Path(file).is_file():
+        del settings["reward"]
+    return settings
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("model", help="model folder, hub id, run directory or checkpoint")
-    p.add_argument("--data", required=True, help="parquet file(s) to evaluate on")
-    p.add_argument("--out", required=True, help="directory for eval.json and report.html")
-    p.add_argument("--baseline", help="a second model to compare with, pairwise")
-    p.add_argument("--limit", type=int, help="only the first N examples")
-    p.add_argument("--samples", type=int, default=1, help="responses per example")
-    p.add_argument("--temperature", type=float, help="sampling temperature (default: 0 with one sample, else 1)")
-    p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass (1 = off)")
-    p.add_argument("--max-new-tokens", type=int, default=512, help="longest response, tokens")
-    p.add_argument("--max-prompt-tokens", type=int, default=2048, help="drop longer prompts, and say how many")
-    p.add_argument("--limit-images", type=int, help="drop prompts with more pictures, and say how many (default: none)")
-    p.add_argument("--min-pixels", type=int, help="enlarge smaller pictures to this many pixels (default: the processor's)")
-    p.add_argument("--max-pixels", type=int, help="shrink larger pictures to this many pixels (default: the processor's)")
-    p.add_argument("--blank-images", action="store_true", help="replace every picture by a white one")
-    p.add_argument("--reward", help="FILE.py:FUNCTION instead of the task's own reward")
-    add_reading_flags(p)
-    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, as in training")
-    p.add_argument("--rollout", choices=("auto", "hf", "vllm"), default="auto", help="engine (auto: vllm on a GPU where it is installed)")
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.6, help="share of the GPU's memory for vLLM")
-    p.add_argument("--rows", type=int, default=256, help="responses decoded together")
-    p.add_argument("--seed", type=int, default=0, help="of sampling")
-    plain = vars(p.parse_args(argv))
-    run = settings_of_run(plain["model"])
-    file = run.get("reward", "").rpartition(":")[0]
-    lost = run.pop("reward") if file and not Path(file).is_file() and not plain["reward"] else None
-    p.set_defaults(**run)
-    args = p.parse_args(argv)  # a flag that is given wins
-    taken = [f"--{name.replace('_', '-')} {getattr(args, name)!r}" for name in run if getattr(args, name) != plain[name]]
-    taken += [f"not --reward {lost!r}, a file that is not here: the task's own reward is used"] if lost else []
-    args.from_run = ", ".join(taken)
-    if args.temperature is None:
-        args.temperature = 0.0 if args.samples == 1 else 1.0
-    for name in ("samples", "max_new_tokens", "max_prompt_tokens", "limit_images", "rows", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature {args.temperature} must not be negative, and --top-p {args.top_p} must be in (0, 1]")
-    if args.samples > 1 and args.temperature == 0:
-        raise UserError(f"--samples {args.samples} at --temperature 0 would be copies of one response; raise the temperature")
-    if not 0 < args.gpu_memory_utilization < 1:
-        raise UserError(f"--gpu-memory-utilization {args.gpu_memory_utilization}: must be in (0, 1)")
-    if Path(args.out).is_file():
-        raise UserError(f"--out {args.out} is a file; give a directory")
-    return args
+def parse_args(argv: list[str] | None = None) -> EvalConfig:
+    parser = Parser(__doc__)
+    add_settings(parser, EvalConfig)
+    add_settings(parser, AsTrained)
+    add_settings(parser, ReadingConfig)
+    given = vars(parser.parse_args(argv))
+    cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
+    if cfg.temperature is None:
+        cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
+    if cfg.samples > 1 and cfg.temperature == 0:
+        raise UserError(f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it")
+    if Path(cfg.out).is_file():
+        raise UserError(f"--out {cfg.out} is a file; give a directory")
+    return cfg
 
 
-def main(args: argparse.Namespace) -> dict:
-    ctx = dist_setup()
-    out = Path(args.out)
-    if ctx.main:
-        check_writable(out, f"--out {args.out}")
-    if args.from_run:
-        print0(f"settings of the run: {args.from_run}")
-    args.rollout = resolve_engine(args.rollout, ctx.device)
-    reward_fn = load_reward(args.reward)
-    examples, skipped = read_flagged(args.data, args, args.limit)
+def told_of_run(cfg: EvalConfig) -> str:
+    """Which settings are other than the defaults because the run had them."""
+    run = locate(cfg.model)[2]
+    same = [f for f in fields(AsTrained) if run.get(f.name) == getattr(cfg, f.name) != f.default]
+    told = [f"{flag_of(f.name)} {run[f.name]!r}" for f in same]
+    if run.get("reward") and cfg.reward is None:
+        told.append(f"not --reward {run['reward']!r}, a file that is not here: the task's own reward is used")
+    return ", ".join(told)
+
+
+def read_data(cfg: EvalConfig, reward_fn: Callable, processors: Sequence[Processor]) -> tuple[list[Example], int]:
+    """The examples that every processor takes, and how many were left out."""
+    examples, left_out = read_flagged(cfg.data, cfg, cfg.limit)
     check_tasks(examples, reward_fn)
-    if ctx.main:
-        try_reward(reward_fn, examples[0])
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-    paths = {"model": args.model} | ({"baseline": args.baseline} if args.baseline else {})
-    # All that can be wrong comes before the first model. The baseline sees the pictures at the run's own pixel limits.
-    processors = {name: Processor(locate(path)[0], args.min_pixels, args.max_pixels) for name, path in paths.items()}
-    kept, left_out = examples, list(skipped)
-    for processor in processors.values():
-        kept, dropped, _ = drop_long_prompts(kept, processor, args.max_prompt_tokens, args.limit_images, args.bad_rows)
+    kept, limit = examples, cfg.max_prompt_tokens
+    for processor in processors:
+        kept, dropped, _ = drop_long_prompts(kept, processor, limit, cfg.bad_rows)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
     if not kept:
-        raise UserError(f"--data {args.data}: all {len(examples)} prompts exceed --max-prompt-tokens {args.max_prompt_tokens}")
-    dtype = default_dtype(ctx.device) if args.dtype == "auto" else getattr(torch, args.dtype)
-    results, engines = {}, []
-    for name, path in paths.items():
-        hf = load_trained(path, dtype)
-        if args.rollout == "vllm":
-            count, largest = picture_limits(kept, processors[name])
-            engine = VLLMEngine(
-                locate(path)[0], processors[name], ctx.device, dtype, max_model_len=args.max_prompt_tokens + args.max_new_tokens,
-                max_images=count, largest_picture=largest, memory=args.gpu_memory_utilization, max_rows=args.rows,
-            )
-            engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
-        else:
-            engine = HFEngine(hf, processors[name], ctx.device, args.rows)
-        records = evaluate(engine, kept, processors[name], reward_fn, ctx, sampling, args.samples, args.blank_images)
+        raise UserError(f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {limit}")
+    return kept, len(left_out)
+
+
+def start_engine(
+    cfg: EvalConfig, kind: str, path: str, processor: Processor, examples: Sequence[Example], ctx: Context
+) -> Engine:
+    """The engine `kind` with the weights of a model, run or checkpoint, for prompts made of `examples`."""
+    dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    hf = load_trained(path, dtype)
+    settings = vllm_settings(cfg.vllm, kind, ctx.world)
+    length = cfg.max_prompt_tokens + cfg.max_new_tokens
+    more = {"examples": examples, "max_model_len": length, "settings": settings}
+    engine = make_engine(kind, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **more)
+    if kind == "vllm":
+        engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
+    return engine
+
+
+def main(cfg: EvalConfig) -> dict:
+    ctx = dist_setup()
+    if ctx.main:
+        check_writable(Path(cfg.out), f"--out {cfg.out}")
+    if told := told_of_run(cfg):
+        print0(f"settings of the run: {told}")
+    # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
+    kind = resolve_engine(cfg.rollout, ctx.device)
+    vllm_settings(cfg.vllm, kind, ctx.world)
+    reward_fn = load_reward(cfg.reward)
+    paths = [cfg.model] + ([cfg.baseline] if cfg.baseline else [])
+    processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
+    examples, left_out = read_data(cfg, reward_fn, processors)
+    if ctx.main:
+        try_reward(reward_fn, examples[0])
+    sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
+    results, asleep = [], []
+    for path, processor in zip(paths, processors, strict=True):
+        engine = start_engine(cfg, kind, path, processor, examples, ctx)
+        results.append(evaluate(engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images))
         engine.sleep()
-        engines.append(engine if args.rollout == "vllm" else None)  # asleep; an hf engine is dropped: one model in memory at a time
-        del engine, hf
-        if ctx.main:
-            results[name] = {"path": path, "left_out": len(left_out), **summarise(records)}, records
+        asleep += [engine] if kind == "vllm" else []  # one that goes would take the next one's process groups with it
+        del engine  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
-    summary = results["model"][0] | {"data": args.data, "blank_images": args.blank_images, "temperature": args.temperature}
-    if args.baseline:
-        summary["baseline"] = results["baseline"][0] | compare(results["model"][1], results["baseline"][1])
-    blanked = ", pictures blanked" if args.blank_images else ""
-    # told before anything is written: a disk that is full by now does not take an evaluation with it
+    summaries = [{"path": path, "left_out": left_out, **summarise(of)} for path, of in zip(paths, results, strict=True)]
+    summary = summaries[0] | {"data": cfg.data, "blank_images": cfg.blank_images, "temperature": cfg.temperature}
+    if cfg.baseline:
+        summary["baseline"] = summaries[1] | compare(*results)
+    tell(summary)  # before anything is written: a disk that is full by now does not take an evaluation with it
+    write_report(cfg, summary, results[0], examples)
+    return summary
+
+
+def tell(summary: dict) -> None:
+    """The summary on the terminal, on which escape codes from data would act."""
     interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
-    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, truncated {summary['truncated']:.3f}{blanked}")
-    for kind, part in summary["by_answer_type"].items():
-        print(f"  {shown(kind):<12} {part['accuracy']:.3f}  n {part['n']}")
-    if args.baseline:
-        base = summary["baseline"]
-        print(f"baseline {base['accuracy']:.3f}: {base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}")
-    records = results["model"][1]
-    page = rollout_page(f"{args.model} on {args.data}{blanked}", summary, records, {e.uid: e for e in examples})
-    with writing(out, f"--out {args.out}"):
+    more = f"truncated {summary['truncated']:.3f}" + (", images blanked" if summary["blank_images"] else "")
+    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, {more}")
+    for kind, of in summary["by_answer_type"].items():
+        print(f"  {repr(kind)[1:-1]:<12} {of['accuracy']:.3f}  n {of['n']}")
+    if base := summary.get("baseline"):
+        changes = f"{base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}"
+        print(f"baseline {base['accuracy']:.3f}: {changes}")
+
+
+def write_report(cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example]) -> None:
+    title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
+    page = rollout_page(title, summary, records, {example.uid: example for example in examples})
+    out = Path(cfg.out)
+    with writing(out, f"--out {cfg.out}"):
         write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
         write_text(out / "report.html", page)
     print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
-    return summary
 
 
 if __name__ == "__main__":

@@ -107,8 +107,9 @@ def fused_policy_loss(
 
     `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of
     each row, first of what it returns. loss.per_token says whether a row's loss depends on that row alone; if not, the
-    loss is given whole sequences. `tokens` holds what else it reads, a row per token, on hidden's device; tokens[slice]
-    gives some rows. The rest is as for linear_logprob. The gradient is made in the forward: call backward at most once.
+    loss is given whole responses, told apart by tokens.rollout. `tokens` holds what else it reads, a row per token, on
+    hidden's device: a packing.TokenBatch, or anything that a slice gives rows of.
+    The rest is as for linear_logprob. The gradient is made in the forward: call backward at most once.
     """
     _check("fused_policy_loss", hidden_KH, weight_VH, targets_K, temperature)
     kernel = resolve_kernel(kernel, hidden_KH.device)
@@ -161,7 +162,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
             for rows in blocks:
                 logp_K[rows], entropy_K[rows] = head.statistics(rows)
             value, grad_logp, grad_entropy = _loss_and_gradients(
-                loss, logp_K[group], entropy_K[group], _slice(tokens, group)
+                loss, logp_K[group], entropy_K[group], tokens[group]
             )
             total += value
             for rows in blocks:
@@ -182,30 +183,17 @@ class _FusedPolicyLoss(torch.autograd.Function):
 
 
 def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
-    """Rows whose losses are evaluated together: a block; or, where the loss couples the tokens of a sequence, as many
-    whole sequences as a block holds, or one sequence that is longer than that."""
+    """Rows whose losses are evaluated together: a block; or, where the loss couples the tokens of a response, as many
+    whole responses as a block holds, or one response that is longer than that."""
     if loss.per_token or len(blocks) < 2:
         return blocks
-    sequence_K = _sequence(tokens)
-    starts = (sequence_K[1:] != sequence_K[:-1]).nonzero()[:, 0] + 1
+    starts = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1
     groups = []
-    for start, stop in itertools.pairwise([0, *starts.tolist(), len(sequence_K)]):
+    for start, stop in itertools.pairwise([0, *starts.tolist(), len(tokens.rollout)]):
         if groups and stop - groups[-1].start <= blocks[0].stop:
             start = groups.pop().start
         groups.append(slice(start, stop))
     return groups
-
-
-# The only two that know of tokens given as a dict of columns: else they are tokens[rows] and tokens.rollout.
-
-
-def _slice(tokens: Any, rows: slice) -> Any:
-    return {name: column[rows] for name, column in tokens.items()} if isinstance(tokens, dict) else tokens[rows]
-
-
-def _sequence(tokens: Any) -> torch.Tensor:
-    """(K,) integers that tell neighbouring sequences apart."""
-    return tokens["sequence"] if isinstance(tokens, dict) else tokens.rollout
 
 
 def _loss_and_gradients(

@@ -6,190 +6,208 @@
     python merge_lora.py out/geo3k-adapter --out out/geo3k-hf                 # a PEFT adapter -> one folder
 """
 
-import argparse
 import copy
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageDraw
+from torch import nn
 from transformers.utils import cached_file
 
 from errors import UserError
-from grpo import Sample, plant
-from model import Policy, Processor, load_hf, lora_layers, merge_lora, write_adapter
-from parallel.checkpoint import load_trained, locate
-from sharding import attrs_of, check_new_folder, pixel_limits, save_hf, whole_folder
-from utils import run_script
+from layers.lora import lora_layers, merge_lora, write_adapter
+from model import Policy, Processor, load_hf
+from parallel.checkpoint import load_trained, locate, model_config
+from parallel.loading import check_new_folder, save_hf, whole_folder
+from rollout import written as written_response
+from utils import REQUIRED, Parser, add_settings, read_settings, run_script, setting
 
-# Files beside the weights that a folder needs to be opened elsewhere, as the base model's author wrote them.
-COMPANIONS = (
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json", "chat_template.jinja",
+# Files next to the weights that a folder needs to be opened elsewhere, as the base model's author wrote them
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+TEMPLATES = ("chat_template.json", "chat_template.jinja")
+
+TOLERANCE = (
+    "how far log-probabilities of the written folder may be from those of the same weights in memory, nats (default: "
+    "what fp32 rounds off, by width, depth and their size)"
 )
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run directory (its newest intact checkpoint), a checkpoint, or a PEFT adapter folder")
-    p.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
-    p.add_argument("--adapter", action="store_true", help="write the adapter alone, as PEFT does, not merged")
-    p.add_argument("--push", metavar="REPO", help="also upload the folder to this repository of the hub (needs huggingface_hub, a login)")
-    p.add_argument("--tolerance", type=float,
-                   help="how far log-probabilities of the written folder may be from those of the same weights in memory, nats "
-                        "(default: what fp32 rounds off, by width, depth and their size)")
-    return p.parse_args(argv)
+@dataclass(frozen=True)
+class MergeConfig:
+    """Merging"""
+
+    run: str = setting(REQUIRED, "run (its newest intact checkpoint), checkpoint or PEFT adapter", positional=True)
+    out: str = setting(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
+    dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
+    adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
+    push: str | None = setting(None, "also upload to this repository of the hub (needs a login)", metavar="REPO")
+    tolerance: float | None = setting(None, TOLERANCE, least=0)
 
 
-def save_processor(base: str, processor: Processor, folder: Path) -> None:
-    """Tokenizer and processor files: the base's own, with the pixel limits that the run trained with."""
-    processor.tokenizer.save_pretrained(folder)
-    for name in COMPANIONS:
-        found = cached_file(base, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
-        if found:
-            shutil.copyfile(found, folder / name)  # not its mode: a cache's files may be their owner's alone
-    held = False  # in a file of its own, or as a part of another, which wins; both may be there
-    for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
-        whole = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
-        settings = whole.get(part) if part else whole
-        if settings:
-            for old in ("min_pixels", "max_pixels"):
-                settings.pop(old, None)
-            settings["size"] = dict(processor.image_processor.size)
-            (folder / name).write_text(json.dumps(whole, indent=2) + "\n")
-            held = True
-    if not held:
-        processor.image_processor.save_pretrained(folder)
+def parse_args(argv: list[str] | None = None) -> MergeConfig:
+    parser = Parser(__doc__)
+    add_settings(parser, MergeConfig)
+    return read_settings(MergeConfig, vars(parser.parse_args(argv)))
 
 
-@torch.no_grad()
-def probe_logprobs(hf: torch.nn.Module, processor: Processor) -> torch.Tensor:
-    """Log-probabilities of a fixed text under a fixed picture, through vision tower, language model and head."""
-    picture = Image.new("RGB", (112, 84), "white")
-    ImageDraw.Draw(picture).ellipse((20, 10, 80, 70), fill="red")
-    image = processor.image("probe", picture)
-    prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
-    answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
-    scored = [False] * len(prompt) + [True] * len(answer)
-    micro = plant([Sample("probe", prompt + answer, scored, {}, [image])], processor.image_token_id)
-    return Policy(hf.eval(), processor)(micro)[0]
-
-
-@torch.no_grad()
-def probe_layers(hf: torch.nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Of each layer with an adapter: random inputs, its outputs, in float64, and how far from these a merge in fp32 may be. That
-    rounds each weight W + scale B A once, and the sum of products in it rank + 3 times at most.       Higham 2002, section 3.1"""
-    probes = {}
-    for name, layer in lora_layers(hf).items():
-        exact = copy.deepcopy(layer).double()
-        x = torch.randn(8, layer.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        products = abs(layer.scale) * exact.lora_B.abs() @ exact.lora_A.abs()
-        bound = x.abs() @ (exact.weight.abs() + (len(layer.lora_A) + 4) * products).T * (torch.finfo(torch.float32).eps / 2)
-        probes[name] = x, exact(x), bound
-    return probes
-
-
-@torch.no_grad()
-def check_layers(hf: torch.nn.Module, probes: dict[str, tuple[torch.Tensor, ...]]) -> None:
-    """Do the merged layers what they did with their adapters?"""
-    for name, (x, y, bound) in probes.items():
-        layer = hf.get_submodule(name)
-        gap = (F.linear(x, layer.weight.double(), None if layer.bias is None else layer.bias.double()) - y).abs()
-        if not (gap <= bound).all():
-            raise RuntimeError(f"{name}: merged, its outputs differ from those with its adapter by {gap.max():.1e}, where rounding gives "
-                               f"{bound.max():.1e} at most; nothing was written")
-
-
-def check_weights(written: torch.nn.Module, hf: torch.nn.Module) -> None:
-    """Are the weights of a folder, as transformers reads them, those in memory, bit for bit?"""
-    theirs, ours = written.state_dict(), hf.state_dict()
-    wrong = sorted(theirs.keys() ^ ours.keys()) or [name for name in ours if not torch.equal(theirs[name], ours[name].float())]
-    if wrong:
-        raise RuntimeError(f"{len(wrong)} tensors of the written folder are not the run's: {', '.join(wrong[:3])}; it was not kept")
-
-
-def rounding(hf: torch.nn.Module, logprobs: torch.Tensor) -> float:
-    """What fp32 may round off log-probabilities: an error for each addend of a sum and each layer, in random directions."""
-    text = hf.config.get_text_config()
-    return torch.finfo(torch.float32).eps * math.sqrt(text.hidden_size * text.num_hidden_layers) * (1 + logprobs.abs().max().item())
-
-
-def main(args: argparse.Namespace) -> None:
-    base, found, run = locate(args.run) if Path(args.run).is_dir() else (args.run, None, {})
+def main(cfg: MergeConfig) -> None:
+    base, found, run = locate(cfg.run) if Path(cfg.run).is_dir() else (cfg.run, None, {})
     if found is None:
-        raise UserError(f"{args.run!r} is neither a run directory (run.json) nor a complete checkpoint (trainer.json) nor a PEFT adapter "
-                         f"(adapter_config.json)")
-    out = Path(args.out)
+        others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
+        raise UserError(f"{cfg.run!r} is neither a run directory (run.json) {others}")
+    out = Path(cfg.out)
     check_new_folder(out)
-    if args.adapter and run and not run.get("lora_rank"):
-        raise UserError(f"--adapter: {args.run} was trained without --lora-rank, so it has none; leave the flag out")
-    open_repository(args.push)
-    processor, dtype = Processor(base, **pixel_limits(run)), getattr(torch, args.dtype)
-    hf = load_trained(args.run, merge=False)
+    if cfg.adapter and run and not run.get("lora_rank"):
+        raise UserError(f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out")
+    if cfg.push:
+        open_repository(cfg.push)
+    processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
+    hf = load_trained(cfg.run, merge=False)
     with whole_folder(out) as folder:
-        if args.adapter:
+        if cfg.adapter:
             write_adapter(hf, base, folder)
         else:
-            moved = write_merged(hf, folder, base, processor, dtype, run, args)
-    push(args.push, out)
-    if args.adapter:
-        return print(f"wrote the adapter {out} from {hf.loaded_from} (base {base})")
-    print(f"wrote {out} from {hf.loaded_from} (base {base}); largest log-probability difference from the run {moved:.1e}, by rounding to "
-          f"{args.dtype}")
+            moved = write_merged(hf, folder, base, processor, run, cfg)
+    if cfg.push:
+        push(cfg.push, out)
+    print(f"wrote {'the adapter ' if cfg.adapter else ''}{out} from {hf.loaded_from} (base {base})")
+    if not cfg.adapter:
+        print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
 
 
-def write_merged(
-    hf: torch.nn.Module, folder: Path, base: str, processor: Processor, dtype: torch.dtype, run: dict, args: argparse.Namespace
-) -> float:
-    """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what was to be
-    written, and what the folder as a whole says about a picture. -> the largest difference from the run, which is rounding alone."""
-    trained, probes = probe_logprobs(hf, processor), probe_layers(hf)
-    check_layers(merge_lora(hf), probes)
+def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, run: dict, cfg: MergeConfig) -> float:
+    """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what
+    was to be written, and what the folder as a whole says about an image. -> the largest difference from the run, which
+    is rounding alone."""
+    dtype = getattr(torch, cfg.dtype)
+    trained = probe_logprobs(hf, processor)
+    merge_checked(hf)
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype).float()
     rounded = probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
-    written, reader = load_hf(str(folder), attrs=attrs_of(run)), Processor(str(folder))
+    written = load_hf(str(folder), paths=model_config({"model": base} | run).family_paths)
     check_weights(written, hf)
+    reader = Processor(str(folder))
     if reader.image_processor.size != processor.image_processor.size:
-        raise RuntimeError(f"the written folder sees pictures at {reader.image_processor.size}, the run at "
-                           f"{processor.image_processor.size}; it was not kept")
+        sizes = f"{reader.image_processor.size}, the run at {processor.image_processor.size}"
+        raise RuntimeError(f"the written folder sees images at {sizes}; it was not kept")
     logprobs = probe_logprobs(written, reader)
-    gap, allowed = (logprobs - rounded).abs().max().item(), rounding(hf, rounded) if args.tolerance is None else args.tolerance
+    gap = (logprobs - rounded).abs().max().item()
+    allowed = rounding(hf, rounded) if cfg.tolerance is None else cfg.tolerance
     if not gap <= allowed:
-        raise UserError(f"--out {args.out}: the written folder's log-probabilities differ from those of its weights in memory by "
-                        f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why")
+        raise UserError(
+            f"--out {cfg.out}: the written folder's log-probabilities differ from those of its weights in memory by "
+            f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why"
+        )
     return (logprobs - trained).abs().max().item()
 
 
-def open_repository(name: str | None) -> None:
+def save_processor(base: str, processor: Processor, folder: Path) -> None:
+    """Tokenizer and processor files: the base's own, with the pixel limits that the run trained with."""
+    processor.tokenizer.save_pretrained(folder)
+    may_lack = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for name in PROCESSORS + TEMPLATES:
+        if found := cached_file(base, name, **may_lack):
+            shutil.copyfile(found, folder / name)  # not its mode: a cache's files may be their owner's alone
+    # The limits are in a file of their own, or inside another, which wins; both may be there
+    for name, key in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        config = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        if settings := config.get(key) if key else config:
+            settings.pop("min_pixels", None)
+            settings.pop("max_pixels", None)
+            settings["size"] = dict(processor.image_processor.size)
+            (folder / name).write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+@torch.no_grad()
+def probe_logprobs(hf: nn.Module, processor: Processor) -> torch.Tensor:
+    """Log-probabilities of a fixed text under a fixed image, through vision tower, language model and head."""
+    image = Image.new("RGB", (112, 84), "white")
+    ImageDraw.Draw(image).ellipse((20, 10, 80, 70), fill="red")
+    images = [processor.image("probe", image)]
+    prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], images)
+    answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
+    probe = written_response("probe", prompt, answer, images)
+    return Policy(hf.eval(), processor).plain_logprobs(probe.prompt, answer, temperature=1.0)
+
+
+@torch.no_grad()
+def merge_checked(hf: nn.Module) -> None:
+    """Merge the adapters; each layer must still do what it did. On random inputs, in float64, its outputs may differ by
+    what a merge in fp32 rounds off: each weight W + scale B A once, the sum of products in it rank + 3 times at most.
+    Higham 2002, section 3.1"""
+    probes = {}
+    for name, layer in lora_layers(hf).items():
+        exact = copy.deepcopy(layer).double()
+        x = torch.randn(8, layer.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        products = abs(layer.scale) * exact.lora_B.abs() @ exact.lora_A.abs()
+        sums = x.abs() @ (exact.weight.abs() + (len(layer.lora_A) + 4) * products).T
+        probes[name] = x, exact(x), sums * (torch.finfo(torch.float32).eps / 2)
+    merge_lora(hf)
+    for name, (x, y, bound) in probes.items():
+        gap = (copy.deepcopy(hf.get_submodule(name)).double()(x) - y).abs()
+        if not (gap <= bound).all():
+            told = f"by {gap.max():.1e}, where rounding gives {bound.max():.1e} at most; nothing was written"
+            raise RuntimeError(f"{name}: merged, its outputs differ from those with its adapter {told}")
+
+
+def check_weights(written: nn.Module, hf: nn.Module) -> None:
+    """Are the weights of a folder, as transformers reads them, those in memory, bit for bit?"""
+    theirs, ours = written.state_dict(), hf.state_dict()
+    wrong = sorted(theirs.keys() ^ ours.keys())
+    wrong = wrong or [name for name in ours if not torch.equal(theirs[name], ours[name].float())]
+    if wrong:
+        told = f"{len(wrong)} tensors of the written folder are not the run's: {', '.join(wrong[:3])}"
+        raise RuntimeError(f"{told}; it was not kept")
+
+
+def rounding(hf: nn.Module, logprobs: torch.Tensor) -> float:
+    """What fp32 may round off log-probabilities: an error per addend of a sum and layer, in random directions."""
+    text = hf.config.get_text_config()
+    errors = math.sqrt(text.hidden_size * text.num_hidden_layers)
+    return torch.finfo(torch.float32).eps * errors * (1 + logprobs.abs().max().item())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The hub
+
+
+@contextmanager
+def refusals(told: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:  # what the hub refuses is one
+        raise UserError(f"{told} ({str(e).strip().splitlines()[0]})") from e
+
+
+def open_repository(name: str) -> None:
     """Make sure, before any work, that --push can be done; a private repository is made if there is none."""
-    if name is None:
-        return
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
-        raise UserError(f"--push {name}: not logged in to the hub; run `hf auth login` or set HF_TOKEN, or leave the flag out")
-    try:
+        raise UserError(f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
+    with refusals(f"--push {name}: the hub gives no such repository to write to"):
         HfApi().create_repo(name, private=True, exist_ok=True)
-    except OSError as e:  # what the hub refuses is one
-        raise UserError(f"--push {name}: the hub gives no such repository to write to ({str(e).strip().splitlines()[0]})") from e
 
 
-def push(name: str | None, folder: Path) -> None:
-    """Upload a folder to a repository of the hub."""
-    if name is not None:
-        from huggingface_hub import HfApi
+def push(name: str, folder: Path) -> None:
+    from huggingface_hub import HfApi
 
-        try:
-            HfApi().upload_folder(repo_id=name, folder_path=folder)
-        except OSError as e:
-            raise UserError(f"--push {name}: the hub refused ({str(e).strip().splitlines()[0]}); {folder} is complete, and stays") from e
-        print(f"uploaded {folder} to {name}")
+    with refusals(f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
+    print(f"uploaded {folder} to {name}")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,33 @@
-"""The model: processor, loading, freezing, adapters, and the packed forward. How it is spread over processes: sharding.py.
+"""The model: processor, loading, freezing, adapters, and the packed forward. How it is spread over processes:
+sharding.py.
 
 Everything that differs between model families is in FAMILIES. The modelling code is transformers'; what is ours is how
-a forest of tokens (grpo.Micro) goes through it.
+a packed micro-batch (packing.MicroBatch) goes through it.
 
-Axes: T packed tokens, K scored tokens, H hidden size, V vocabulary, I image tokens.
+Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image tokens.
 """
 
 import functools
-import importlib.util
-import inspect
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from errors import UserError
-from grpo import Micro
-from kernels import fused_policy_loss, linear_logprob
-from utils import derive_seed
+from errors import UserError, need
+from kernels import KERNELS, fused_policy_loss, linear_logprob
+from layers.attention import ATTENTION, PackedAttention, register_attention
+from layers.lora import Lora, lora_layers
+from layers.recurrent import plan_recurrent_layers
+from packing import MicroBatch, TokenBatch
+from utils import REQUIRED, setting
 
 IMAGE_MARK = "<image>"
 
@@ -40,70 +35,128 @@ IMAGE_MARK = "<image>"
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets
+ALL_PROJECTIONS = ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS
+PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language model."""
+    """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language
+    model."""
 
     model_class: str  # in transformers
     vision: str = "model.visual"
     language: str = "model.language_model"
-    mergers: tuple[str, ...] = ("merger",)  # below vision: what turns the tower's patches into the language model's tokens
+    mergers: tuple[str, ...] = ("merger",)  # below vision: what turns patches into the language model's tokens
     vision_blocks: str = "blocks"  # below vision
     blocks: str = "layers"  # below language
     lora_targets: tuple[str, ...] = ATTENTION_PROJECTIONS + MLP_PROJECTIONS  # last names of linear layers of the blocks
-    placeholders: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
+    placeholders: tuple[str, ...] = PLACEHOLDERS  # in config
 
 
 FAMILIES = {  # by config.model_type
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
-    # experts are one tensor of all of them, not linear layers: LoRA adapts attention, and the MLPs that every token passes
+    # experts are one tensor of all of them, not linear layers: LoRA adapts attention, and the MLPs that every token
+    # passes
     "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
-    "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeForConditionalGeneration", lora_targets=ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
+    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
 }
-Attrs = tuple[str | None, str | None] | None  # (--vision-attr, --language-attr) of a family that is not in the table
+TRAIN_VISION = ("none", "merger", "tower", "all")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    model: str = setting(REQUIRED, "model folder or hub id")
+    family_paths: tuple[str, ...] = setting((), "of a family outside model.FAMILIES: where its tower and its language "
+                                                "model "
+                                            "are, such as model.visual model.language_model", metavar="PATH")
+    train_vision: str = setting("none", "what of the vision tower trains: nothing, the merger that projects its "
+                                        "patches "
+                                "into the language model, the rest, or all (with LoRA: none or "
+                                "tower)", choices=TRAIN_VISION)
+    dtype: str = setting("auto", "of computation; auto is bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
+    master_dtype: str = setting("fp32", "of weights and optimizer; bf16 is half the memory but loses small updates, "
+                                "except to LoRA's fp32 adapters", choices=("fp32", "bf16"))
+    attn: str = setting("auto", "attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts "
+                                "are "
+                        "not shared)", choices=("auto", *ATTENTION))
+    kernel: str = setting("auto", "policy head: Triton kernels (GPU) or plain torch", choices=KERNELS)
+    vision_cache_gb: float = setting(2.0, "memory for features of a frozen tower; 0: none", least=0)
+    grad_checkpointing: bool = setting(False, "recompute activations in the backward")
+    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
+    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
+    lora_rank: int = setting(0, "rank of the adapters, which want a larger --lr, say 3e-5; 0: train the "
+                                "weights", least=0)
+    lora_alpha: float = setting(32.0, "adapters count alpha / rank times", above=0)
+    lora_targets: tuple[str, ...] = setting((), "linear layers of the language blocks (default: all that the family "
+                                                "lists)")
+
+    @property
+    def vision_frozen(self) -> bool:
+        return self.train_vision == "none"
+
+    def lora(self, seed: int) -> Lora | None:
+        if not self.lora_rank:
+            return None
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
+
+    def check(self, ref_every: int) -> None:
+        need(not self.lora_rank or not ref_every,
+             f"--ref-every {ref_every}: with --lora-rank {self.lora_rank} the reference is the policy without its "
+             f"adapters; use 0")
+        if self.lora_rank and self.train_vision not in ("none", "tower"):
+            raise UserError(f"--train-vision {self.train_vision}: with --lora-rank {self.lora_rank} all weights are "
+                            "frozen; tower adapts the linear layers of the tower's blocks")
+        if self.lora_targets and not self.lora_rank:
+            raise UserError(f"--lora-targets {' '.join(self.lora_targets)}: there are no adapters without --lora-rank "
+                            "above 0")
+
+
 # Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def load_config(path: str, attrs: Attrs = None) -> transformers.PreTrainedConfig:
+def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
     """The model's config; a ValueError for a path or family that we cannot load, before anything large is read."""
     if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
-        raise UserError(f"--model {path!r}: no such folder; give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct")
+        raise UserError(f"--model {path!r}: no such folder; give a model folder or a hub id such as "
+                        "Qwen/Qwen2.5-VL-3B-Instruct")
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise UserError(f"--model {path!r}: {_why(e, 'no loadable config.json there, nor on the hub')}") from e
-    find_family(config, path, attrs)
+    find_family(config, path, paths)
     refuse_unpackable(config, path)
     return config
 
 
 def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
-    """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on the
-    longest sequence of a batch, which would differ from one micro-batch to another."""
+    """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on
+    the longest sequence of a batch, which would differ from one micro-batch to another."""
     text = config.get_text_config()
     sliding = [kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind]
     if sliding:
-        raise UserError(f"--model {path!r}: {len(sliding)} layers have {sliding[0]} (a window of {getattr(text, 'sliding_window', None)} "
-                        f"tokens), which is not computed here; if no sequence is longer, set use_sliding_window to false in config.json")
+        raise UserError(f"--model {path!r}: {len(sliding)} layers have {sliding[0]} (a window of "
+                        f"{getattr(text, 'sliding_window', None)} "
+                        "tokens), which is not computed here; if no sequence is longer, set use_sliding_window to "
+                        "false in config.json")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
-        raise UserError(f"--model {path!r}: rotary embeddings of type {rope!r} depend on the longest sequence of a batch; set another "
-                        f"rope_type, such as 'yarn', in its config.json")
+        raise UserError(f"--model {path!r}: rotary embeddings of type {rope!r} depend on the longest sequence of a "
+                        "batch; set another rope_type, such as 'yarn', in its config.json")
 
 
 def _why(error: Exception, what: str) -> str:
-    """What to tell of a folder that transformers does not open. Left to itself it asks on the terminal whether to run code."""
+    """What to tell of a folder that transformers does not open. Left to itself it asks on the terminal whether to run
+    code."""
     if "trust_remote_code" in str(error):
-        return ("its files name Python code of their own to be run (auto_map), and no code of a model folder is run here; use a folder "
-                "whose type transformers knows itself")
+        return ("its files name Python code of their own to be run (auto_map), and no code of a model folder is run "
+                "here; use a folder whose type transformers knows itself")
     return f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
 
 
@@ -112,50 +165,52 @@ def _family_of_paths(config_class: type, config_json: str, path: str, vision: st
     config = config_class(**json.loads(config_json))
     auto = transformers.AutoModelForImageTextToText
     if type(config) not in auto._model_mapping:
-        raise UserError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of pictures and text")
+        raise UserError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of "
+                        "images and text")
     with torch.device("meta"):  # its shape without its weights
         hf = auto.from_config(config)
-    for flag, dotted in (("--vision-attr", vision), ("--language-attr", language)):
+    for dotted in (vision, language):
         at = hf
         for i, name in enumerate(dotted.split(".")):
             children = dict(at.named_children())
             if name not in children:
                 where = ".".join(dotted.split(".")[:i]) or type(hf).__name__
-                raise UserError(f"{flag} {dotted!r}: {where} has no child {name!r}; its children are {', '.join(children) or 'none'}")
+                raise UserError(f"--family-paths {dotted!r}: {where} has no child {name!r}; its children are "
+                                f"{', '.join(children) or 'none'}")
             at = children[name]
     tower, text = hf.get_submodule(vision), hf.get_submodule(language)
     lists = [[n for n, m in part.named_children() if isinstance(m, nn.ModuleList) and len(m)] for part in (tower, text)]
-    for flag, dotted, part, found in (("--vision-attr", vision, tower, lists[0]), ("--language-attr", language, text, lists[1])):
+    for dotted, part, found in ((vision, tower, lists[0]), (language, text, lists[1])):
         if not found:
             children = ", ".join(n for n, _ in part.named_children())
-            raise UserError(f"{flag} {dotted!r} has no list of blocks; its children are {children or 'none'}")
+            raise UserError(f"--family-paths {dotted!r} has no list of blocks; its children are {children or 'none'}")
     if not callable(getattr(hf.model, "get_image_features", None)):
-        raise UserError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which pictures enter the model")
+        raise UserError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which images enter "
+                        "the model")
     mergers = tuple(n for n, _ in tower.named_children() if "merger" in n)
     linear = {n.rsplit(".", 1)[-1] for n, m in getattr(text, lists[1][0]).named_modules() if isinstance(m, nn.Linear)}
     return Family(type(hf).__name__, vision, language, mergers, lists[0][0], lists[1][0], tuple(sorted(linear)))
 
 
-def find_family(config: transformers.PreTrainedConfig, path: str, attrs: Attrs = None) -> Family:
-    """The row of the table; or, for other types, one made from (--vision-attr, --language-attr), checked on a model without
-    weights."""
-    if attrs and all(attrs):
-        return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *attrs)
-    if attrs and any(attrs):
-        raise UserError(f"--vision-attr {attrs[0]!r} and --language-attr {attrs[1]!r}: give both or neither")
+def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str] = ()) -> Family:
+    """The row of the table; or, for other types, one made from --family-paths, checked on a model without weights."""
+    if paths:
+        if len(paths) != 2:
+            raise UserError(f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
+        return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *paths)
     if config.model_type not in FAMILIES:
-        raise UserError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any other "
-                         f"that sees pictures as they do by --vision-attr and --language-attr, where its tower and language model live")
+        raise UserError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any "
+                        "other that sees images as they do by --family-paths, where its tower and language model are")
     return FAMILIES[config.model_type]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Processor: messages and pictures to token ids and patches
+# Processor: messages and images to token ids and patches
 
 
 @dataclass(eq=False)
 class ImageInput:
-    """One picture, ready for the vision tower. `key` identifies its content."""
+    """One image, ready for the vision tower. `key` identifies its content."""
 
     key: str
     pixel_values: torch.Tensor  # (patches, patch dim)
@@ -182,18 +237,22 @@ class Processor:
             raise UserError(f"--min-pixels {min_pixels} and --max-pixels {max_pixels} must be at least 1")
         if size["shortest_edge"] > size["longest_edge"]:
             raise UserError(
-                f"--min-pixels {size['shortest_edge']} is over --max-pixels {size['longest_edge']}; a picture cannot meet both"
+                f"--min-pixels {size['shortest_edge']} is over --max-pixels {size['longest_edge']}; a image cannot "
+                "meet both"
             )
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         if self.tokenizer.chat_template is None:
-            raise UserError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
+            raise UserError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned "
+                            "checkpoint")
         ids = self.tokenizer.convert_tokens_to_ids
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        placeholders = [getattr(config, name, None) for name in FAMILIES.get(config.model_type, Family("")).placeholders]
+        family = FAMILIES.get(config.model_type, Family(""))
+        placeholders = [getattr(config, name, None) for name in family.placeholders]
         self.image_token_id = placeholders[0]
         if self.image_token_id is None:
-            raise UserError(f"--model {path!r}: its config names no image_token_id, the token that a picture's features replace")
+            raise UserError(f"--model {path!r}: its config names no image_token_id, the token that an image's features "
+                            "replace")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
@@ -223,37 +282,38 @@ class Processor:
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
-        """Prompt tokens, image tokens included, for pictures of these (width, height), without touching pixels."""
+        """Prompt tokens, image tokens included, for images of these (width, height), without touching pixels."""
         patches = (self.image_processor.get_number_of_image_patches(h, w, {}) for w, h in sizes)
         return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which the model sees a picture."""
+        """(width, height) at which the model sees a image."""
         size = self.image_processor.size
         factor = self.image_processor.patch_size * self.merge_size
         height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return width, height
 
-    def resize(self, picture: Image.Image) -> Image.Image:
-        """The picture at the size the model sees it. Done here, once, so that trainer and rollout engine see the same pixels
-        whichever of transformers' image processors each of them uses: they find nothing left to resize."""
-        size = self.final_size(*picture.size)
-        return picture if picture.size == size else picture.resize(size, Image.Resampling(self.image_processor.resample))
+    def resize(self, image: Image.Image) -> Image.Image:
+        """The image at the size the model sees it. Done here, once, so that trainer and rollout engine see the same
+        pixels whichever of transformers' image processors each of them uses: they find nothing left to resize."""
+        size = self.final_size(*image.size)
+        return image if image.size == size else image.resize(size, Image.Resampling(self.image_processor.resample))
 
-    def image(self, key: str, picture: Image.Image) -> ImageInput:
-        """Patches of a picture, resized here if it was not yet."""
-        out = self.image_processor(images=[self.resize(picture)], return_tensors="pt", do_resize=False)
+    def image(self, key: str, image: Image.Image) -> ImageInput:
+        """Patches of a image, resized here if it was not yet."""
+        out = self.image_processor(images=[self.resize(image)], return_tensors="pt", do_resize=False)
         t, h, w = out["image_grid_thw"][0].tolist()
         return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)
 
     def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
-        """Token ids of the prompt, each placeholder expanded to its picture's number of image tokens."""
+        """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
         ids, left = [], list(images)
         for token in self.render(messages):
             if token != self.image_token_id:
                 ids.append(token)
             elif not left:
-                raise UserError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} images")
+                raise UserError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} "
+                                "images")
             else:
                 ids.extend([token] * left.pop(0).n_tokens)
         if left:
@@ -277,10 +337,12 @@ def load_processor(path: str, min_pixels: int | None = None, max_pixels: int | N
 # Positions and embeddings
 
 
-def mrope_positions(ids: Sequence[int], grids: Sequence[tuple[int, int, int]], image_token: int, merge: int) -> torch.Tensor:
+def mrope_positions(
+    ids: Sequence[int], grids: Sequence[tuple[int, int, int]], image_token: int, merge: int
+) -> torch.Tensor:
     """M-RoPE positions (temporal, height, width) of tokens that start at position 0; (3, len(ids)) int64.
 
-    Text advances all three rows by one per token. A picture spans its merged grid and advances them by the larger of
+    Text advances all three rows by one per token. A image spans its merged grid and advances them by the larger of
     its merged height and width.                                                       Qwen2-VL, arXiv:2409.12191
     """
     columns, position, i, grids = [], 0, 0, list(grids)
@@ -304,8 +366,8 @@ def mrope_positions(ids: Sequence[int], grids: Sequence[tuple[int, int, int]], i
     return torch.cat(columns, dim=1) if columns else torch.zeros(3, 0, dtype=torch.long)
 
 
-def micro_positions(micro: Micro, image_token: int, merge: int) -> torch.Tensor:
-    """Positions of a forest, (3, T): those of a run continue from the token before it, wherever that stands."""
+def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> torch.Tensor:
+    """Positions of a micro-batch, (3, T): those of a run continue from the token before it, wherever that stands."""
     ids = micro.ids_T.tolist()
     images = iter(micro.images)
     positions = torch.empty(3, len(ids), dtype=torch.long)
@@ -325,7 +387,7 @@ def micro_positions(micro: Micro, image_token: int, merge: int) -> torch.Tensor:
 
 
 class VisionCache:
-    """Features of pictures by content, least recently used out first. Only valid while the tower does not change."""
+    """Features of images by content, least recently used out first. Only valid while the tower does not change."""
 
     def __init__(self, max_bytes: float):
         self.max_bytes, self.bytes = max_bytes, 0
@@ -352,7 +414,7 @@ class VisionCache:
 def vision_features(
     hf: nn.Module, images: Sequence[ImageInput], cache: VisionCache | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Features of the pictures, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
+    """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
     layers_of: dict[str, tuple[torch.Tensor, ...]] = {}
     missing: dict[str, ImageInput] = {}
     for key, image in {image.key: image for image in images}.items():
@@ -364,7 +426,7 @@ def vision_features(
     if missing:
         device = hf.get_input_embeddings().weight.device
         # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or
-        # a resumed run, whose cache is empty, would differ from an uninterrupted one: then each picture goes alone.
+        # a resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
         batches = [[image] for image in missing.values()] if cache else [list(missing.values())]
         for batch in batches:
             pixels = torch.cat([image.pixel_values for image in batch]).to(device)
@@ -382,7 +444,7 @@ def vision_features(
 
 
 def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image_token: int) -> torch.Tensor:
-    """Token embeddings with the pictures' features at their tokens. ids (B, T) -> (B, T, H)."""
+    """Token embeddings with the images' features at their tokens. ids (B, T) -> (B, T, H)."""
     embeds = hf.get_input_embeddings()(ids)
     if features is None:
         return embeds
@@ -415,467 +477,140 @@ def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attention over a forest
-
-ATTENTION = ("sdpa", "flex", "flash")
-
-
-def resolve_attention(choice: str, device: torch.device) -> str:
-    """Turn --attn auto|sdpa|flex|flash into the back end of the run; called once, at start-up."""
-    if choice == "auto":
-        return "flex" if device.type == "cuda" else "sdpa"
-    if choice not in ATTENTION:
-        raise UserError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
-    if choice != "sdpa" and device.type != "cuda":
-        raise UserError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
-    return choice
-
-
-class ForestAttention:
-    """How the tokens of one Micro attend, prepared once for all layers: each sees itself and its ancestors.
-
-    sdpa   torch's own, run by run against the keys on the way from the root: no masked pair is computed. For the CPU.
-    flex   torch's flex_attention with a block mask: blocks without a visible pair are skipped. Compiled on a GPU.
-    flash  variable-length flash attention over root-to-leaf sequences; only for forests whose trees do not branch.
-    """
-
-    def __init__(self, backend: str, micro: Micro):
-        self.backend, end_T = backend, micro.end_T
-        n = len(end_T)
-        # Cut wherever a run starts or another leaves it; the way to a run is then a list of whole pieces.
-        starts = [start for start, _ in micro.runs]
-        bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
-        self.pieces = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-        piece = {a: i for i, a in enumerate(bounds)}
-        way: dict[int, list[int]] = {-1: []}  # last position of a piece -> pieces from the root to it
-        self.ways: list[tuple[list[int], int]] = []  # per run: pieces from the root through it, and how many are its own
-        for start, stop, before in zip(starts, [*starts[1:], n], (before for _, before in micro.runs), strict=True):
-            own = list(range(piece[start], piece[stop]))
-            for i, p in enumerate(own):
-                way[bounds[p + 1] - 1] = way[before] + own[: i + 1]
-            self.ways.append((way[before] + own, len(own)))
-        if backend == "sdpa":
-            self.causal: dict[tuple[int, int], torch.Tensor] = {}
-        elif backend == "flex":
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            self.padded = -(-n // 128) * 128  # whole blocks; padding sees itself only
-            ends = torch.cat([end_T, torch.arange(n + 1, self.padded + 1, device=end_T.device)])
-            self.mask = create_block_mask(
-                lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, self.padded, self.padded, device=end_T.device
-            )
-        elif backend == "flash":
-            assert all(before < 0 for _, before in micro.runs), "a forest that branches needs --attn flex or sdpa"
-            bounds = torch.tensor([*starts, n], dtype=torch.int32)
-            self.longest = int(bounds.diff().max())
-            self.cu_seqlens = bounds.to(end_T.device)
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""
-        if self.backend == "sdpa":
-            # split and cat rather than slices, whose backward would fill a tensor of all T tokens for each
-            q, k, v = (x.split(self.pieces, dim=2) for x in (query, key, value))
-            out = []
-            for way, own in self.ways:
-                mine = torch.cat([q[i] for i in way[-own:]], dim=2)
-                keys, values = (repeat_kv(torch.cat([x[i] for i in way], dim=2), query.shape[1] // key.shape[1]) for x in (k, v))
-                rows, columns = mine.shape[2], keys.shape[2]
-                mask = None
-                if rows < columns:  # below a trunk: all of it, and the run up to each token
-                    mask = self.causal.get((rows, columns))
-                    if mask is None:
-                        mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril_(columns - rows)
-                        self.causal[rows, columns] = mask
-                out.append(F.scaled_dot_product_attention(mine, keys, values, mask, is_causal=mask is None, scale=scale))
-            return torch.cat(out, dim=2)
-        if self.backend == "flex":
-            n, pad = query.shape[2], (0, 0, 0, self.padded - query.shape[2])
-            query, key, value = (F.pad(x, pad) for x in (query, key, value))
-            return _flex(query.device.type)(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
-        rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]  # (T, heads, d)
-        return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
-
-    def recur(self, layer: Callable, hidden: torch.Tensor, width: int) -> torch.Tensor:
-        """A recurrent layer over the forest, (1, T, H) -> (1, T, H): each piece goes on from the state after the piece that it
-        hangs below, so a trunk is computed once here too. The pieces' number, not their length, is what costs time."""
-        parent = {b: a for way, _ in self.ways for a, b in zip([-1, *way], way, strict=False)}
-        states, out = {-1: RecurrentState(width)}, []
-        for i, piece in enumerate(hidden.split(self.pieces, dim=1)):  # depth first: what a piece hangs below comes before it
-            states[i] = states[parent[i]].copy()
-            out.append(layer(piece, cache_params=states[i]))
-        return torch.cat(out, dim=1)
-
-
-class RecurrentState:
-    """What a linear-attention layer keeps of the tokens before: inputs that its convolution still sees, (B, channels, width - 1),
-    and its matrix, (B, heads, key dim, value dim). For transformers' layer it stands for the cache, and unlike that one nothing
-    is written in place: several runs go on from one state, and gradients go back through it."""
-
-    record_past = True  # asks transformers to join the kept inputs to the new ones, which has a gradient, also for one token
-
-    def __init__(self, width: int, conv: torch.Tensor | None = None, matrix: torch.Tensor | None = None):
-        self.width, self.conv, self.matrix = width, conv, matrix
-
-    def copy(self) -> "RecurrentState":
-        return RecurrentState(self.width, self.conv, self.matrix)
-
-    def take(self, rows: torch.Tensor) -> "RecurrentState":
-        return RecurrentState(self.width, self.conv[rows], self.matrix[rows])
-
-    # What transformers' Cache has: layers by number, and states by number within a layer
-    layers = property(lambda self: self)
-    conv_states = property(lambda self: [self.conv])
-    recurrent_states = property(lambda self: [self.matrix])
-
-    def __getitem__(self, layer: int) -> "RecurrentState":
-        return self
-
-    def has_previous_state(self, *_, **__) -> bool:
-        return self.matrix is not None
-
-    def update_conv_state(self, new: torch.Tensor, *_, **__) -> torch.Tensor:
-        # a root begins with zeros, so that all states are of one size
-        before = new.new_zeros(*new.shape[:2], self.width - 1) if self.conv is None else self.conv
-        joined = torch.cat([before, new], dim=2)
-        self.conv = joined[:, :, joined.shape[2] - self.width + 1 :]
-        return joined
-
-    def update_recurrent_state(self, matrix: torch.Tensor, *_, **__) -> torch.Tensor:
-        self.matrix = matrix
-        return matrix
-
-
-def _recurrence(module, forward, hidden_states, cache_params=None, attention_mask=None, plan=None, **kwargs) -> torch.Tensor:
-    """Stands before the forward of transformers' gated delta net: over a forest by the plan, in HFEngine by the engine's own
-    states, and in any other forward as it was."""
-    if isinstance(plan, ForestAttention):
-        return plan.recur(forward, hidden_states, module.conv_kernel_size)
-    if hasattr(cache_params, "recurrent"):  # rollout.KVCache
-        state = cache_params.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
-        return forward(hidden_states, cache_params=state, attention_mask=attention_mask if plan is None else None)
-    return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-
-
-@functools.cache
-def _flex(device_type: str):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # On the CPU it has no backward; uncompiled it still lets the tests compare values.
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
-
-
-def _varlen(query, key, value, cu_seqlens, longest, scale):
-    if importlib.util.find_spec("flash_attn"):
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True)
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 has a window, 2.12 grouped heads too
-    causal = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
-    if "enable_gqa" in parameters:
-        causal["enable_gqa"] = True
-    else:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **causal)
-
-
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, plan=None, **kwargs):
-    """What transformers calls in each layer, by the name "planned": the forward's plan, or else transformers' own sdpa."""
-    if plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return plan(module.layer_idx, query, key, value, scaling).transpose(1, 2).contiguous(), None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# LoRA (arXiv:2106.09685): beside a frozen matrix W learns a product of two small ones, W + alpha / rank * B A
-
-
-@dataclass(frozen=True)
-class Lora:
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()  # last names of linear layers of the language model's blocks (empty: the family's)
-    vision: bool = False  # also the linear layers of the tower's blocks
-    seed: int = 0
-
-
-class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
-
-    def adapt(self, rank: int, scale: float, dropout: float = 0.0, seed: int = 0) -> None:
-        self.scale, self.dropout, self.off = scale, dropout, False
-        device = "cpu" if self.weight.is_meta else self.weight.device
-        a = (torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * self.in_features**-0.5
-        self.lora_A = nn.Parameter(a.to(device))  # fp32 whatever W is in; every rank draws the same
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))  # so the adapter starts as nothing
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        if self.off:
-            return out
-        x = F.dropout(x, self.dropout, self.training and torch.is_grad_enabled())  # log-probabilities are scored without
-        return out + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-
-
-def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
-
-
-def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
-    """Adapters for the chosen layers, in place."""
-    family = hf.family
-    text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
-    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
-    known = {name.rsplit(".", 1)[-1] for name in linear if name.startswith(text)}
-    missing = set(lora.targets) - known
-    if missing:
-        raise UserError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's blocks have "
-                         f"{', '.join(sorted(known))}")
-    targets = set(lora.targets or family.lora_targets)
-    for name, layer in linear.items():
-        if (name.startswith(text) and name.rsplit(".", 1)[-1] in targets) or (lora.vision and name.startswith(tower)):
-            layer.__class__ = LoraLinear
-            layer.adapt(lora.rank, lora.alpha / lora.rank, lora.dropout, derive_seed(lora.seed, "lora", name))
-    return hf
-
-
-@contextmanager
-def without_adapters(module: nn.Module) -> Iterator[None]:
-    layers = lora_layers(module).values()
-    for layer in layers:
-        layer.off = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.off = False
-
-
-class AdaptersOff:
-    """The policy as it was before its adapters learnt: a reference without weights of its own."""
-
-    def __init__(self, policy: nn.Module):
-        self.policy = policy
-
-    def __call__(self, *args):
-        with without_adapters(self.policy):
-            return self.policy(*args)
-
-
-@torch.no_grad()
-def merge_lora(hf: nn.Module) -> nn.Module:
-    """Adapters added into the weights they stand beside, in place; in fp32."""
-    for layer in lora_layers(hf).values():
-        layer.weight.copy_(layer.weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float())
-        layer.__class__ = nn.Linear
-        del layer.lora_A, layer.lora_B
-    return hf
-
-
-def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
-    """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub id."""
-    layers = lora_layers(hf)
-    first = next(iter(layers.values()))
-    rank = first.lora_A.shape[0]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank,
-              "lora_dropout": first.dropout, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False,
-              "target_modules": list(layers)}  # in full: the tower's MLPs may be called like the language model's
-    tensors = {f"base_model.model.{name}.{ab}.weight": getattr(layer, ab).detach().float().contiguous()
-               for name, layer in layers.items() for ab in ("lora_A", "lora_B")}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
-    """A PEFT adapter put beside the layers of its base, in place; ValueError where it is another base's, or no plain LoRA."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    recorded = config.get("base_model_name_or_path") or ""
-    if os.path.basename(recorded.rstrip("/")) != os.path.basename(base.rstrip("/")):  # folders move, names stay
-        raise UserError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
-    unread = [k for k in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias") if config.get(k)]
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unread:
-        raise UserError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
-                         f"{''.join(f', {k} {config[k]!r}' for k in unread)}: only plain LoRA is read; merge the adapter with peft")
-    tensors = read_safetensors(folder / "adapter_model.safetensors")
-    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-    names = {key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors}
-    wanted = {f"base_model.model.{name}.{ab}.weight" for name in names for ab in ("lora_A", "lora_B")}
-    if wanted != set(tensors) or not names <= linear.keys():
-        odd = sorted([*(wanted ^ set(tensors)), *(names - linear.keys())])
-        raise UserError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: {', '.join(odd[:3])}")
-    for name in sorted(names):
-        layer = linear[name]
-        a, b = (tensors[f"base_model.model.{name}.{ab}.weight"] for ab in ("lora_A", "lora_B"))
-        want = (config["r"], layer.in_features), (layer.out_features, config["r"])
-        if (tuple(a.shape), tuple(b.shape)) != want:
-            raise UserError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)}, where "
-                             f"the base needs {want[0]} and {want[1]}")
-        layer.__class__ = LoraLinear
-        layer.adapt(config["r"], scale, config.get("lora_dropout", 0.0))
-        layer.lora_A.data.copy_(a)
-        layer.lora_B.data.copy_(b)
-    return hf
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file; a ValueError that names it where it is missing, cut short or damaged."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as e:
-        raise UserError(f"{path}: missing, truncated or no safetensors file ({e})") from e
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The policy
 
 
-class _OwnRows(torch.autograd.Function):
-    """Some rows of a tensor that all peers (see sharding.shard) hold alike. Gradients come back whole, and the same on all."""
+class PolicyOutput(NamedTuple):
+    """Of the K trained tokens of a micro-batch, fp32. With a loss, log-probabilities and entropies have no gradient."""
 
-    @staticmethod
-    def forward(ctx, x_KH: torch.Tensor, rows: slice, peers: dist.ProcessGroup) -> torch.Tensor:
-        ctx.shape, ctx.rows, ctx.peers = x_KH.shape, rows, peers
-        return x_KH[rows]
-
-    @staticmethod
-    def backward(ctx, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_KH = grad_RH.new_zeros(ctx.shape)
-        torch.div(grad_RH, dist.get_world_size(ctx.peers), out=grad_KH[ctx.rows])  # what _AllRows multiplied by
-        dist.all_reduce(grad_KH, group=ctx.peers)
-        return grad_KH, None, None
-
-
-class _AllRows(torch.autograd.Function):
-    """Each peer's rows put together again, out of n; rows that several have are summed. The gradients of own rows are multiplied
-    by the number of peers, by which those of parameters that they hold alike are divided, see sharding.shard."""
-
-    @staticmethod
-    def forward(ctx, x_R: torch.Tensor, rows: slice, n: int, peers: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rows, ctx.peers = rows, peers
-        x_K = x_R.new_zeros(n)
-        x_K[rows] = x_R
-        dist.all_reduce(x_K, group=peers)
-        return x_K
-
-    @staticmethod
-    def backward(ctx, grad_K: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad_K[ctx.rows] * dist.get_world_size(ctx.peers), None, None, None
+    logp_K: torch.Tensor  # nats, of the token that was sampled, at the sampling temperature
+    entropy_K: torch.Tensor
+    loss: torch.Tensor | None = None  # of the micro-batch, differentiable
+    value_K: torch.Tensor | None = None  # expected return before each token, differentiable
 
 
 class Policy(nn.Module):
-    """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its scored tokens out; with a
-    value head also the expected return before each of them. The head starts at 0, and so do the values."""
+    """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its trained tokens out;
+    with a value head also the expected return before each of them. The head starts at 0, and so do the values."""
 
     def __init__(
-        self, hf: nn.Module, processor: Processor, freeze_vision: bool = True, attention: str = "sdpa",
-        cache: VisionCache | None = None, kernel: str = "auto", value_head: bool = False, freeze_merger: bool | None = None,
+        self,
+        hf: nn.Module,
+        processor: Processor,
+        train_vision: str = "none",
+        attention: str = "sdpa",
+        cache: VisionCache | None = None,
+        kernel: str = "auto",
+        value_head: bool = False,
     ):
         super().__init__()
-        self.hf, self.attention, self.cache, self.kernel = hf, attention, cache, kernel
-        self.peers: dist.ProcessGroup | None = None  # processes that divide the language blocks among them, see sharding.shard
+        self.hf = hf
+        self.attention = attention
+        self.cache = cache
+        self.kernel = kernel
+        self.tp_group = None  # the processes that divide the language blocks, see parallel/tensor_parallel.py
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
         self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
-        hf.requires_grad_(True)
-        self.visual[0].requires_grad_(not freeze_vision)
-        for name in hf.family.mergers if freeze_merger is not None else ():  # else with the tower
-            self.visual[0].get_submodule(name).requires_grad_(not freeze_merger)
-        if lora_layers(hf):
-            for name, parameter in hf.named_parameters():
-                parameter.requires_grad_(".lora_" in name)
+        choose_trained(hf, train_vision)
         self.vision_frozen = not any(p.requires_grad for p in self.visual[0].parameters())
         assert cache is None or self.vision_frozen, "features of a tower that trains go stale"
-        # The smallest picture, for micro-batches without one: see hidden()
-        v, m = hf.config.vision_config, self.merge_size
-        self.blank = ImageInput("blank", torch.zeros(m * m, v.in_channels * v.temporal_patch_size * v.patch_size**2), (1, m, m), 1)
         if value_head:
             self.value_head = nn.Linear(hf.config.text_config.hidden_size, 1)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
-    def hidden(self, micro: Micro) -> torch.Tensor:
-        """The states that the scored tokens are predicted from, (K, H)."""
+    def forward(
+        self,
+        micro: MicroBatch,
+        temperature: float = 1.0,
+        loss: Callable | None = None,
+        tokens: TokenBatch | None = None,
+    ) -> PolicyOutput:
+        """With a loss (a grpo.PolicyLoss, which reads `tokens`, the micro-batch's rows), the cheaper way to train: see
+        kernels.fused_policy_loss."""
+        hidden_KH = self.hidden(micro)
+        target_K = micro.target_K.to(hidden_KH.device)
+        value_K = self.values(hidden_KH) if hasattr(self, "value_head") else None
+        return self.head(hidden_KH, target_K, temperature, loss, tokens)._replace(value_K=value_K)
+
+    def head(
+        self,
+        hidden_KH: torch.Tensor,
+        target_K: torch.Tensor,
+        temperature: float,
+        loss: Callable | None,
+        tokens: TokenBatch | None,
+    ) -> PolicyOutput:
+        """The policy head; with tensor parallelism each process does a share of the rows, see
+        parallel.tensor_parallel."""
+        predicted = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
+        if loss is None:
+            return PolicyOutput(*linear_logprob(*predicted, temperature, self.banned, self.kernel))
+        total, logp_K, entropy_K = fused_policy_loss(*predicted, loss, tokens, temperature, self.banned, self.kernel)
+        return PolicyOutput(logp_K, entropy_K, total)
+
+    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+        """The states that the trained tokens are predicted from, (K, H)."""
         positions = micro_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
-        features, deep, image_mask, nothing = None, [], None, None
+        features, deep = None, []
         if micro.images:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
-            image_mask = (micro.ids_T == self.image_token_id)[None]
-        elif not self.vision_frozen:
-            # Every rank must gather and reduce the tower's blocks alike, forward and backward: a micro-batch without pictures
-            # looks at a blank one, and gives the tower zeros. Through the embeddings, as pictures do: in a loss apart, the first
-            # language block of a model with adapters would have an input without gradient, and reduce out of turn.
-            pooled, layers = vision_features(self.hf, [self.blank])
-            nothing = sum(layer.sum() for layer in (pooled, *layers)) * 0.0
+        image_mask = (micro.ids_T == self.image_token_id)[None]
         embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
-        embeds = embeds if nothing is None else embeds + nothing.to(embeds.dtype)
-        hidden = language_hidden(
-            self.hf, embeds, positions[:, None].to(embeds.device), deep=deep, image_mask=image_mask,
-            plan=ForestAttention(self.attention, micro),
-        )[0]
-        return hidden[micro.src_K]
+        if not micro.images and not self.vision_frozen:
+            embeds = embeds + self._no_image().to(embeds.dtype)
+        plan = PackedAttention(self.attention, micro)
+        at = positions[:, None].to(embeds.device)
+        return language_hidden(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[0, micro.source_K]
+
+    def _no_image(self) -> torch.Tensor:
+        """0, by way of a tower that trains. Every rank must gather and reduce the tower's blocks, forward and backward:
+        a micro-batch without images looks at a blank one, and gives the tower zeros. Through the embeddings, as images
+        do: in a loss apart, the first language block of a model with adapters would have an input without gradient, and
+        reduce out of turn."""
+        v, m = self.hf.config.vision_config, self.merge_size
+        patches = torch.zeros(m * m, v.in_channels * v.temporal_patch_size * v.patch_size**2)  # the smallest image
+        pooled, layers = vision_features(self.hf, [ImageInput("blank", patches, (1, m, m), 1)])
+        return sum(layer.sum() for layer in (pooled, *layers)) * 0.0
 
     def values(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-        """(K,) in fp32, whatever the trunk computes in: returns are regressed, and bfloat16 has three digits."""
+        """(K,) in fp32, whatever the model computes in: returns are regressed, and bfloat16 has three digits."""
         return hidden_KH.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
 
-    def forward(self, micro: Micro, temperature: float = 1.0, loss: Callable | None = None) -> tuple[torch.Tensor, ...]:
-        """-> logp_K (nats, at the sampling temperature) and entropy_K, fp32, both differentiable.
-
-        With a loss (a grpo.PolicyLoss) -> the loss of the micro-batch, and logp_K and entropy_K without gradient: the
-        cheaper way to train, see kernels.fused_policy_loss. With a value head -> also value_K, last, differentiable.
-        """
-        hidden_KH = self.hidden(micro)
-        micro = micro.to(self.banned.device)
-        values = (self.values(hidden_KH),) if hasattr(self, "value_head") else ()
-        if self.peers is None:
-            return *self.score(hidden_KH, micro.target_K, micro.values, temperature, loss), *values
-        n, rows = len(micro.target_K), self.own_rows(micro, loss)
-        hidden_RH, columns = _OwnRows.apply(hidden_KH, rows, self.peers), {name: column[rows] for name, column in micro.values.items()}
-        *total, logp_R, entropy_R = self.score(hidden_RH, micro.target_K[rows], columns, temperature, loss)
-        total = [_AllRows.apply(x[None], slice(0, 1), 1, self.peers).sum() for x in total]
-        return *total, *(_AllRows.apply(x_R, rows, n, self.peers) for x_R in (logp_R, entropy_R)), *values
-
-    def score(
-        self, hidden_KH: torch.Tensor, target_K: torch.Tensor, values: dict[str, torch.Tensor], temperature: float, loss: Callable | None
-    ) -> tuple[torch.Tensor, ...]:
-        """The policy head: what forward returns, but for the values."""
-        scored = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
-        if loss is None:
-            return linear_logprob(*scored, temperature, self.banned, self.kernel)
-        return fused_policy_loss(*scored, loss, values, temperature, self.banned, self.kernel)
-
-    def plain_logprobs(self, ids: Sequence[int], images: Sequence[ImageInput], n_prompt: int, temperature: float) -> torch.Tensor:
-        """Log-probabilities of ids[n_prompt:], by transformers' own forward with its own positions and masks: none of what we
-        do to pack, place and embed. What the self-test compares with; sharding.shard makes it a forward for FSDP."""
+    def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> torch.Tensor:
+        """Log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own positions and
+        masks: none of what we do to pack, place and embed. What the self-test compares with."""
         device = self.banned.device
-        ids_1T = torch.tensor([ids], device=device)
-        # transformers expects no picture in a response, so the marks of prompts alone
+        ids_1T = torch.tensor([[*prompt.token_ids, *response]], device=device)
+        # transformers expects no image in a response, so the marks of prompts alone
         inputs = {"mm_token_type_ids": (ids_1T == self.image_token_id).int()}
-        if images:
-            inputs["pixel_values"] = torch.cat([image.pixel_values for image in images]).to(device)
-            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images], device=device)
-        hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False, **inputs)[0][0]
-        logits = hidden_TH[n_prompt - 1 : -1].float() @ self.hf.get_output_embeddings().weight.float().t() / temperature
+        if prompt.images:
+            inputs["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images]).to(device)
+            inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images], device=device)
+        mask = torch.ones_like(ids_1T)
+        hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=mask, use_cache=False, **inputs)[0][0]
+        first = len(prompt.token_ids)
+        logits = hidden_TH[first - 1 : -1].float() @ self.hf.get_output_embeddings().weight.float().t() / temperature
         logits[:, self.banned] = -torch.inf
-        return logits.log_softmax(-1).gather(1, ids_1T[0, n_prompt:, None])[:, 0]
+        return logits.log_softmax(-1).gather(1, ids_1T[0, first:, None])[:, 0]
 
-    def own_rows(self, micro: Micro, loss: Callable | None) -> slice:
-        """The scored tokens that this one of the peers scores; whole sequences where the loss couples their tokens."""
-        n, me, peers = len(micro.target_K), dist.get_rank(self.peers), dist.get_world_size(self.peers)
-        cuts = torch.arange(n + 1)
-        if loss is not None and not loss.per_token:
-            ends = (micro.values["sequence"].diff() != 0).nonzero()[:, 0] + 1
-            cuts = torch.tensor([0, *ends.tolist(), n])
-        start, stop = cuts[torch.searchsorted(cuts, torch.tensor([n * me // peers, n * (me + 1) // peers]))].tolist()
-        return slice(start, stop)
+
+def choose_trained(hf: nn.Module, train_vision: str) -> None:
+    """The language model trains, and of the vision tower what --train-vision says; where there are adapters, they
+    alone."""
+    if lora_layers(hf):
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
+        return
+    hf.requires_grad_(True)
+    tower = hf.get_submodule(hf.family.vision)
+    tower.requires_grad_(train_vision in ("tower", "all"))
+    for name in hf.family.mergers:
+        tower.get_submodule(name).requires_grad_(train_vision in ("merger", "all"))
 
 
 class Critic(Policy):
@@ -887,7 +622,7 @@ class Critic(Policy):
         if head is not self.hf.get_input_embeddings().weight:
             head.requires_grad_(False)  # never used
 
-    def forward(self, micro: Micro) -> torch.Tensor:
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
         return self.values(self.hidden(micro))
 
 
@@ -896,10 +631,10 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) -> nn.Module:
+def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
     """The bare transformers model of a folder or hub id; its row of the family table is hf.family."""
-    config = load_config(path, attrs)
-    family = find_family(config, path, attrs)
+    config = load_config(path, paths)
+    family = find_family(config, path, paths)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
     register_attention()
     model_class = getattr(transformers, family.model_class)
@@ -907,15 +642,8 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, attrs: Attrs = None) 
     return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, **plain), family)
 
 
-def register_attention() -> None:
-    transformers.AttentionInterface.register("planned", _attention)
-    transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan
-
-
 def prepare(hf: nn.Module, family: Family) -> nn.Module:
-    """Notes the family and lets plans reach the recurrent layers; attention layers have "planned" for that."""
+    """Notes the family, and lets attention plans reach the recurrent layers."""
     hf.family = family
-    for module in hf.get_submodule(family.language).modules():
-        if hasattr(module, "conv_kernel_size") and hasattr(module, "layer_idx"):
-            module.forward = functools.partial(_recurrence, module, module.forward)
+    plan_recurrent_layers(hf.get_submodule(family.language))
     return hf

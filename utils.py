@@ -1,57 +1,152 @@
-"""Small things every script needs: process group, seeds, timers, the run log, the rollout pages."""
+"""Small things every script needs: process group, metrics, seeds, timers, flags from dataclasses."""
 
+import argparse
 import atexit
-import fcntl
+import difflib
 import hashlib
-import json
 import math
+import operator
 import os
-import platform
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields
 from datetime import timedelta
-from pathlib import Path
+from itertools import chain
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
 
-from errors import Interrupted, Note, UserError, writing
+from errors import Interrupted, Note, UserError
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where this process stands: under torchrun or alone, the same."""
+    """Where this process stands: under torchrun or alone, the same. Neighbouring processes make a tensor-parallel group
+    of `tp`, and train on the same data: there are world / tp data ranks."""
 
     rank: int
     world: int
     device: torch.device
+    tp: int = 1
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def data_world(self) -> int:
+        return self.world // self.tp
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every process's item, in rank order, on all of them."""
+        if self.world == 1:
+            return [item]
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item)
+        return items
+
+    @property
+    def leads(self) -> bool:
+        """Is this the first process of its tensor-parallel group?"""
+        return self.rank % self.tp == 0
+
+    def gather_main(self, items: list) -> list:
+        """The lists of all processes, joined in rank order, on rank 0; empty elsewhere."""
+        everyone = [None] * self.world if self.main else None
+        dist.gather_object(items, everyone)
+        return list(chain.from_iterable(everyone or []))
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Sum of each entry over data ranks, in float64 and rank order; a key that only some have counts 0
+        elsewhere."""
+        return sum_dicts(self.gather(values)[:: self.tp])
+
+    def max(self, value: int) -> int:
+        return max(self.gather(value))
+
+    def moments(self, x: torch.Tensor) -> tuple[float, float]:
+        """Mean and standard deviation (Bessel's correction) of the entries of all data ranks, in float64."""
+        x = x.double()
+        total = self.sum({"n": float(x.numel()), "sum": x.sum().item()})
+        mean = total["sum"] / max(1.0, total["n"])
+        squares = self.sum({"squares": ((x - mean) ** 2).sum().item()})["squares"]
+        return mean, math.sqrt(squares / (total["n"] - 1)) if total["n"] > 1 else 0.0
+
+
+def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = sorted(set(chain.from_iterable(items)))
+    return {name: sum(item.get(name, 0.0) for item in items) for name in names}
+
+
+class Meter:
+    """The metrics of a step: sums and counts, or maxima, of this process, reduced over data ranks once, when reporting.
+    What was never measured is left out."""
+
+    def __init__(self):
+        self.totals: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
+        self.values: dict[str, float] = {}
+
+    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
+        """A mean, of this total over so many."""
+        self.sum(name, total)
+        self.counts[name] = self.counts.get(name, 0.0) + float(count)
+
+    def sum(self, name: str, value: torch.Tensor | float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + float(value)
+
+    def max(self, name: str, value: torch.Tensor | float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+
+    def set(self, name: str, value: float) -> None:
+        """The same on all ranks already; so is what `count` counts."""
+        self.values[name] = float(value)
+
+    def count(self, name: str, n: int = 1) -> None:
+        self.values[name] = self.values.get(name, 0.0) + n
+
+    def reduce(self, ctx: Context) -> dict[str, float]:
+        """Over the data ranks, on all of them."""
+        parts = ctx.gather((self.totals, self.counts, self.maxima))[:: ctx.tp]
+        totals = sum_dicts([part[0] for part in parts])
+        counts = sum_dicts([part[1] for part in parts])
+        metrics = dict(self.values)
+        for name, total in totals.items():
+            if name not in counts:
+                metrics[name] = total
+            elif counts[name]:
+                metrics[name] = total / counts[name]
+        for name in sorted(set(chain.from_iterable(part[2] for part in parts))):
+            metrics[name] = max(part[2].get(name, -math.inf) for part in parts)
+        return metrics
+
 
 def _store_of_restart() -> dict:
-    """torchrun gives restarted processes the store of those before, in which they would find addresses of the dead (pytorch
-    issue 135712): names of their own. Of several nodes each counts restarts for itself, so there torchrun has to be started with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    """torchrun gives restarted processes the store of those before, in which they would find addresses of the dead
+    (pytorch issue 135712): names of their own. Of several nodes each counts restarts for itself, so there torchrun has
+    to be started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
     env = os.environ
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
     if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-    return {"store": dist.PrefixStore(f"restart{attempt}", store), "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
+    own = dist.PrefixStore(f"restart{attempt}", store)
+    return {"store": own, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
-def dist_setup(timeout_minutes: float = 30.0) -> Context:
-    """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one rank waits
-    for longer than that is an error."""
+def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
+    """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
+    rank waits for longer than that is an error."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -61,11 +156,13 @@ def dist_setup(timeout_minutes: float = 30.0) -> Context:
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_store_of_restart())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return Context(dist.get_rank(), dist.get_world_size(), device)
+    return Context(dist.get_rank(), dist.get_world_size(), device, tp)
 
 
-RANK_HINT = ("This is rank {RANK} of {WORLD_SIZE}. If another rank ended before, its message says why, and this one only lost its "
-             "connection. A training run goes on from its newest checkpoint with --resume auto.")
+RANK_HINT = (
+    "This is rank {RANK} of {WORLD_SIZE}. If another rank ended before, its message says why, and this one only lost "
+    "its connection. A training run goes on from its newest checkpoint with --resume auto."
+)
 
 
 def run_script(main: Callable, parse_args: Callable) -> None:
@@ -89,7 +186,8 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
-    # (pytorch pull request 179291), and a run that is complete would be reported as failed - once in twenty, on a busy box.
+    # (pytorch pull request 179291), and a run that is complete would be reported as failed - once in twenty, on a busy
+    # box.
     os._exit(code)
 
 
@@ -105,169 +203,182 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Timers:
-    """`with timers("rollout"):` adds up seconds per name; `pop()` returns them as time/* and starts afresh."""
+class Stages:
+    """`with stage("rollout"):` adds up seconds per name; `pop()` returns them as time/* and starts afresh. On entering
+    a stage `check` is called, which may raise: a run that was asked to end does so between stages."""
 
-    def __init__(self):
+    def __init__(self, check: Callable[[], None] = lambda: None):
+        self.check = check
         self.seconds: dict[str, float] = {}
-        self.stage, self.entered = "set-up", 0  # where the run is, and how often that has changed: what parallel/watch.py tells
+        self.stage = "set-up"  # where the run is, and how often that has changed: what parallel/watch.py tells
+        self.entered = 0
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, interruptible: bool = True) -> Iterator[None]:
+        if interruptible:
+            self.check()
         start = time.perf_counter()
-        self.stage, self.entered = name, self.entered + 1
+        self._enter(name)
         yield
-        self.stage, self.entered = f"what follows {name}", self.entered + 1
+        self._enter(f"what follows {name}")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _enter(self, name: str) -> None:
+        self.stage = name
+        self.entered += 1
 
     def pop(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}
         return {f"time/{name}": s for name, s in seconds.items()}
 
 
-def all_sum(values: dict[str, float], alike: int = 1) -> dict[str, float]:
-    """Sum of each entry over ranks, in float64 and rank order; a key that only some ranks have counts 0 elsewhere. Where so
-    many neighbours hold `alike` values, those of the first count."""
-    parts: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    parts = parts[::alike]
-    return {key: sum(part.get(key, 0.0) for part in parts) for key in sorted({k for part in parts for k in part})}
-
-
-def from_peers(items: list[list], group: dist.ProcessGroup | None) -> list[list]:
-    """Lists of a group's processes, joined one by one in rank order, on each of them; what is this process's own stays the same
-    objects. Without a group, its own."""
-    if group is None:
-        return items
-    parts: list[list[list]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(parts, items, group=group)
-    parts[dist.get_rank(group)] = items
-    return [[item for theirs in lists for item in theirs] for lists in zip(*parts, strict=True)]
-
-
-def gather_dicts(items: dict) -> dict:
-    """The union of all ranks' dicts, on every rank; their keys are distinct."""
-    parts: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
-    return {key: value for part in parts for key, value in part.items()}
-
-
-def gather0(items: list) -> list:
-    """Lists of all ranks joined in rank order on rank 0; empty elsewhere."""
-    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(items, parts)
-    return [item for part in parts or [] for item in part]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# The run directory
+# Settings: frozen dataclasses, one a group of flags
+#
+#     @dataclass(frozen=True)
+#     class OptimConfig:
+#         """Optimiser"""                                   # the group's title in --help
+#
+#         lr: float = setting(1e-6, "peak learning rate", above=0)
+#
+#     parser = Parser(__doc__)
+#     add_settings(parser, OptimConfig)
+#     given = vars(parser.parse_args(argv))                 # only what the command line says
+#     config = read_settings(OptimConfig, preset | given)   # what is given wins over a preset, both over the defaults
+
+REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
+BOUNDS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+METAVARS = {int: "N", float: "X"}
+T = TypeVar("T")
 
 
-def lock_folder(out: Path, patience: float = 5.0) -> object:
-    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the holder.
-    `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are killed."""
-    with writing(out, "--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a+")
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                raise UserError(
-                    f"--out {out}: another run writes there ({file.read().strip()}); wait for it, or choose another folder"
-                ) from error
-            time.sleep(0.2)
-        except OSError as error:  # some network file systems have no locks
-            print(f"--out {out} cannot be locked ({error.strerror}): take care that no other run writes there", file=sys.stderr)
-            break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
-    return file
+def setting(
+    default: object,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    metavar: str = "",
+    positional: bool = False,
+    **bounds: float,
+) -> Any:
+    """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
+    `bounds`: least, above, most, below."""
+    assert bounds.keys() <= BOUNDS.keys(), bounds
+    more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
+    return field(default=default, kw_only=True, metadata=more)
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is none."""
-    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line.endswith("\n") else []
-        except ValueError as error:
-            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
-    return rows
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def describe_run(args: dict) -> dict:
-    """What a reader of a run directory needs to know to run it again."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    import transformers
-
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "args": args,
-        "git": git.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "") if git.returncode == 0 else "unknown",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
-        "world": dist.get_world_size() if dist.is_initialized() else 1,
-    }
+def value_type(hint: type) -> type:
+    """int of `int`, of `int | None` and of `tuple[int, ...]`."""
+    inner = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)]
+    return inner[0] if inner else hint
 
 
-def json_line(row: dict[str, float]) -> str:
-    """JSON has no NaN and no infinity: they become null."""
-    return json.dumps({key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}) + "\n"
+def help_of(f: Field) -> str:
+    """With the default, unless there is none to speak of or the text has it."""
+    text, shown = f.metadata["help"], f.default
+    if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
+        return text
+    if isinstance(shown, tuple):
+        shown = " ".join(map(str, shown))
+    return f"{text} (default: {'on' if shown is True else shown})"
 
 
-class RunLog:
-    """run.json and metrics.jsonl in the run directory, plus tensorboard/ when asked for. Only rank 0 writes."""
+class Parser(argparse.ArgumentParser):
+    """Flags that have to be spelt out. A mistake is one line, and names the nearest flag."""
 
-    def __init__(self, out: Path, args: dict, ctx: Context, start_step: int, tensorboard: bool):
-        self.ctx, self.path, self.board = ctx, out / "metrics.jsonl", None
-        if not ctx.main:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "run.json", json.dumps(describe_run(args), indent=2) + "\n")
-        # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
-        kept = [row for row in read_rows(self.path) if start_step and row["step"] <= start_step]
-        write_text(self.path, "".join(map(json_line, kept)))
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, description: str | None = None, **more):
+        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(description=description, **more)
 
-            self.board = SummaryWriter(out / "tensorboard", purge_step=start_step + 1)
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        """Unknown flags come first: what else is wrong may follow from them."""
+        flags = self._option_string_actions
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.split("=")[0]
+            unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
+            if unknown and self._subparsers is None:
+                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
+                self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
+        return super().parse_known_args(args, namespace)
 
-    def amend(self, metrics: dict[str, float]) -> None:
-        """Add to the last row what the run was interrupted in."""
-        if self.ctx.main:
-            *rows, last = read_rows(self.path)
-            write_text(self.path, "".join(map(json_line, [*rows, last | metrics])))
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if not self.ctx.main:
-            return
-        with writing(self.path, "--out"), open(self.path, "a") as f:
-            f.write(json_line({"step": step, **metrics}))
-        if self.board:
-            for key, value in metrics.items():
-                self.board.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        if self.board:
-            self.board.close()
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    with writing(path, "--out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the name without the text
-        os.replace(temporary, path)
+def optional(kind: type) -> Callable[[str], Any]:
+    """Of a setting that may be None: "default" takes back what a resumed run has."""
+
+    def parse(text: str) -> Any:
+        return None if text == "default" else kind(text)
+
+    parse.__name__ = kind.__name__  # what argparse calls it
+    return parse
+
+
+def add_settings(parser: Parser, cls: type) -> None:
+    """A dataclass's own settings, not those of its bases, as a group of flags. One that is not given is absent in what
+    is parsed."""
+    group = parser.add_argument_group(cls.__doc__.splitlines()[0])
+    own = [f for f in fields(cls) if f.name in cls.__annotations__]
+    for f in own:
+        hint, choices, positional = get_type_hints(cls)[f.name], f.metadata["choices"], f.metadata["positional"]
+        kind = value_type(hint)
+        metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
+        options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            may_be_none = NoneType in get_args(hint) and not choices
+            options["type"] = optional(kind) if may_be_none else kind
+            options |= {"choices": choices} if choices else {"metavar": metavar}
+        if get_origin(hint) is tuple:
+            options["nargs"] = "+"
+        group.add_argument(f.name if positional else flag_of(f.name), **options)
+        if f.default is REQUIRED:  # argparse's own usage would list every flag
+            shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
+            parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
+
+
+def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
+    """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
+    and JSON have them, become tuples."""
+    hints, chosen = get_type_hints(cls), {}
+    for f in fields(cls):
+        if f.name in values:
+            value = values[f.name]
+            chosen[f.name] = tuple(value) if isinstance(value, list) else value
+            check_setting(f, hints[f.name], chosen[f.name])
+        elif f.default is REQUIRED:
+            raise UserError(f"{flag_of(f.name)} is missing: {f.metadata['help']}")
+    return cls(**chosen)
+
+
+def check_setting(f: Field, hint: type, value: object) -> None:
+    """Is a value of the setting's type, one of its choices and within its bounds?"""
+    if value is None and NoneType in get_args(hint):
+        return
+    kind, choices, bounds = value_type(hint), f.metadata["choices"], f.metadata["bounds"]
+    if get_origin(hint) is tuple and not isinstance(value, tuple):
+        raise UserError(f"{flag_of(f.name)} {value}: must be a list")
+    for item in value if get_origin(hint) is tuple else (value,):
+        told = f"{flag_of(f.name)} {item}: must be"
+        if not isinstance(item, int | float if kind is float else kind):
+            raise UserError(f"{told} of type {kind.__name__}")
+        if choices and item not in choices:
+            raise UserError(f"{told} one of {', '.join(choices)}")
+        if not all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()):
+            raise UserError(f"{told} " + " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items()))
+        if isinstance(item, float) and not math.isfinite(item):
+            raise UserError(f"{told} finite")

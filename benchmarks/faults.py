@@ -1,13 +1,14 @@
-"""What a run survives: kills, signals, full disks, broken numbers, flipped bits. Prints a table, and whether each case held.
+"""What a run survives: kills, signals, full disks, broken numbers, flipped bits. Prints a table, and whether each case
+held.
 
     python benchmarks/faults.py                       # all of it: about 20 minutes on two cores
     python benchmarks/faults.py --quick --only flips  # a few cases of one scenario
 
-Each case runs the real scripts on a toy model and breaks something on the way; what must come of it stands beside it and is
-checked: exit code, message, the files left, and that the run resumed to its end equals one that nothing happened to, bit for
-bit (metrics but for times, and all of the last checkpoint). Imports take longer than the runs: a case is a fork of this process,
-which has imported everything and done nothing else; torchrun's cases are started as a user would. Full and read-only disks are
-tmpfs mounts of this script's own, which takes root.
+Each case runs the real scripts on a toy model and breaks something on the way; what must come of it is checked: exit
+code, message, the files left, and that the run resumed to its end equals one that nothing happened to, bit for bit
+(metrics but for times, and all of the last checkpoint). Imports take longer than the runs: a case is a fork of this
+process, which has imported everything and done nothing else; torchrun's cases are started as a user would. Full and
+read-only disks are tmpfs mounts of this script's own, which takes root.
 """
 
 import argparse
@@ -40,7 +41,9 @@ import prepare_data  # noqa: E402
 import train  # noqa: E402
 from model import Policy  # noqa: E402
 from parallel.checkpoint import complete_checkpoints, differs, read_trainer, step_of  # noqa: E402
-from utils import read_rows, run_script  # noqa: E402
+from parallel.models import OptimConfig  # noqa: E402
+from report.log import Skipped, read_rows  # noqa: E402
+from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints
 BEGUN = 10  # most cases begin after this step: two checkpoints are there, and one more is to come
@@ -142,7 +145,13 @@ class Toy:
             port = free.getsockname()[1]
 
         def process(rank: int) -> None:
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            where = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             os.environ.update({key: str(value) for key, value in where.items()} if ranks > 1 else {})
             sys.argv = [script, *words]
             if before:
@@ -152,9 +161,36 @@ class Toy:
         return fork([functools.partial(process, rank) for rank in range(ranks)], Path(f"{self.new()}.log"))
 
     def flags(self, out: Path, *more: object) -> list[str]:
-        flags = ["--model", self.model, "--data", self.data, "--out", out, "--reward", f"{self.reward}:score", "--steps", STEPS,
-                 "--prompts-per-step", 4, "--group-size", 4, "--max-new-tokens", 6, "--micro-tokens", 2048, "--lr", 1e-3, "--save-every",
-                 EVERY, "--sample-every", 5, "--no-self-test", "--timeout-minutes", 1, "--resume", "auto", *more]
+        flags = [
+            "--model",
+            self.model,
+            "--data",
+            self.data,
+            "--out",
+            out,
+            "--reward",
+            f"{self.reward}:score",
+            "--steps",
+            STEPS,
+            "--prompts-per-step",
+            4,
+            "--group-size",
+            4,
+            "--max-new-tokens",
+            6,
+            "--micro-tokens",
+            2048,
+            "--lr",
+            1e-3,
+            "--save-every",
+            EVERY,
+            "--no-self-test",
+            "--timeout-minutes",
+            1,
+            "--resume",
+            "auto",
+            *more,
+        ]
         return [str(flag) for flag in flags]
 
     def train(self, out: Path, *more: object, ranks: int = 1, before: Callable[[int], None] | None = None) -> Run:
@@ -162,7 +198,16 @@ class Toy:
 
     def torchrun(self, out: Path, *more: object, launcher: tuple = ()) -> Run:
         log = Path(f"{self.new()}.log")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher, "train.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *launcher,
+            "train.py",
+        ]
         with open(log, "w") as file:
             started = subprocess.Popen([*command, *self.flags(out, *more)], cwd=ROOT, stdout=file, stderr=file)
         RUNS.append(Run(log, [started.pid]))
@@ -171,20 +216,30 @@ class Toy:
     def goes_on(self, out: Path, ranks: int) -> dict[str, bool]:
         """Resumed to its end, is it the run that nothing happened to?"""
         run = self.train(out, ranks=ranks).wait()
-        return {f"resumed: exit {run.codes}\n{run.text[-1500:]}": run.codes == [0] * ranks} | self.equal(out, ranks, run)
+        return {f"resumed: exit {run.codes}\n{run.text[-1500:]}": run.codes == [0] * ranks} | self.equal(
+            out, ranks, run
+        )
 
     def equal(self, out: Path, ranks: int, run: Run | None = None) -> dict[str, bool]:
         whole = self.folder / f"whole{ranks}"
-        rows = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_rows(x / "metrics.jsonl")]
-                for x in (out, whole)]
+        rows = [
+            [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_rows(x / "metrics.jsonl")]
+            for x in (out, whole)
+        ]
         checks = {"metrics are those of the run that nothing happened to": rows[0] == rows[1]}
         found = [(complete_checkpoints(x) or [None])[-1] for x in (out, whole)]
-        same = None not in found and [f.name for f in found] == [f"step_{STEPS:06d}"] * 2 and all(
-            (found[0] / file.name).read_bytes() == file.read_bytes() for file in found[1].glob("*.distcp"))
+        same = (
+            None not in found
+            and [f.name for f in found] == [f"step_{STEPS:06d}"] * 2
+            and all((found[0] / file.name).read_bytes() == file.read_bytes() for file in found[1].glob("*.distcp"))
+        )
         # what a kill left is removed with the next checkpoint, if there is one
         saved = run is None or "nothing to do" not in run.text
         left = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith(".") and saved]
-        return checks | {"last checkpoint is that of the run that nothing happened to": same, f"nothing half written: {left}": not left}
+        return checks | {
+            "last checkpoint is that of the run that nothing happened to": same,
+            f"nothing half written: {left}": not left,
+        }
 
 
 def fork(bodies: list[Callable[[], None]], log: Path) -> Run:
@@ -223,13 +278,17 @@ class Tally:
         self.cases += n
         self.held += 0 if wrong else n
         if wrong:
-            self.failures.append(f"{name}: not so: {'; '.join(wrong)}" + (f"\nits last words:\n{run.text[-1500:]}" if run else ""))
+            self.failures.append(
+                f"{name}: not so: {'; '.join(wrong)}" + (f"\nits last words:\n{run.text[-1500:]}" if run else "")
+            )
 
 
 def verified(out: Path) -> bool:
     """Is there a checkpoint, and are all of them as they were written?"""
     found = complete_checkpoints(out)
-    return bool(found) and not any(differs(c / name, written) for c in found for name, written in read_trainer(c)["files"].items())
+    return bool(found) and not any(
+        differs(c / name, written) for c in found for name, written in read_trainer(c)["files"].items()
+    )
 
 
 def says(run: Run, *texts: object) -> dict[str, bool]:
@@ -238,7 +297,11 @@ def says(run: Run, *texts: object) -> dict[str, bool]:
 
 def one_line(run: Run, *texts: object) -> dict[str, bool]:
     """A mistake that only the user can mend: exit 1, one line, no traceback."""
-    return {f"exit {run.codes} is 1": set(run.codes) == {1}, "no traceback": "Traceback" not in run.text, **says(run, "error: ", *texts)}
+    return {
+        f"exit {run.codes} is 1": set(run.codes) == {1},
+        "no traceback": "Traceback" not in run.text,
+        **says(run, "error: ", *texts),
+    }
 
 
 def newest(out: Path) -> int:
@@ -250,7 +313,8 @@ def newest(out: Path) -> int:
 
 
 def kills(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL at random moments, again and again along one run; with two ranks, to all or to one, and then the other must end by itself."""
+    """SIGKILL at random moments, again and again along one run; with two ranks, to all or to one, and then the other
+    must end by itself."""
     rng, wanted, ends, after = random.Random(toy.seed + ranks), 3 if toy.quick else 25, [], []
     while tally.cases < wanted:
         out, killed, checks = toy.new(), 0, {}
@@ -264,22 +328,30 @@ def kills(toy: Toy, ranks: int, tally: Tally) -> str:
                 break
             killed += 1
             if ranks > 1 and rng.random() < 0.5:
-                began, joined = time.monotonic(), "M parameters" in run.text  # before that the other may wait for it to come
+                began, joined = (
+                    time.monotonic(),
+                    "M parameters" in run.text,
+                )  # before that the other may wait for it to come
                 run.send(signal.SIGKILL, [rng.randrange(ranks)]).wait(30 if joined else 0)
                 if joined:
                     ends.append(time.monotonic() - began)
-                    checks[f"kill {killed}: the other rank ended by itself: {run.codes}"] = run.ended() and 0 not in run.codes
+                    checks[f"kill {killed}: the other rank ended by itself: {run.codes}"] = (
+                        run.ended() and 0 not in run.codes
+                    )
             run.kill()
             after.append(newest(out) if out.exists() else 0)
             checks[f"kill {killed}: checkpoints verify"] = newest(out) == 0 or verified(out)
         checks[f"the last start: exit {run.codes}"] = run.codes == [0] * ranks
         tally.case("random kills", checks | toy.equal(out, ranks), run, max(killed, 1))
-    alone = f"; the rank beside a killed one ended by itself after {min(ends):.1f} to {max(ends):.1f} s" if ends else ""
-    return f"with {sum(x == 0 for x in after)} of them before the first checkpoint; resumed runs equal bit for bit{alone}"
+    alone = f"; the rank next to a killed one ended itself after {min(ends):.1f} to {max(ends):.1f} s" if ends else ""
+    return (
+        f"with {sum(x == 0 for x in after)} of them before the first checkpoint; resumed runs equal bit for bit{alone}"
+    )
 
 
 def count_operations(out: Path, at: int, log: Path) -> None:
-    """In this process: writes each file operation below `out` to a log, and SIGKILLs itself before number `at` (0 = never)."""
+    """In this process: writes each file operation below `out` to a log, and SIGKILLs itself before number `at` (0:
+    never)."""
     n, place = 0, str(out.resolve())
 
     def operation(event: str, path: object, folder: int = -1) -> None:
@@ -296,20 +368,35 @@ def count_operations(out: Path, at: int, log: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event: str, args: tuple) -> None:
-        if event == "open" and isinstance(args[0], str | bytes) and args[2] is not None and args[2] & (os.O_WRONLY | os.O_RDWR):
+        if (
+            event == "open"
+            and isinstance(args[0], str | bytes)
+            and args[2] is not None
+            and args[2] & (os.O_WRONLY | os.O_RDWR)
+        ):
             operation("open", args[0])
         elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
-            operation(event, args[0], {"os.rename": 2, "os.mkdir": 2}.get(event, 1) < len(args) and args[
-                {"os.rename": 2, "os.mkdir": 2}.get(event, 1)] if event != "os.truncate" else -1)
+            operation(
+                event,
+                args[0],
+                {"os.rename": 2, "os.mkdir": 2}.get(event, 1) < len(args)
+                and args[{"os.rename": 2, "os.mkdir": 2}.get(event, 1)]
+                if event != "os.truncate"
+                else -1,
+            )
 
     words = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sync = os.fsync
-    os.fsync = lambda handle: (operation("fsync", handle if isinstance(handle, int) else handle.fileno()), sync(handle))[1]
+    os.fsync = lambda handle: (
+        operation("fsync", handle if isinstance(handle, int) else handle.fileno()),
+        sync(handle),
+    )[1]
     sys.addaudithook(hook)
 
 
 def operations(toy: Toy, ranks: int, tally: Tally) -> str:
-    """SIGKILL before each file operation below --out: opening to write, mkdir, rename, unlink, rmdir, fsync. With two ranks, in either."""
+    """SIGKILL before each file operation below --out: opening to write, mkdir, rename, unlink, rmdir, fsync. With two
+    ranks, in either."""
     seen, out = [], toy.begun(ranks)
     logs = [Path(f"{toy.new()}.{rank}") for rank in range(ranks)]
     toy.train(out, ranks=ranks, before=lambda rank: count_operations(out, 0, logs[rank])).wait()
@@ -321,14 +408,21 @@ def operations(toy: Toy, ranks: int, tally: Tally) -> str:
             places = [places[len(done) // 3], places[-2]] if rank == 0 else []
         for at in places:
             out, log = toy.begun(ranks), Path(f"{toy.new()}.ops")
-            run = toy.train(out, ranks=ranks, before=lambda r, rank=rank, out=out, at=at, log=log: r == rank and
-                            count_operations(out, at, log))
+            run = toy.train(
+                out,
+                ranks=ranks,
+                before=lambda r, rank=rank, out=out, at=at, log=log: r == rank and count_operations(out, at, log),
+            )
             while run.codes[rank] is None and not run.ended():
                 time.sleep(0.01)
             run.kill()
-            checks = {f"killed there: {run.codes}": run.codes[rank] == -signal.SIGKILL, "checkpoints verify": verified(out)}
+            checks = {
+                f"killed there: {run.codes}": run.codes[rank] == -signal.SIGKILL,
+                "checkpoints verify": verified(out),
+            }
             tally.case(f"rank {rank}, before {done[at - 1]}", checks | toy.goes_on(out, ranks), run)
-    return f"{' + '.join(map(str, seen))} operations in two steps with a checkpoint made and one deleted; equal bit for bit"
+    counts = " + ".join(map(str, seen))
+    return f"{counts} operations in two steps with a checkpoint made and one deleted; equal bit for bit"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -338,14 +432,19 @@ def operations(toy: Toy, ranks: int, tally: Tally) -> str:
 def signals(toy: Toy, ranks: int, tally: Tally) -> str:
     """Five signals that ask a run to end, one after another along one run; with two ranks only rank 1 gets them."""
     out, took = toy.new(), []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)[: 1 if toy.quick else 5]:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)[
+        : 1 if toy.quick else 5
+    ]:
         run = toy.train(out, ranks=ranks)
         run.wait(60, f"step {newest(out) + 1:>2}/{STEPS}")
         began = time.monotonic()
         run.send(number, [ranks - 1]).wait(30)
         took.append(time.monotonic() - began)
         told = f"stopped after step {newest(out)} of {STEPS}, saved in {out / 'checkpoints'}"
-        checks = {f"exit {run.codes} is {128 + number}": run.codes == [128 + number] * ranks, "checkpoints verify": verified(out)}
+        checks = {
+            f"exit {run.codes} is {128 + number}": run.codes == [128 + number] * ranks,
+            "checkpoints verify": verified(out),
+        }
         tally.case(number.name, checks | says(run, told, "with --resume auto goes on"), run)
     tally.case("the same run to its end", toy.goes_on(out, ranks))
     return f"saved and ended {min(took):.1f} to {max(took):.1f} s after the signal; resumed, equal bit for bit"
@@ -358,7 +457,11 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
     began = time.monotonic()
     run.wait(20)
     setup = time.monotonic() - began
-    checks = {f"exit {run.codes}": run.codes == [143], f"within 3 s: {setup:.1f}": setup < 3, **says(run, "nothing to save")}
+    checks = {
+        f"exit {run.codes}": run.codes == [143],
+        f"within 3 s: {setup:.1f}": setup < 3,
+        **says(run, "nothing to save"),
+    }
     tally.case("SIGTERM in the set-up", checks, run)
 
     run = toy.train(out, "--max-new-tokens", 6000, "--micro-tokens", 8192).wait(60, "algorithm grpo")
@@ -366,8 +469,15 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
     began = time.monotonic()
     run.send(signal.SIGTERM).wait(60)
     rollout = time.monotonic() - began
-    tally.case("SIGTERM in a long rollout", {f"exit {run.codes}": run.codes == [143], f"ended within 3 s: {rollout:.1f}": rollout < 3,
-                                             **says(run, "no step was finished")}, run)
+    tally.case(
+        "SIGTERM in a long rollout",
+        {
+            f"exit {run.codes}": run.codes == [143],
+            f"ended within 3 s: {rollout:.1f}": rollout < 3,
+            **says(run, "no step was finished"),
+        },
+        run,
+    )
 
     def slow(rank: int) -> None:
         os.environ |= {"FAULT_AFTER": "16", "FAULT_SLEEP": "5"}  # from the second step on
@@ -378,8 +488,12 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
     began = time.monotonic()
     run.send(signal.SIGTERM).wait(60)
     grace = time.monotonic() - began
-    checks = {f"exit {run.codes}": run.codes == [143], f"within 1.5 s: {grace:.1f}": grace < 1.5, **says(run, "not saved within"),
-              "older checkpoints verify": verified(out) and newest(out) == BEGUN}
+    checks = {
+        f"exit {run.codes}": run.codes == [143],
+        f"within 1.5 s: {grace:.1f}": grace < 1.5,
+        **says(run, "not saved within"),
+        "older checkpoints verify": verified(out) and newest(out) == BEGUN,
+    }
     tally.case("SIGTERM with a grace period that is too short", checks | toy.goes_on(out, 1), run)
 
     out = toy.begun(1)
@@ -388,11 +502,18 @@ def hurries(toy: Toy, ranks: int, tally: Tally) -> str:
     run.send(signal.SIGINT).wait(1.3)
     waited = not run.ended()
     run.send(signal.SIGINT).wait(5)
-    checks = {"the first one waits": waited, f"exit {run.codes}": run.codes == [130], **says(run, "SIGINT again: not saved"),
-              "older checkpoints verify": verified(out) and newest(out) == BEGUN}
+    checks = {
+        "the first one waits": waited,
+        f"exit {run.codes}": run.codes == [130],
+        **says(run, "SIGINT again: not saved"),
+        "older checkpoints verify": verified(out) and newest(out) == BEGUN,
+    }
     tally.case("Ctrl-C twice", checks | toy.goes_on(out, 1), run)
-    return (f"ended: in the set-up after {setup:.1f} s, nothing to save; in a long rollout after {rollout:.1f} s; with a grace of 0.5 s "
-            f"and a reward that hangs after {grace:.1f} s, not saved, said so, older checkpoint good")
+    return (
+        f"ended: in the set-up after {setup:.1f} s, nothing to save; in a long rollout after {rollout:.1f} s; with a "
+        f"grace of 0.5 s "
+        f"and a reward that hangs after {grace:.1f} s, not saved, said so, older checkpoint good"
+    )
 
 
 def workers_of(run: Run) -> dict[int, int]:
@@ -402,7 +523,9 @@ def workers_of(run: Run) -> dict[int, int]:
         try:
             parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
             if parent == run.pids[0]:
-                variables = dict(v.split("=", 1) for v in folder.joinpath("environ").read_text().split("\0") if "=" in v)
+                variables = dict(
+                    v.split("=", 1) for v in folder.joinpath("environ").read_text().split("\0") if "=" in v
+                )
                 found[int(variables["RANK"])] = int(folder.name)
         except (OSError, KeyError, ValueError):  # it has just ended, or is no worker
             continue
@@ -413,20 +536,36 @@ def torchrun(toy: Toy, ranks: int, tally: Tally) -> str:
     """torchrun asked to end; and torchrun --max-restarts with a killed and a stopped rank: it goes on by itself."""
     out = toy.new()
     run = toy.torchrun(out).wait(120, f"step  2/{STEPS}").send(signal.SIGTERM).wait(60)
-    checks = {f"exit {run.codes} is none of success": run.codes[0] not in (0, None), "checkpoints verify": verified(out)}
-    tally.case("SIGTERM to torchrun", checks | says(run, "stopped after step", "--resume auto goes on") | toy.goes_on(out, 2), run)
+    checks = {
+        f"exit {run.codes} is none of success": run.codes[0] not in (0, None),
+        "checkpoints verify": verified(out),
+    }
+    tally.case(
+        "SIGTERM to torchrun",
+        checks | says(run, "stopped after step", "--resume auto goes on") | toy.goes_on(out, 2),
+        run,
+    )
     took = []
     for number, more in ((signal.SIGKILL, ()), (signal.SIGSTOP, ("--timeout-minutes", 0.1))):
         out = toy.new()
         began = time.monotonic()
-        run = toy.torchrun(out, *more, launcher=("--max-restarts", "2", "--shutdown-timeout", "3")).wait(120, f"step  3/{STEPS}")
+        run = toy.torchrun(out, *more, launcher=("--max-restarts", "2", "--shutdown-timeout", "3")).wait(
+            120, f"step  3/{STEPS}"
+        )
         os.kill(workers_of(run)[1], number)
         run.wait(150)
         took.append(time.monotonic() - began)
-        checks = {f"exit {run.codes}": run.codes == [0], **says(run, "resumed from", "--resume auto")} | toy.equal(out, 2)
-        tally.case(f"{number.name} to rank 1 under --max-restarts", checks | (says(run, "rank 1 (") if more else {}), run)
-    return (f"killed rank: whole run {took[0]:.0f} s; stopped rank (limit 6 s, torchrun --shutdown-timeout 3 in place of 30): "
-            f"{took[1]:.0f} s; equal bit for bit")
+        checks = {f"exit {run.codes}": run.codes == [0], **says(run, "resumed from", "--resume auto")} | toy.equal(
+            out, 2
+        )
+        tally.case(
+            f"{number.name} to rank 1 under --max-restarts", checks | (says(run, "rank 1 (") if more else {}), run
+        )
+    return (
+        f"killed rank: whole run {took[0]:.0f} s; stopped rank (limit 6 s, torchrun --shutdown-timeout 3 in place of "
+        f"30): "
+        f"{took[1]:.0f} s; equal bit for bit"
+    )
 
 
 def silence(toy: Toy, ranks: int, tally: Tally) -> str:
@@ -434,7 +573,11 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
     limit, took = 0.05, []
     for rank in range(ranks)[: 1 if toy.quick else ranks]:
         out = toy.new()
-        run = toy.train(out, "--timeout-minutes", limit, ranks=ranks).wait(60, f"step  3/{STEPS}").send(signal.SIGSTOP, [rank])
+        run = (
+            toy.train(out, "--timeout-minutes", limit, ranks=ranks)
+            .wait(60, f"step  3/{STEPS}")
+            .send(signal.SIGSTOP, [rank])
+        )
         began = time.monotonic()
         while run.codes[1 - rank] is None and time.monotonic() < began + 60:
             time.sleep(0.01)
@@ -451,10 +594,13 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
         run = toy.train(out, "--timeout-minutes", limit, ranks=ranks, before=hang)
         run.wait(60, f"step {BEGUN + 2}/")
         took.append(0.0) if not run.ended() else None
-        checks = {f"exit {run.codes}": run.codes == [1] * ranks} | says(run, f"error: rank {rank} (", "is still in reward after")
+        checks = {f"exit {run.codes}": run.codes == [1] * ranks} | says(
+            run, f"error: rank {rank} (", "is still in reward after"
+        )
         run.kill()
         tally.case(f"rank {rank} hangs in its reward", checks | toy.goes_on(out, ranks), run)
-    return f"named after {min(took):.1f} to {max(took):.1f} s with a limit of {60 * limit:.0f} s, with its stage; equal bit for bit"
+    seconds = f"{min(took):.1f} to {max(took):.1f} s with a limit of {60 * limit:.0f} s"
+    return f"named after {seconds}, with its stage; equal bit for bit"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -463,27 +609,30 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
 
 def poison(kind: str, value: float, steps: range) -> None:
     """In this process: the loss, the gradients or a weight becomes `value` in these 0-based steps."""
-    at, clipped_step, forward, learning_rate = [-1], train.clipped_step, Policy.forward, train.learning_rate
+    at = [-1]
+    clipped_step, forward, factor = train.clipped_step, Policy.forward, OptimConfig.factor
 
-    def rate(step: int, args: argparse.Namespace) -> float:
+    def noted_factor(self, step: int, steps: int) -> float:
         at[0] = step
-        return learning_rate(step, args)
+        return factor(self, step, steps)
 
     def spoilt_forward(self, *args):
-        found = forward(self, *args)
-        return (found[0] * value, *found[1:]) if len(args) == 3 and at[0] in steps else found
+        out = forward(self, *args)
+        return out if out.loss is None or at[0] not in steps else out._replace(loss=out.loss * value)
 
     @torch.no_grad()
     def spoilt_step(model, optimizer, norm):
         ours = [p for p in model.parameters() if p.requires_grad]
         if kind == "gradient" and at[0] in steps:
-            next(p.grad for p in ours if p.grad is not None and p.grad.to_local().numel()).to_local().view(-1)[0] = value
+            next(p.grad for p in ours if p.grad is not None and p.grad.to_local().numel()).to_local().view(-1)[0] = (
+                value
+            )
         found = clipped_step(model, optimizer, norm)
         if kind == "weight" and at[0] in steps:
             next(p for p in ours if p.to_local().numel()).to_local().view(-1)[0] = value
         return found
 
-    train.learning_rate = rate
+    OptimConfig.factor = noted_factor
     if kind == "loss":
         Policy.forward = spoilt_forward
     else:
@@ -494,13 +643,15 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
     """NaN and 1e25 in reward, loss, gradient and weight, on all ranks or one."""
     forever = range(STEPS)
     kinds = ("loss", "gradient", "weight", "reward")
-    for who in ([list(range(ranks))] if ranks == 1 else [[0, 1], [1]]):
+    for who in [list(range(ranks))] if ranks == 1 else [[0, 1], [1]]:
         for value in (float("nan"), 1e25):
             for kind in kinds:
                 if toy.quick and (kind, value == value) not in (("loss", False), ("weight", False)):
                     continue
 
-                def spoil(steps: range, rank: int, kind=kind, value=value, who=who) -> None:
+                def spoil(steps: range, rank: int, few=False, kind=kind, value=value, who=who) -> None:
+                    if few:  # updates in a row, that the run bears
+                        Skipped.__init__ = functools.partialmethod(Skipped.__init__, limit=2)
                     if rank in who and kind == "reward":
                         os.environ |= {"FAULT_AFTER": str(16 // ranks), "FAULT_REWARD": str(value)}
                     elif rank in who:
@@ -512,13 +663,22 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                     run = toy.train(out, ranks=ranks, before=functools.partial(spoil, range(BEGUN, BEGUN + 1))).wait()
                     told = out / "skipped" / f"step_{BEGUN + 1:06d}.json"
                     uids = json.loads(told.read_text())["updates"][0]["uids"] if told.exists() else []
-                    checks = {f"exit {run.codes}": run.codes == [0] * ranks, "checkpoints verify": verified(out), "uids": len(uids) > 0}
-                    checks |= {"metrics are JSON": "NaN" not in (out / "metrics.jsonl").read_text(), "to its end": newest(out) == STEPS}
+                    checks = {
+                        f"exit {run.codes}": run.codes == [0] * ranks,
+                        "checkpoints verify": verified(out),
+                        "uids": len(uids) > 0,
+                    }
+                    checks |= {
+                        "metrics are JSON": "NaN" not in (out / "metrics.jsonl").read_text(),
+                        "to its end": newest(out) == STEPS,
+                    }
                     tally.case(f"{name}, once", checks | says(run, f"warning: step {BEGUN + 1} skipped 1 update"), run)
                     out = toy.begun(ranks)
-                    run = toy.train(out, "--max-skipped", 2, ranks=ranks, before=functools.partial(spoil, forever)).wait()
+                    run = toy.train(out, ranks=ranks, before=functools.partial(spoil, forever, few=True)).wait()
                     good = complete_checkpoints(out)[-1]
-                    checks = one_line(run, "2 updates in a row", f"The newest checkpoint is {good}") | {"checkpoints verify": verified(out)}
+                    checks = one_line(run, "2 updates in a row", f"The newest checkpoint is {good}") | {
+                        "checkpoints verify": verified(out)
+                    }
                     again = toy.train(out, "--steps", STEPS + 1, ranks=ranks).wait()
                     checks |= {f"resumed: exit {again.codes} {again.text[-500:]}": again.codes == [0] * ranks}
                     tally.case(f"{name}, always", checks, run)
@@ -528,12 +688,16 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                         run = toy.train(out, ranks=ranks, before=functools.partial(spoil, range(step, step + 1))).wait()
                         checks = {f"exit {run.codes}": set(run.codes) == {1}, "checkpoints verify": verified(out)}
                         checks |= {f"newest {newest(out)}": newest(out) == BEGUN}
-                        # a weight is met by the sampler, unless it is of a token that does not occur, or when it is to be saved
+                        # a weight is met by the sampler, unless it is of a token that does not occur, or when it is
+                        # to be saved
                         found = ("shapes-train-",) if kind == "reward" else ("not finite", "holds NaN")
                         checks |= {f"it says one of {found}": any(text in run.text for text in found)}
                         tally.case(f"{name} at step {step + 1}", checks | toy.goes_on(out, ranks), run)
                         out = None
-    return "updates left out and told with uids, ended after --max-skipped; bad rewards and weights end the run, nothing bad saved"
+    return (
+        "updates left out and told with uids, ended after too many in a row; bad rewards and weights end the run, "
+        "nothing bad saved"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -542,7 +706,10 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
 
 def flips(toy: Toy, ranks: int, tally: Tally) -> str:
     """A flipped bit, a cut and a missing file in the newest checkpoint: noticed, named, and the older one is taken."""
-    rng, names = random.Random(toy.seed), sorted(p.name for p in (toy.folder / f"begun{ranks}/checkpoints/step_{BEGUN:06d}").iterdir())
+    rng, names = (
+        random.Random(toy.seed),
+        sorted(p.name for p in (toy.folder / f"begun{ranks}/checkpoints/step_{BEGUN:06d}").iterdir()),
+    )
     for name in names:
         for harm in ("flipped bit",) if toy.quick else ("flipped bit", "flipped bit", "cut", "empty", "missing"):
             if harm == "missing" and name == "trainer.json":
@@ -556,8 +723,11 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
             if harm == "missing":
                 file.unlink()
             run = toy.train(out, ranks=ranks).wait()
-            told = says(run, "passed over", file, f"step_{BEGUN - EVERY:06d} after step {BEGUN - EVERY}")
-            tally.case(f"{harm} in {name}", {f"exit {run.codes}": run.codes == [0] * ranks} | told | toy.equal(out, ranks), run)
+            older = out / "checkpoints" / f"step_{BEGUN - EVERY:06d}"
+            told = says(run, "passed over", file, f"resumed from {older}")
+            tally.case(
+                f"{harm} in {name}", {f"exit {run.codes}": run.codes == [0] * ranks} | told | toy.equal(out, ranks), run
+            )
     if ranks == 1 and not toy.quick:
         out = toy.begun(ranks)
         for checkpoint in complete_checkpoints(out):
@@ -570,14 +740,19 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
 def one_folder(toy: Toy, ranks: int, tally: Tally) -> str:
     """A second run in a folder in which one is running."""
     out = toy.begun(ranks)
-    first = toy.train(out, ranks=ranks, before=lambda rank: os.environ.update(FAULT_AFTER="0", FAULT_SLEEP="1000")).wait(60, "resumed from")
+    first = toy.train(
+        out, ranks=ranks, before=lambda rank: os.environ.update(FAULT_AFTER="0", FAULT_SLEEP="1000")
+    ).wait(60, "resumed from")
     second = toy.train(out, ranks=ranks).wait(60)
     told = f"another run writes there (process {first.pids[0]} "
     checks = one_line(second, told) if ranks == 1 else says(second, told)
     checks["the first goes on"] = not first.ended()
     first.kill()
     tally.case("two runs", checks | toy.goes_on(out, ranks), second)
-    return "the second ends with one line that names the holder; after a SIGKILL of the first, a third goes on, equal bit for bit"
+    return (
+        "the second ends with one line that names the holder; after a SIGKILL of the first, a third goes on, equal bit "
+        "for bit"
+    )
 
 
 @contextmanager
@@ -596,12 +771,20 @@ def remount(place: Path, how: str) -> None:
 
 
 def commands(toy: Toy, parent: Path) -> dict[str, tuple[str, Path, list]]:
-    """What writes beside train.py: script, what it writes, arguments."""
+    """What writes next to train.py: script, what it writes, arguments."""
     run = toy.folder / "whole1"
     return {
-        "eval": ("eval.py", parent / "eval", [run, "--data", toy.data, "--limit", 8, "--max-new-tokens", 6, "--out", parent / "eval"]),
+        "eval": (
+            "eval.py",
+            parent / "eval",
+            [run, "--data", toy.data, "--limit", 8, "--max-new-tokens", 6, "--out", parent / "eval"],
+        ),
         "merge": ("merge_lora.py", parent / "merged", [run, "--out", parent / "merged"]),
-        "prepare": ("prepare_data.py", parent / "x.parquet", ["shapes", "--n", 200, "--split", "train", "--out", parent / "x.parquet"]),
+        "prepare": (
+            "prepare_data.py",
+            parent / "x.parquet",
+            ["shapes", "--n", 200, "--split", "train", "--out", parent / "x.parquet"],
+        ),
     }
 
 
@@ -616,10 +799,16 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
     with disk(toy, size + 4 * one) as place:
         out, filler = toy.begun(ranks, place), place / "filler"
         run = toy.train(out, ranks=ranks, before=fills).wait()
-        checks = one_line(run, "disk full", "bytes", "free") | {"older checkpoints verify": verified(out) and newest(out) == BEGUN}
-        checks |= {"metrics of all steps are there": len(read_rows(out / "metrics.jsonl")) == STEPS} if ranks == 1 else {}
+        checks = one_line(run, "disk full", "bytes", "free") | {
+            "older checkpoints verify": verified(out) and newest(out) == BEGUN
+        }
+        checks |= (
+            {"metrics of all steps are there": len(read_rows(out / "metrics.jsonl")) == STEPS} if ranks == 1 else {}
+        )
         late = toy.train(out, ranks=ranks).wait()
-        checks |= says(late, "disk full: a checkpoint needs") | {"refused before the first step": f"step {BEGUN + 1}/" not in late.text}
+        checks |= says(late, "disk full: a checkpoint needs") | {
+            "refused before the first step": f"step {BEGUN + 1}/" not in late.text
+        }
         filler.unlink()
         tally.case("a checkpoint", checks | toy.goes_on(out, ranks), run)
     if ranks > 1:
@@ -628,7 +817,9 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
         out = toy.begun(ranks, place)
         filler = place / "filler"
         run = toy.train(out, before=lambda rank: os.environ.update(FAULT_AFTER="0", FAULT_FILL=str(filler))).wait()
-        checks = one_line(run, "space left", "bytes free") | {"older checkpoints verify": verified(out) and newest(out) == BEGUN}
+        checks = one_line(run, "space left", "bytes free") | {
+            "older checkpoints verify": verified(out) and newest(out) == BEGUN
+        }
         late = toy.train(out).wait()
         checks |= one_line(late, "space left") | {"refused before loading": "M parameters" not in late.text}
         filler.unlink()
@@ -641,7 +832,10 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             whole = {f"nothing half written: {list(place.iterdir())}": not any(place.iterdir())}
             checks |= says(run, "accuracy") if name == "eval" else whole
             tally.case(name, checks, run)
-    return "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures told; then equal bit for bit"
+    return (
+        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures told; then "
+        "equal bit for bit"
+    )
 
 
 def read_only(toy: Toy, ranks: int, tally: Tally) -> str:
@@ -650,11 +844,15 @@ def read_only(toy: Toy, ranks: int, tally: Tally) -> str:
         out = toy.begun(ranks, place)
         remount(place, "ro")
         run = toy.train(out, ranks=ranks).wait()
-        checks = one_line(run, "cannot be written", "Read-only") | {"refused before loading": "M parameters" not in run.text}
+        checks = one_line(run, "cannot be written", "Read-only") | {
+            "refused before loading": "M parameters" not in run.text
+        }
         tally.case("train", checks, run)
         for name, (script, _, argv) in commands(toy, place).items() if ranks == 1 else ():
             run = toy.run(script, *argv).wait()
-            checks = one_line(run, "cannot be written", "Read-only") | {"refused before loading": "accuracy" not in run.text}
+            checks = one_line(run, "cannot be written", "Read-only") | {
+                "refused before loading": "accuracy" not in run.text
+            }
             tally.case(name, checks, run)
     return "one line, before anything is loaded"
 
@@ -695,26 +893,42 @@ def one(toy: Toy, name: str, ranks: int, result: Path) -> None:
     RUNS.clear()  # those of the parent are other scenarios
     text = BROKE_OFF
     try:
-        text = function(toy, ranks, tally) if name not in MOUNTS or can_mount(toy) else "not run: cannot mount a tmpfs (needs root)"
+        text = (
+            function(toy, ranks, tally)
+            if name not in MOUNTS or can_mount(toy)
+            else "not run: cannot mount a tmpfs (needs root)"
+        )
     finally:
         for run in RUNS:
             run.kill()
         if text == BROKE_OFF or text.startswith("not run"):
             tally.case(name, {text: False})
-        row = {"name": name, "scenario": title, "ranks": ranks, "cases": tally.cases, "held": tally.held, "what": text,
-               "seconds": round(time.monotonic() - began, 1), "failures": tally.failures}
+        row = {
+            "name": name,
+            "scenario": title,
+            "ranks": ranks,
+            "cases": tally.cases,
+            "held": tally.held,
+            "what": text,
+            "seconds": round(time.monotonic() - began, 1),
+            "failures": tally.failures,
+        }
         result.write_text(json.dumps(row))
 
 
 def table(rows: list[dict]) -> str:
     lines = ["| scenario | ranks | cases | held | what happened | seconds |", "|---|--:|--:|--:|---|--:|"]
     for r in rows:
-        lines.append(f"| {r['scenario']} | {r['ranks']} | {r['cases']} | {r['held']} | {r['what']} | {r['seconds']:.0f} |")
+        lines.append(
+            f"| {r['scenario']} | {r['ranks']} | {r['cases']} | {r['held']} | {r['what']} | {r['seconds']:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("--only", help=f"scenarios, with commas between: {', '.join(SCENARIOS)}")
     p.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many processes")
     p.add_argument("--quick", action="store_true", help="a few cases of each")
@@ -742,14 +956,20 @@ def main() -> int:
             while waiting and len(running) < args.jobs:
                 name, ranks = waiting.pop(0)
                 result = toy.folder / f"{name}{ranks}.json"
-                running[name, ranks] = fork([functools.partial(one, toy, name, ranks, result)], toy.folder / f"{name}{ranks}.log"), result
+                running[name, ranks] = (
+                    fork([functools.partial(one, toy, name, ranks, result)], toy.folder / f"{name}{ranks}.log"),
+                    result,
+                )
             for key, (run, result) in list(running.items()):
                 if run.ended():
                     del running[key]
                     assert result.exists(), f"{key} ended without a result: {run.text}"
                     row = rows[key] = json.loads(result.read_text())
-                    print(f"{row['name']}, {row['ranks']} rank(s): {row['held']} of {row['cases']} held, {row['seconds']:.0f} s",
-                          flush=True)
+                    print(
+                        f"{row['name']}, {row['ranks']} rank(s): {row['held']} of {row['cases']} held, "
+                        f"{row['seconds']:.0f} s",
+                        flush=True,
+                    )
                     for failure in row["failures"]:
                         print(f"  DID NOT HOLD {failure}", flush=True)
                     if row["what"] == BROKE_OFF:
@@ -759,9 +979,14 @@ def main() -> int:
     finally:
         shutil.rmtree(folder)
     cases, held = sum(r["cases"] for r in done), sum(r["held"] for r in done)
-    print(f"\n{table(done)}\n\n{held} of {cases} cases held, in {(time.monotonic() - began) / 60:.1f} minutes with --jobs {args.jobs}")
+    print(
+        f"\n{table(done)}\n\n{held} of {cases} cases held, in {(time.monotonic() - began) / 60:.1f} minutes with "
+        f"--jobs {args.jobs}"
+    )
     if args.json:
-        args.json.write_text(json.dumps({"rows": done, "cases": cases, "held": held, "quick": args.quick}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"rows": done, "cases": cases, "held": held, "quick": args.quick}, indent=2) + "\n"
+        )
     return 0 if held == cases else 1
 
 

@@ -30,7 +30,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import kernels  # noqa: E402
-from grpo import PolicyLoss  # noqa: E402
+from grpo import Algorithm, PolicyLoss  # noqa: E402
+from packing import TokenBatch  # noqa: E402
 
 GPU = torch.cuda.is_available()
 
@@ -53,8 +54,10 @@ def parse_args() -> argparse.Namespace:
 
 def ours_fused(kernel: str) -> Callable:
     def run(hidden, weight, targets, coefficients):
-        tokens = {"advantage": -coefficients, "weight": torch.ones_like(coefficients)}
-        return kernels.fused_policy_loss(hidden, weight, targets, PolicyLoss(), tokens, kernel=kernel)
+        ones = torch.ones_like(coefficients)
+        tokens = TokenBatch(torch.zeros_like(targets), ones, ones, weights=ones, advantages=-coefficients)
+        loss = PolicyLoss(Algorithm())
+        return kernels.fused_policy_loss(hidden, weight, targets, loss, tokens, kernel=kernel)
 
     return run
 

@@ -1,20 +1,25 @@
-"""Our loop against TRL's GRPOTrainer on the CPU: same toy Qwen2.5-VL, pictures, group size, lengths, reward and optimizer.
+"""Our loop against TRL's GRPOTrainer on the CPU: same toy Qwen2.5-VL, images, group size, lengths, reward and
+optimizer.
 
     pip install -r requirements-dev.txt
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py                  # equality, then speed and memory
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only equality --json equality.json
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only speed --configs B --steps 8
 
-Equality: TRL samples a batch; its responses are cut to different lengths and its old log-probabilities are shifted, so that
-ratios clip. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are compared with ours,
+Equality: TRL samples a batch; its responses are cut to different lengths and its old log-probabilities are shifted, so
+that
+ratios clip. On this batch TRL's per-token log-probabilities, per-token weighted losses and gradients are compared with
+ours,
 which come from the same pixels, token ids and advantages, for each of LOSS_TYPES, vision tower frozen and trained.
 
-Speed: each side lives in a fresh process of its own, with one thread; they take their steps in turn, and the minimum of each
-part counts. The end token cannot be sampled on either side, so both make exactly rollouts x new tokens. TRL's step is taken
-from on_step_begin to on_step_end: its data loading and logging are not counted, ours (decoding pictures, metrics) is.
+Speed: each side lives in a fresh process of its own, with one thread; they take their steps in turn, and the minimum
+of each
+part counts. The end token cannot be sampled on either side, so both make exactly rollouts x new tokens. TRL's step is
+taken
+from on_step_begin to on_step_end: its data loading and logging are not counted, ours (decoding images, metrics) is.
   generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
   train      loss, backward, clipping, AdamW
-  rest       pictures and prompts, rewards, advantages, packing, copying the weights to the engine
+  rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
 Memory: peak resident set of each process above what it held before its first step.
 """
 
@@ -44,12 +49,18 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import grpo  # noqa: E402
 import train  # noqa: E402
+from engines.hf import HFEngine  # noqa: E402
 from model import ImageInput, Policy, VisionCache, load_hf, load_processor  # noqa: E402
+from packing import Packer, flop_rates, token_batch  # noqa: E402
+from parallel.models import Models  # noqa: E402
+from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E402
 from prepare_data import Example  # noqa: E402
-from reward import score_batch  # noqa: E402
-from rollout import HFEngine, Rollout, Sampling, make_prompts  # noqa: E402
-from sharding import full_parameters, make_optimizer, shard  # noqa: E402
-from utils import derive_seed, dist_setup  # noqa: E402
+from report.log import Skipped  # noqa: E402
+from report.metrics import rollout_metrics  # noqa: E402
+from reward import give_rewards  # noqa: E402
+from rollout import GroupPool, make_prompts, written  # noqa: E402
+from tasks.shapes import png, shapes_rows  # noqa: E402
+from utils import Meter, dist_setup  # noqa: E402
 
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 # Our flags -> TRL's settings. CISPO's bounds are ratios in TRL and distances from 1 with us; it knows no lower one.
@@ -57,10 +68,15 @@ LOSS_TYPES = {
     "token": ("", {"loss_type": "dapo"}),
     "seq": ("--loss-agg seq", {"loss_type": "grpo"}),
     "const": ("--loss-agg const", {"loss_type": "dr_grpo"}),
-    "bnpo": ("--dual-clip 1.3", {"loss_type": "bnpo", "delta": 1.3}),  # all tokens of the batch alike, which here is the step
+    "bnpo": (
+        "--dual-clip 1.3",
+        {"loss_type": "bnpo", "delta": 1.3},
+    ),  # all tokens of the batch count the same; here it is the step
     "higher": ("--clip-high 0.28", {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "gspo": ("--algo gspo --clip-low 0.1 --clip-high 0.15", {
-        "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15}),
+    "gspo": (
+        "--algo gspo --clip-low 0.1 --clip-high 0.15",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
+    ),
     "cispo": ("--algo cispo --clip-high 0.2", {"loss_type": "cispo", "epsilon_high": 1.2}),
     "sapo": ("--algo sapo", {"loss_type": "sapo"}),
     # GRPO's own KL term; TRL's default multiplies it by the ratio (DeepSeek-V3.2)
@@ -93,7 +109,9 @@ CONFIGS = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("--only", choices=("equality", "speed"), help="leave the other part out")
     p.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS), help="of the speed part")
     p.add_argument("--steps", type=int, default=8, help="steps of each side; the first is a warm-up and not counted")
@@ -102,7 +120,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--new-tokens", type=int, help="tokens of each response, instead of the configuration's")
     p.add_argument("--micro-tokens", type=int, help="our token budget of a micro-batch, instead of the configuration's")
     p.add_argument("--trl-accumulation", type=int, default=1, help="micro-batches into which TRL cuts its rollouts")
-    p.add_argument("--trl-checkpointing", action="store_true", help="TRL's gradient checkpointing, its default (here: off, faster)")
+    p.add_argument(
+        "--trl-checkpointing", action="store_true", help="TRL's gradient checkpointing, its default (here: off, faster)"
+    )
     p.add_argument("--profile", metavar="FILE", help="write a cProfile of our steps (they are slower under it)")
     p.add_argument("--json", metavar="FILE", help="write all numbers there")
     return p.parse_args(argv)
@@ -126,12 +146,12 @@ def their_reward(completions: list[list[dict]], **_: object) -> list[float]:
 
 
 def examples(n: int, pixels: int) -> list[Example]:
-    """Rows of the shapes task with their pictures enlarged."""
+    """Rows of the shapes task with their images enlarged."""
     found = []
-    for row in demo.shapes_rows(n, "train", seed=0):
-        picture = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB").resize((pixels, pixels))
+    for row in shapes_rows(n, "train", seed=0):
+        image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB").resize((pixels, pixels))
         extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
-        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [demo.png(picture)], truth, extra))
+        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [png(image)], truth, extra))
     return found
 
 
@@ -165,7 +185,9 @@ class Clock:
 
 
 def status_kib(field: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)
+    )
 
 
 def reset_peak() -> None:
@@ -183,7 +205,7 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from trl import GRPOConfig, GRPOTrainer
 
-    class PicturesOnly(transformers.Qwen2_5_VLProcessor):
+    class ImagesOnly(transformers.Qwen2_5_VLProcessor):
         """Without the video processor, which needs torchvision."""
 
         @classmethod
@@ -197,22 +219,44 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
             pass
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, padding_side="left")  # what TRL asks for
-    processor = PicturesOnly(Qwen2VLImageProcessorPil.from_pretrained(model), tokenizer, chat_template=tokenizer.chat_template)
+    processor = ImagesOnly(
+        Qwen2VLImageProcessorPil.from_pretrained(model), tokenizer, chat_template=tokenizer.chat_template
+    )
     settings = {
-        "output_dir": str(out), "use_cpu": True, "bf16": False, "use_vllm": False, "beta": 0.0, "temperature": 1.0, "top_k": 0,
-        "learning_rate": LR, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM,
-        "gradient_checkpointing": False, "num_iterations": 1, "report_to": "none", "logging_strategy": "no", "save_strategy": "no",
-        "disable_tqdm": True, "shuffle_dataset": False, "seed": 0,
+        "output_dir": str(out),
+        "use_cpu": True,
+        "bf16": False,
+        "use_vllm": False,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "gradient_checkpointing": False,
+        "num_iterations": 1,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+        "seed": 0,
     }
     hf = load_hf(str(model))
-    freeze = changes.pop("freeze_vision", True)
-    hf.model.visual.requires_grad_(not freeze)
-    data = datasets.Dataset.from_dict({
-        "prompt": [[{"role": "user", "content": row.messages[0]["content"].removeprefix("<image>")}] for row in rows],
-        "image": [Image.open(io.BytesIO(row.images[0])) for row in rows],
-    })
+    hf.model.visual.requires_grad_(changes.pop("train_vision", False))
+    data = datasets.Dataset.from_dict(
+        {
+            "prompt": [
+                [{"role": "user", "content": row.messages[0]["content"].removeprefix("<image>")}] for row in rows
+            ],
+            "image": [Image.open(io.BytesIO(row.images[0])) for row in rows],
+        }
+    )
     config = GRPOConfig(**(settings | changes))
-    trainer = GRPOTrainer(model=hf, reward_funcs=their_reward, args=config, train_dataset=data, processing_class=processor)
+    trainer = GRPOTrainer(
+        model=hf, reward_funcs=their_reward, args=config, train_dataset=data, processing_class=processor
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -236,16 +280,30 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
 
         def on_step_end(self, *_, **__) -> None:
             step, seconds = time.perf_counter() - self.began, clock.pop()
-            pipe.send({"step": step, "generate": seconds["generate"], "train": step - seconds["prepare"],
-                       "rest": seconds["prepare"] - seconds["generate"], "tokens": made[-1],
-                       "kib": status_kib("VmHWM") - self.before, "peak_kib": status_kib("VmHWM")})
+            pipe.send(
+                {
+                    "step": step,
+                    "generate": seconds["generate"],
+                    "train": step - seconds["prepare"],
+                    "rest": seconds["prepare"] - seconds["generate"],
+                    "tokens": made[-1],
+                    "kib": status_kib("VmHWM") - self.before,
+                    "peak_kib": status_kib("VmHWM"),
+                }
+            )
 
     with tempfile.TemporaryDirectory() as out:
         silent = silent_ids(load_processor(str(model)))
         trainer = make_trainer(
-            model, examples(config.prompts * args.steps, config.pixels), Path(out), max_steps=args.steps,
-            per_device_train_batch_size=config.rollouts // args.trl_accumulation, gradient_accumulation_steps=args.trl_accumulation,
-            num_generations=config.group, max_completion_length=config.new_tokens, generation_kwargs={"suppress_tokens": silent},
+            model,
+            examples(config.prompts * args.steps, config.pixels),
+            Path(out),
+            max_steps=args.steps,
+            per_device_train_batch_size=config.rollouts // args.trl_accumulation,
+            gradient_accumulation_steps=args.trl_accumulation,
+            num_generations=config.group,
+            max_completion_length=config.new_tokens,
+            generation_kwargs={"suppress_tokens": silent},
             gradient_checkpointing=args.trl_checkpointing,
         )
         generate = clock.wrap("generate", trainer.model.generate)
@@ -266,52 +324,64 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
 # Our side
 
 
-def our_args(config: Config, more: str = "") -> argparse.Namespace:
+def our_settings(config: Config, more: str = "") -> train.Config:
     """The flags of train.py, as parsed."""
-    named = {"prompts-per-step": config.prompts, "group-size": config.group, "max-new-tokens": config.new_tokens, "lr": LR,
-             "micro-tokens": config.micro_tokens, "max-grad-norm": MAX_GRAD_NORM, "weight-decay": 0.0}
-    flags = [str(part) for name, value in named.items() for part in (f"--{name}", value)]
-    return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags, *more.split()])
+    named = {
+        "prompts-per-step": config.prompts,
+        "group-size": config.group,
+        "max-new-tokens": config.new_tokens,
+        "lr": LR,
+        "micro-tokens": config.micro_tokens,
+        "max-grad-norm": MAX_GRAD_NORM,
+        "weight-decay": 0.0,
+    }
+    flags = ["--model", "-", "--data", "-", "--out", "-", "--steps", "1"]
+    for name, value in named.items():
+        flags += [f"--{name}", str(value)]
+    return train.parse_args([*flags, *more.split()])
 
 
 def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ctx, flags, processor = dist_setup(), our_args(config), load_processor(str(model))
+    ctx = dist_setup()
+    cfg = our_settings(config)
+    algo = cfg.algo
+    processor = load_processor(str(model))
     rows = examples(config.prompts * args.steps, config.pixels)
-    by_uid = {row.uid: row for row in rows}
-    cache = VisionCache(flags.vision_cache_gb * 2**30)
+    cache = VisionCache(cfg.model.vision_cache_gb * 2**30)
     policy = Policy(load_hf(str(model)), processor, cache=cache)
     policy.banned = torch.tensor(silent_ids(processor))
     policy.train()
     shard(policy, ctx.device, torch.float32)
-    optimizer = make_optimizer(policy, flags.lr, flags.weight_decay)
-    engine = HFEngine(load_hf(str(model)), processor, ctx.device, flags.rollout_rows, cache)
+    models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
+    engine = HFEngine(load_hf(str(model)), processor, ctx.device, vision_cache=cache)
     engine.banned = policy.banned
+    packer = Packer(config.micro_tokens, processor.image_token_id, processor.eos_ids[0], flop_rates(policy.hf.config))
+    skipped = Skipped(model, ctx)
     clock = Clock()
 
     def step(number: int) -> int:
         """The numbered parts of a step of train.py."""
+        meter = Meter()
+        pool = GroupPool(algo, config.prompts, number, ctx)
         with clock("prompts"):
             prompts = make_prompts(rows[number * config.prompts : (number + 1) * config.prompts], processor)
         with clock("generate"):
-            sampling = Sampling(config.new_tokens, 1.0, 1.0, derive_seed(0, "sample", number))
             engine.wake()
-            rollouts = engine.generate(prompts, config.group, sampling)
+            rollouts = engine.generate(prompts, algo.group_size, train.sampling(cfg, number, pool.round))
             engine.sleep()
-        parts = score_batch([r.text for r in rollouts], [by_uid[r.uid] for r in rollouts], our_reward, [r.finish_reason for r in rollouts])
-        for r, rewards in zip(rollouts, parts, strict=True):
-            r.rewards = rewards
-        rewards_PG = torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, config.group)
-        for r, advantage in zip(rollouts, grpo.group_advantages(rewards_PG, "grpo").flatten().tolist(), strict=True):
-            r.advantage = advantage
-        train.rollout_metrics(rollouts, config.group)
+        give_rewards(rollouts, our_reward, algo, config.new_tokens)
+        pool.add(rollouts)
         with clock("pack"):
-            minibatches = [train.pack_minibatch(rollouts, flags, processor, ctx.device, grpo.flop_rates(policy.hf.config))]
+            batch = train.make_batch(pool, cfg, packer, lambda uids: [], ctx, meter)
+        train.compute_before_update(batch, models, cfg)
+        train.set_advantages(batch, algo, algo.kl_coef, ctx, meter)
         with clock("train"):
-            train.update(policy, optimizer, minibatches, flags, ctx)
+            train.update_policy(models, batch, cfg, train.State(step=number), ctx, meter, skipped)
         with clock("sync"):
             engine.load_weights(full_parameters(policy, trainable_only=True))
-        assert all(r.advantage != 0.0 for r in rollouts), "a rollout without a gradient would cost us no forward"
+        metrics = rollout_metrics(pool) | meter.reduce(ctx)
+        assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
         return sum(len(r.response) for r in rollouts)
 
     pipe.send("ready")
@@ -327,9 +397,17 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         began = time.perf_counter()
         tokens = profile.runcall(step, number) if profile else step(number)
         seconds, whole = clock.pop(), time.perf_counter() - began
-        pipe.send({"step": whole, "generate": seconds["generate"], "train": seconds["train"],
-                   "rest": whole - seconds["generate"] - seconds["train"], "tokens": tokens,
-                   "kib": status_kib("VmHWM") - before, "peak_kib": status_kib("VmHWM")})
+        pipe.send(
+            {
+                "step": whole,
+                "generate": seconds["generate"],
+                "train": seconds["train"],
+                "rest": whole - seconds["generate"] - seconds["train"],
+                "tokens": tokens,
+                "kib": status_kib("VmHWM") - before,
+                "peak_kib": status_kib("VmHWM"),
+            }
+        )
     if profile:
         profile.dump_stats(args.profile)
 
@@ -353,20 +431,35 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
         parameters = sum(p.numel() for p in load_hf(str(model)).parameters())
     tokens = {row["tokens"] for rows in measured.values() for row in rows}
     assert tokens == {config.rollouts * config.new_tokens}, f"the sides made different numbers of tokens: {tokens}"
-    best = {side: {part: min(row[part] for row in rows[1:]) for part in ("step", "generate", "train", "rest")}
-            | {"mib": rows[-1]["kib"] / 1024, "peak_mib": rows[-1]["peak_kib"] / 1024} for side, rows in measured.items()}
+    best = {
+        side: {part: min(row[part] for row in rows[1:]) for part in ("step", "generate", "train", "rest")}
+        | {"mib": rows[-1]["kib"] / 1024, "peak_mib": rows[-1]["peak_kib"] / 1024}
+        for side, rows in measured.items()
+    }
     ratio = {part: best["trl"][part] / best["ours"][part] for part in best["ours"]}
-    print(f"\n{name}: {parameters / 1e6:.2f} M parameters (hidden {config.hidden}, {config.layers} layers), {config.pixels}-pixel "
-          f"pictures, {config.prompts} prompts x {config.group} = {config.rollouts} rollouts of {config.new_tokens} tokens; minima of "
-          f"{args.steps - 1} interleaved steps, one thread")
+    print(
+        f"\n{name}: {parameters / 1e6:.2f} M parameters (hidden {config.hidden}, {config.layers} layers), "
+        f"{config.pixels}-pixel "
+        f"images, {config.prompts} prompts x {config.group} = {config.rollouts} rollouts of {config.new_tokens} "
+        "tokens; minima of "
+        f"{args.steps - 1} interleaved steps, one thread"
+    )
     print(f"{'seconds':22} {'TRL':>8} {'ours':>8} {'ratio':>7}")
     for part in ("step", "generate", "train", "rest"):
         print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x")
-    print(f"{'MiB over the start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of TRL's")
-    print(f"{'MiB in all':22} {best['trl']['peak_mib']:8.1f} {best['ours']['peak_mib']:8.1f} {1 / ratio['peak_mib']:6.2f} of TRL's")
+    print(
+        f"{'MiB over the start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of "
+        "TRL's"
+    )
+    print(
+        f"{'MiB in all':22} {best['trl']['peak_mib']:8.1f} {best['ours']['peak_mib']:8.1f} "
+        f"{1 / ratio['peak_mib']:6.2f} of TRL's"
+    )
     verdicts = [f"step at least {config.speed_bar}x faster: {'yes' if ratio['step'] >= config.speed_bar else 'NO'}"]
     if config.memory_bar:
-        verdicts.append(f"memory at most {config.memory_bar} of TRL's: {'yes' if 1 / ratio['mib'] <= config.memory_bar else 'NO'}")
+        verdicts.append(
+            f"memory at most {config.memory_bar} of TRL's: {'yes' if 1 / ratio['mib'] <= config.memory_bar else 'NO'}"
+        )
     print("; ".join(verdicts), flush=True)
     return {"parameters": parameters, "best": best, "ratio": ratio, "rows": measured}
 
@@ -379,7 +472,7 @@ class _Caught(Exception):
     """TRL's loop has done what we wanted from it."""
 
 
-def their_gradients(model: Path, out: Path, name: str, freeze: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tuple[dict, dict[str, torch.Tensor]]:
     """TRL's own batch with what it computes on it: everything (rows, columns), and the gradients by name."""
     import transformers
 
@@ -390,8 +483,16 @@ def their_gradients(model: Path, out: Path, name: str, freeze: bool) -> tuple[di
             raise _Caught
 
     trainer = make_trainer(
-        model, examples(4, 84), out, max_steps=1, per_device_train_batch_size=16, num_generations=4, max_completion_length=12,
-        freeze_vision=freeze, max_grad_norm=0.0, **(LOSS_TYPES[name][1] | {"beta": 0.0}),  # with beta it would load a second model
+        model,
+        examples(4, 84),
+        out,
+        max_steps=1,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=12,
+        train_vision=train_vision,
+        max_grad_norm=0.0,
+        **(LOSS_TYPES[name][1] | {"beta": 0.0}),  # with beta it would load a second model
     )
     score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
 
@@ -403,16 +504,23 @@ def their_gradients(model: Path, out: Path, name: str, freeze: bool) -> tuple[di
     def loss(hf, inputs):
         """On the batch as sampled, but for lengths and old log-probabilities."""
         lengths = torch.arange(len(inputs["completion_ids"])) % 12 + 1
-        inputs["completion_mask"] = inputs["completion_mask"] * (torch.arange(inputs["completion_ids"].shape[1]) < lengths[:, None])
+        inputs["completion_mask"] = inputs["completion_mask"] * (
+            torch.arange(inputs["completion_ids"].shape[1]) < lengths[:, None]
+        )
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
         with torch.no_grad():
             trainer.model.eval()
             loss_of(hf, inputs)
             trainer.model.train()
         shift = torch.randn(got["logp"].shape, generator=torch.Generator().manual_seed(1)) * 0.3
-        # advantages per token are allowed; the loss is linear in them, so that their gradient is each token's loss / advantage
+        # advantages per token are allowed; the loss is linear in them, so that their gradient is each token's loss /
+        # advantage
         per_token = inputs["advantages"][:, None].expand_as(shift).clone().requires_grad_()
-        inputs |= {"old_per_token_logps": got["logp"] + shift, "ref_per_token_logps": got["logp"] - 2 * shift, "advantages": per_token}
+        inputs |= {
+            "old_per_token_logps": got["logp"] + shift,
+            "ref_per_token_logps": got["logp"] - 2 * shift,
+            "advantages": per_token,
+        }
         trainer.beta = LOSS_TYPES[name][1].get("beta", 0.0)
         total = loss_of(hf, inputs)
         got.update(inputs, loss=total.detach())
@@ -425,49 +533,65 @@ def their_gradients(model: Path, out: Path, name: str, freeze: bool) -> tuple[di
     except _Caught:
         pass
     got["per_token_loss"] = (got["advantages"] * got["advantages"].grad).detach()
-    return got, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad and p.grad is not None}
+    return got, {
+        n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad and p.grad is not None
+    }
 
 
-def compare(model: Path, name: str, freeze: bool) -> dict[str, float]:
+def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
     """Largest differences of log-probabilities, per-token losses and gradients between TRL and us on TRL's batch."""
     if not torch.distributed.is_initialized():
         dist_setup()
     with tempfile.TemporaryDirectory() as out:
-        theirs, their_grads = their_gradients(model, Path(out), name, freeze)
+        theirs, their_grads = their_gradients(model, Path(out), name, train_vision)
     processor = load_processor(str(model))
     n, width = theirs["completion_ids"].shape
     mask = theirs["completion_mask"].bool()
     patches = theirs["image_grid_thw"].prod(dim=1).tolist()
-    rollouts, uids = [], {}
+    rollouts = []
+    uids: dict[tuple, str] = {}
+    places: list[int] = []  # where TRL has each of our tokens
     for b, pixels in enumerate(theirs["pixel_values"].split(patches)):
         prompt = theirs["prompt_ids"][b][theirs["prompt_mask"][b].bool()].tolist()
         response = theirs["completion_ids"][b][mask[b]].tolist()
         key = hashlib.sha1(pixels.numpy().tobytes()).hexdigest()
         uid = uids.setdefault((key, tuple(prompt)), f"prompt-{len(uids)}")
-        index = [float(b * width + t) for t in range(len(response))]  # where TRL has it; travels as the engine's log-probability
-        image = ImageInput(key, pixels, tuple(theirs["image_grid_thw"][b].tolist()), len(pixels) // processor.merge_size**2)
-        rollouts.append(Rollout(uid, b, prompt + response, len(prompt), [True] * len(response), index, [image], "stop", ""))
-        rollouts[-1].advantage = theirs["advantages"][b, 0].item()
-    config = Config(0, 0, 0, 4, 4, 12, 150, 0, None)  # micro-batches so small that prompts are spread over several
-    flags = our_args(config, LOSS_TYPES[name][0])
-    policy_loss = grpo.PolicyLoss(flags.loss, flags.clip_low, flags.clip_high, flags.dual_clip, flags.kl if flags.kl_coef else None,
-                                  flags.kl_coef, flags.entropy_coef, flags.sapo_tau_positive, flags.sapo_tau_negative)
-    policy = Policy(load_hf(str(model)), processor, freeze)
-    policy.banned = torch.zeros(0, dtype=torch.long)  # TRL bans tokens from sampling, but not from the normaliser of its loss
+        grid = tuple(theirs["image_grid_thw"][b].tolist())
+        image = ImageInput(key, pixels, grid, len(pixels) // processor.merge_size**2)
+        rollouts.append(written(uid, prompt, response, [image]))
+        places += range(b * width, b * width + len(response))
+    # micro-batches so small that prompts are spread over several; of two updates, or nothing would be clipped
+    cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--epochs 2 {LOSS_TYPES[name][0]}")
+    n_tokens = [len(r.response) for r in rollouts]
+    weights = grpo.token_weights(n_tokens, [True] * n, cfg.algo.loss_agg, cfg.rollout.max_new_tokens)
+    tokens = token_batch(rollouts, weights)
+    place_N = torch.tensor(places)
+    tokens.advantages = theirs["advantages"].detach().flatten()[place_N]
+    tokens.old_logps = theirs["old_per_token_logps"].flatten()[place_N]
+    tokens.ref_logps = theirs["ref_per_token_logps"].flatten()[place_N]
+    micros = Packer(cfg.optim.micro_tokens, processor.image_token_id).pack(rollouts)
+    policy_loss = grpo.PolicyLoss(cfg.algo, cfg.algo.kl_coef)
+    policy = Policy(load_hf(str(model)), processor, "all" if train_vision else "none")
+    policy.banned = torch.zeros(
+        0, dtype=torch.long
+    )  # TRL bans tokens from sampling, but not from its loss's normaliser
     policy.train()
     shard(policy, torch.device("cpu"), torch.float32)
     ours = {name: torch.zeros(n * width) for name in ("logp", "entropy", "per_token_loss")}
-    loss, clipped, micros = 0.0, 0.0, train.pack_minibatch(rollouts, flags, processor, torch.device("cpu"))
+    loss = 0.0
+    clipped = 0.0
     for micro in micros:
-        at = micro.values["engine_logp"].long()
-        micro.values |= {"old_logp": theirs["old_per_token_logps"].flatten()[at], "ref_logp": theirs["ref_per_token_logps"].flatten()[at]}
-        total, logp, entropy = policy(micro, 1.0, policy_loss)
-        total.backward()
-        weighted, indicators = policy_loss(logp, entropy, micro.values)
-        loss, clipped = loss + total.item(), clipped + indicators["clipped"].sum().item()
-        for column, value in (("logp", logp), ("entropy", entropy), ("per_token_loss", weighted)):
-            ours[column][at] = value
-    gradients = {n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
+        tokens_K = tokens[micro.token_index_K]
+        out = policy(micro, 1.0, policy_loss, tokens_K)
+        out.loss.backward()
+        weighted_K, indicators = policy_loss(out.logp_K, out.entropy_K, tokens_K)
+        loss += out.loss.item()
+        clipped += indicators["clipped"].sum().item()
+        for column, value_K in (("logp", out.logp_K), ("entropy", out.entropy_K), ("per_token_loss", weighted_K)):
+            ours[column][place_N[micro.token_index_K]] = value_K
+    gradients = {
+        n.removeprefix("hf."): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None
+    }
     assert gradients.keys() == their_grads.keys(), sorted(gradients.keys() ^ their_grads.keys())
     real = mask.flatten()
     scale = real.sum()  # the weights are near 1 / tokens; without them a difference is one of a token's loss
@@ -479,8 +603,15 @@ def compare(model: Path, name: str, freeze: bool) -> dict[str, float]:
         "gradient_max": max((gradients[k] - g).abs().max() for k, g in their_grads.items()),
         "gradient_relative": max((gradients[k] - g).norm() / g.norm().clamp(min=1e-6) for k, g in their_grads.items()),
     }
-    seen = {"tokens": scale, "clipped": clipped, "prompts": len(uids), "micro_batches": len(micros), "parameters": len(gradients),
-            "gradient_norm": torch.stack([g.norm() for g in their_grads.values()]).norm(), "loss_size": abs(loss)}
+    seen = {
+        "tokens": scale,
+        "clipped": clipped,
+        "prompts": len(uids),
+        "micro_batches": len(micros),
+        "parameters": len(gradients),
+        "gradient_norm": torch.stack([g.norm() for g in their_grads.values()]).norm(),
+        "loss_size": abs(loss),
+    }
     return {name: float(value) for name, value in (differences | seen).items()}
 
 
@@ -489,15 +620,22 @@ def equality() -> dict[str, dict[str, float]]:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         demo.make_model(Path(folder), hidden=64, layers=2)
-        print(f"{'loss':18} {'tower':8} {'logp':>9} {'entropy':>9} {'tok. loss':>9} {'loss':>9} {'gradient':>9} {'relative':>9}   on")
-        for freeze in (True, False):
+        print(
+            f"{'loss':18} {'tower':8} {'logp':>9} {'entropy':>9} {'tok. loss':>9} {'loss':>9} {'gradient':>9} "
+            f"{'relative':>9}   on"
+        )
+        for tower in ("frozen", "trained"):
             for name, (_, theirs) in LOSS_TYPES.items():
-                d = compare(Path(folder), name, freeze)
-                results[f"{name}/{'frozen' if freeze else 'trained'}"] = d
-                print(f"{name + ' = ' + theirs['loss_type']:18} {'frozen' if freeze else 'trained':8} {d['logp']:9.1e} {d['entropy']:9.1e} "
-                      f"{d['per_token_loss']:9.1e} {d['loss']:9.1e} {d['gradient_max']:9.1e} {d['gradient_relative']:9.1e}   "
-                      f"{d['tokens']:.0f} tokens ({d['clipped']:.0f} clipped), {d['parameters']:.0f} parameters, "
-                      f"gradient norm {d['gradient_norm']:.2f}", flush=True)
+                d = compare(Path(folder), name, train_vision=tower == "trained")
+                results[f"{name}/{tower}"] = d
+                errors = ("logp", "entropy", "per_token_loss", "loss", "gradient_max", "gradient_relative")
+                print(
+                    f"{name + ' = ' + theirs['loss_type']:18} {tower:8} "
+                    + " ".join(f"{d[e]:9.1e}" for e in errors)
+                    + f"   {d['tokens']:.0f} tokens ({d['clipped']:.0f} clipped), {d['parameters']:.0f} parameters, "
+                    f"gradient norm {d['gradient_norm']:.2f}",
+                    flush=True,
+                )
     return results
 
 
@@ -507,14 +645,22 @@ def main() -> None:
     import transformers
     import trl
 
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-                "trl": trl.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     results: dict = {"versions": versions}
     if args.only != "speed":
         results["equality"] = equality()
     if args.only != "equality":
-        changed = {k: getattr(args, k) for k in ("prompts", "group", "new_tokens", "micro_tokens") if getattr(args, k) is not None}
+        changed = {
+            k: getattr(args, k)
+            for k in ("prompts", "group", "new_tokens", "micro_tokens")
+            if getattr(args, k) is not None
+        }
         for name in args.configs:
             results[name] = speed(name, Config(**(vars(CONFIGS[name]) | changed)), args)
     if args.json:

@@ -1,9 +1,9 @@
 """Checkpoints of a run: OUT/checkpoints/step_000100/{trainer.json, .metadata, *.distcp}, written, verified and read.
 
 Weights and optimizer state are torch.distributed.checkpoint's files, one of each process. trainer.json is written last,
-so a folder that has it is complete; beside what the next step depends on, it holds size and CRC-32 of every other file,
-and its own. Only names of `step_` and digits count: `.step_*` is being written or deleted, `damaged_step_*` has been
-passed over by --resume.
+so a folder that has it is complete; it holds what the next step depends on, size and CRC-32 of every other file, and
+its own. Only names of `step_` and digits count: `.step_*` is being written or deleted, `damaged_step_*` has been passed
+over by --resume.
 """
 
 import errno
@@ -17,9 +17,10 @@ import shutil
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,18 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from errors import FULL, UserError, existing, free_bytes, writing
-from model import Policy, add_lora, load_config, load_hf, lora_layers, merge_lora, read_adapter
-from sharding import BAD, attrs_of, find_bad, lora_of
-from utils import gather_dicts, print0
+from layers.lora import add_lora, lora_layers, merge_lora, read_adapter
+from model import ModelConfig, Policy, load_config, load_hf
+from parallel.loading import BAD, find_bad
+from parallel.sharding import reshard
+from utils import print0, read_settings
 
 T = TypeVar("T")
-Trained = tuple[Policy, torch.optim.Optimizer | None]
-OVERHEAD = 2048  # bytes on disk of each process's part of a tensor, beside its values
+# "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
+Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
+OVERHEAD = 2048  # bytes on disk of each process's part of a tensor, on top of its values
 
 
 def on_rank0(do: Callable[[], T]) -> T:
@@ -97,7 +100,9 @@ def read_trainer(checkpoint: Path) -> dict:
     if {"files", "crc32"} & trainer.keys() and file.read_text() != sealed(rest):
         raise UserError(f"{file}: damaged: its checksum is not the one it was written with")
     if not isinstance(trainer.get("step"), int) or step_of(checkpoint) not in (None, trainer["step"]):
-        raise UserError(f"{file}: it is of step {trainer.get('step')}, but the folder's name says another; rename it back")
+        raise UserError(
+            f"{file}: it is of step {trainer.get('step')}, but the folder's name says another; rename it back"
+        )
     return rest
 
 
@@ -106,13 +111,24 @@ def run_args(checkpoint: Path) -> dict | None:
     file = checkpoint.resolve().parent.parent / "run.json"
     if not file.is_file():
         return None
+    remedy = "It holds the run's flags: remove it, and --resume goes on with those that are given"
     try:
         args = read_json(file).get("args")
     except UserError as error:
-        raise UserError(f"{error}. It holds the run's flags: remove it, and --resume goes on with those that are given") from error
+        raise UserError(f"{error}. {remedy}") from error
     if not isinstance(args, dict):
-        raise UserError(f"{file}: damaged: it holds no args; remove it, and --resume goes on with the flags that are given")
+        raise UserError(f"{file}: damaged: it holds no args. {remedy}")
+    if "freeze_vision" in args:
+        raise UserError(
+            f"{file}: of a run of an earlier version, whose settings had other names (--freeze-vision, for one); go on "
+            f"with that version, or start a new run from what its merge_lora.py exports"
+        )
     return args
+
+
+def model_config(args: dict) -> ModelConfig:
+    """The model of a run, by its settings as run.json has them."""
+    return read_settings(ModelConfig, args)
 
 
 def find_checkpoint(path: str) -> tuple[Path, dict] | None:
@@ -129,7 +145,9 @@ def find_checkpoint(path: str) -> tuple[Path, dict] | None:
         return None
     args = run_args(checkpoint)
     if args is None:
-        raise UserError(f"{path!r} is a checkpoint without its run: no {checkpoint.resolve().parent.parent / 'run.json'}")
+        raise UserError(
+            f"{path!r} is a checkpoint without its run: no {checkpoint.resolve().parent.parent / 'run.json'}"
+        )
     return checkpoint, args
 
 
@@ -148,11 +166,12 @@ def checksum(file: Path) -> list:
 
 def differs(file: Path, written: list) -> str | None:
     try:
-        if file.stat().st_size != written[0]:
-            return f"{file}: {file.stat().st_size} bytes, where {written[0]} were written"
-        return None if checksum(file) == written else f"{file}: damaged: its checksum is not the one it was written with"
+        found = checksum(file)
     except OSError as error:
         return f"{file}: cannot be read ({error.strerror})"
+    if found[0] != written[0]:
+        return f"{file}: {found[0]} bytes, where {written[0]} were written"
+    return None if found == written else f"{file}: damaged: its checksum is not the one it was written with"
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -185,7 +204,9 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
             break
         wrong[checkpoint] = reason
     if found and len(wrong) == len(found):
-        raise UserError(f"{path}: no intact checkpoint: {'; '.join(wrong.values())}. Restore these files, or use another")
+        raise UserError(
+            f"{path}: no intact checkpoint: {'; '.join(wrong.values())}. Restore these files, or use another"
+        )
     names = on_rank0(lambda: [put_aside(checkpoint).name for checkpoint in wrong]) if set_aside else []
     for i, reason in enumerate(wrong.values()):
         print0(f"passed over: {reason}" + (f". The folder is now called {names[i]}" if set_aside else ""))
@@ -203,37 +224,27 @@ def put_aside(checkpoint: Path) -> Path:
 # Writing
 
 
-def _options(policy: Policy) -> StateDictOptions:
-    """A checkpoint of a model with adapters holds those alone; --model has the rest."""
-    return StateDictOptions(ignore_frozen_params=bool(lora_layers(policy)), strict=not lora_layers(policy))
-
-
-def _state(models: dict[str, Trained]) -> tuple[dict, dict[str, list]]:
-    """What a checkpoint holds, by reference: name -> {"model", "optimizer"} of each model, the policy's without the name.
-    And the groups of each optimizer, which it does not hold: they follow from the flags, and tensor parallelism has more
-    of them."""
-    state, groups = {}, {}
-    for name, (model, optimizer) in models.items():
-        tensors, optim = get_state_dict(model, [] if optimizer is None else optimizer, options=_options(model))
-        groups[name] = optim.pop("param_groups", [])
-        part = {"model": tensors} | ({} if optimizer is None else {"optimizer": optim})
-        state |= part if name == "policy" else {name: part}
-    return state, groups
-
-
-def _tensors(state: dict, prefix: str = "") -> dict[str, torch.Tensor]:
-    """name -> tensor of what _state returns."""
+def _state(models: Models) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, by reference: name -> tensor, the policy's names without a prefix. Of a model with
+    adapters it is those alone; --model has the rest. The optimizer's settings follow from the flags."""
     found = {}
-    for name, value in state.items():
-        found |= _tensors(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    for model_name, (model, optimizer) in models.items():
+        prefix = "" if model_name == "policy" else f"{model_name}."
+        adapted = bool(lora_layers(model))
+        reshard(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or not adapted:
+                found[f"{prefix}model.{name}"] = parameter.detach()
+            states = optimizer.state.get(parameter, {}) if optimizer else {}
+            found |= {f"{prefix}optimizer.state.{name}.{key}": tensor for key, tensor in states.items()}
     return found
 
 
-def _find_bad(tensors: dict[str, torch.Tensor]) -> str | None:
+def _find_bad(state: dict[str, torch.Tensor]) -> str | None:
     """The first weight that no forward survives, or optimizer state that is not finite; on all ranks."""
-    weights = {name: tensor for name, tensor in tensors.items() if "optimizer" not in name.split(".")[:2]}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in weights}
-    return find_bad(weights) or find_bad(rest, torch.finfo(torch.float32).max)
+    of_optimizers = {name: tensor for name, tensor in state.items() if "optimizer" in name.split(".")[:2]}
+    weights = {name: tensor for name, tensor in state.items() if name not in of_optimizers}
+    return find_bad(weights) or find_bad(of_optimizers, torch.finfo(torch.float32).max)
 
 
 class _Writer(FileSystemWriter):
@@ -279,71 +290,75 @@ def _remove_leftovers(folder: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
-def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    """What they take on disk, a little overestimated."""
-    return sum(tensor.numel() * tensor.element_size() + OVERHEAD * dist.get_world_size() for tensor in tensors.values())
+def _bytes_of(state: dict[str, torch.Tensor]) -> int:
+    """What it takes on disk, a little overestimated."""
+    return sum(tensor.numel() * tensor.element_size() + OVERHEAD * dist.get_world_size() for tensor in state.values())
 
 
-def check_room(
-    out: Path, keep: int, policy: Policy, optimizer: torch.optim.Optimizer, others: dict[str, Trained] | None = None
-) -> None:
-    """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a warning if it
-    cannot hold `keep` and the one being written."""
-    needed = bytes_of(_tensors(_state({"policy": (policy, optimizer)} | (others or {}))[0]))
+def _fits(needed: int, folder: Path) -> bool:
+    disk = shutil.disk_usage(existing(folder))
+    return needed <= disk.free or disk.total == 0  # 0: a file system that does not say
+
+
+def check_room(out: Path, keep: int, models: Models) -> None:
+    """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a
+    warning if it cannot hold `keep` and the one being written."""
+    needed = _bytes_of(_state(models))
     free, missing = free_bytes(out), max(1, keep + 1 - len(complete_checkpoints(out)))
-    if free < needed and shutil.disk_usage(existing(out)).total > 0:  # 0: a file system that does not say
-        raise UserError(f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some, or choose another folder")
+    if not _fits(needed, out):
+        raise UserError(
+            f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some, or choose "
+            f"another folder"
+        )
     if free < needed * missing:
-        print0(f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints and the one being written need "
-               f"{needed * missing / 2**30:.3g} more")
+        print0(
+            f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints and the one being written need "
+            f"{needed * missing / 2**30:.3g} more"
+        )
 
 
-def save_checkpoint(
-    out: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int,
-    others: dict[str, Trained] | None = None, position: dict | None = None,
-) -> None:
+def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: dict | None = None) -> None:
     """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
     killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed. What
     could not be continued from (a weight that is NaN) is not written, and nothing is removed for it.
 
-    `others` are models beside the policy that have changed, each with its optimizer if it has one; `position` is what
-    else the next step depends on. Random state is not stored because there is none: every draw is seeded from (seed,
-    purpose, step, ...).
+    `position` is what else the next step depends on. Random state is not stored because there is none: every draw is
+    seeded from (seed, purpose, step, ...).
     """
     final = out / "checkpoints" / f"step_{step:06d}"
-    temporary, rank, world = final.with_name("." + final.name), dist.get_rank(), dist.get_world_size()
-    state = _state({"policy": (policy, optimizer)} | (others or {}))[0]
-    tensors = _tensors(state)
-    bad = _find_bad(tensors)
+    temporary, rank = final.with_name("." + final.name), dist.get_rank()
+    state = _state(models)
+    needed = _bytes_of(state)
+    bad = _find_bad(state)
     if bad:
         good = on_rank0(lambda: complete_checkpoints(out))
-        remedy = (f"The newest good one is {good[-1]}: continue from it with --resume auto" if good
-                  else "There is no earlier one: start again")
-        raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower "
-                        f"--lr or --max-grad-norm")
-    needed = bytes_of(tensors)
+        remedy = f"Continue from {good[-1]} with --resume auto" if good else "There is no earlier one: start again"
+        raise UserError(
+            f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower --lr or "
+            f"--max-grad-norm"
+        )
 
-    def full(free: int) -> UserError:
-        older = "earlier checkpoints are intact, and --resume auto continues from the newest" if complete_checkpoints(out) else (
-            "there is no earlier one")
-        return UserError(f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, {free} are free. Free some; {older}")
+    def disk_full() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        earlier = complete_checkpoints(out)
+        older = f"{earlier[-1].name} is intact: go on with --resume auto" if earlier else "there is no earlier one"
+        raise UserError(
+            f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, "
+            f"{free_bytes(final.parent)} are free. Free some; {older}"
+        )
 
     def prepare() -> None:
         with writing(out, f"--out {out}"):
             final.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(final.parent, step)
-            disk = shutil.disk_usage(final.parent)
-            if disk.free < needed and disk.total > 0:  # 0: a file system that does not say
-                raise full(disk.free)
+            if not _fits(needed, final.parent):
+                disk_full()
             temporary.mkdir()
 
     def finish() -> None:
-        for file in sorted(temporary.iterdir()):  # .metadata
-            files.setdefault(file.name, checksum(file))
-        ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
-        parts = sorted([*(others or {}), *(["value_head"] if hasattr(policy, "value_head") else []), *ranks])
-        trainer = {"step": step, "world": world, "parts": parts, **(position or {}), "files": dict(sorted(files.items()))}
-        (temporary / "trainer.json").write_text(sealed(trainer))
+        files[".metadata"] = checksum(temporary / ".metadata")
+        trainer = {"step": step, "world": dist.get_world_size(), "parts": contents(models), **(position or {})}
+        (temporary / "trainer.json").write_text(sealed(trainer | {"files": dict(sorted(files.items()))}))
         sync(temporary / "trainer.json")
         sync(temporary)
         if final.exists():
@@ -354,21 +369,17 @@ def save_checkpoint(
             if old != final:
                 _discard(old)
 
-    def clean_up() -> int:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return shutil.disk_usage(final.parent).free
-
     on_rank0(prepare)
     try:
-        try:
+        with _one_error():
             dcp.save(state, storage_writer=_Writer(temporary))
-        except CheckpointException as failure:
-            raise_first(failure)
-        files = gather_dicts({file.name: checksum(file) for file in temporary.glob(f"__{rank}_*")})
+        everyone: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, {file.name: checksum(file) for file in temporary.glob(f"__{rank}_*")})
+        files = dict(itertools.chain.from_iterable(theirs.items() for theirs in everyone))
         on_rank0(finish)
     except OSError as error:
         if error.errno in FULL:  # the same on all ranks
-            raise full(on_rank0(clean_up)) from error
+            on_rank0(disk_full)
         with writing(out, f"--out {out}"):
             raise
     finally:
@@ -376,28 +387,41 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def raise_first(failure: CheckpointException) -> NoReturn:
+def contents(models: Models) -> list[str]:
+    """What a checkpoint holds other than the policy itself, for --resume to compare."""
+    policy, _ = models["policy"]
+    ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
+    heads = {"value_head"} if hasattr(policy, "value_head") else set()
+    return sorted((models.keys() - {"policy"}) | ranks | heads)
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
     """What some ranks met, the same on all of them; or, of what says nothing to a user, all with their tracebacks."""
-    told = [error for error, _ in failure.failures.values() if isinstance(error, UserError | OSError)]
-    raise (told[0] if told else failure) from failure
+    try:
+        yield
+    except CheckpointException as failure:
+        told = [error for error, _ in failure.failures.values() if isinstance(error, UserError | OSError)]
+        raise (told[0] if told else failure) from failure
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-# All that a checkpoint's .metadata may name. It is a pickle, which calls what it names: anything else could be any program
-PLAIN = (
-    metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
-    metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING,
-    _StorageInfo, OrderedDict,
-)
-ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in PLAIN} | {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # "torch.strided" -> that
-} | {
-    (module, name): pathlib.PurePath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
-} | {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# All that a checkpoint's .metadata may name: torch's records of tensors, and what they are made of. It is a pickle,
+# which calls what it names: anything else could be any program.
+TYPES = [value for value in vars(metadata).values() if isinstance(value, type)]
+RECORDS = [cls for cls in TYPES if cls.__module__ == metadata.__name__] + [_StorageInfo, OrderedDict]
+ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in RECORDS}
+ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+for _module in ("pathlib", "pathlib._local"):
+    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], pathlib.PurePath)
+
+
+# What comes of bytes that flipped, or were forged
+BROKEN = (pickle.PickleError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError)
 
 
 class _Unpickler(pickle._Unpickler):
@@ -406,15 +430,15 @@ class _Unpickler(pickle._Unpickler):
     dispatch = dict(pickle._Unpickler.dispatch)
 
     def load_build(self) -> None:
-        if type(self.stack[-2]) not in PLAIN:
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint: forged or damaged")
+        if type(self.stack[-2]) not in RECORDS:
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run; forged or damaged")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run")
         return ALLOWED[module, name]
 
 
@@ -427,10 +451,10 @@ def read_metadata(checkpoint: Path) -> metadata.Metadata:
         ends = [(info.relative_path, info.offset + info.length) for info in found.storage_data.values()]
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file; the checkpoint is not complete") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{file}: {error}; do not use this checkpoint") from error
-    except (ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError) as error:
-        raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+    except BROKEN as error:
+        raise UserError(
+            f"{file}: {error} ({type(error).__name__}): forged or damaged; do not use this checkpoint"
+        ) from error
     for name, end in ends:
         if Path(name).name != name:
             raise UserError(f"{file}: it names {name!r}, outside the checkpoint: forged; do not use it")
@@ -456,41 +480,35 @@ class _Reader(FileSystemReader):
     def read_data(self, plan, planner):
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
-                raise UserError(f"{self.path / '.metadata'}: {item.dest_index.fqn} is no tensor there, but an object that "
-                                f"runs what it likes when read: forged; do not use this checkpoint")
+                raise UserError(
+                    f"{self.path / '.metadata'}: {item.dest_index.fqn} is no tensor there, but an object that "
+                    f"runs what it likes when read: forged; do not use this checkpoint"
+                )
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # of torch.load(weights_only=True)
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            raise UserError(f"{self.reading}: it names {named[1] if named else '?'}, no part of a tensor: not run; forged or "
-                            f"damaged; do not use this checkpoint") from error
+            raise UserError(
+                f"{self.reading}: it names {named[1] if named else '?'}, no part of a tensor: not run; forged or "
+                f"damaged; do not use this checkpoint"
+            ) from error
 
 
-def _load(state: dict, checkpoint: Path, **options) -> None:
+def _load(state: dict[str, torch.Tensor], checkpoint: Path, **options) -> None:
     """Into the tensors themselves."""
-    reader = _Reader(checkpoint)
-    try:
-        dcp.load(state, storage_reader=reader, **options)
-    except CheckpointException as failure:
-        raise_first(failure)
+    with _one_error():
+        dcp.load(state, storage_reader=_Reader(checkpoint), **options)
 
 
-def load_checkpoint(
-    path: Path, policy: Policy, optimizer: torch.optim.Optimizer,
-    others: dict[str, Trained] | None = None,
-) -> dict:
+def load_checkpoint(path: Path, models: Models) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
-    models: dict[str, Trained] = {"policy": (policy, optimizer)} | (others or {})
-    state, groups = _state(models)
+    state = _state(models)
     _load(state, path)
-    bad = _find_bad(_tensors(state))
+    bad = _find_bad(state)
     if bad:
-        raise UserError(f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before it")
-    for name, (model, its_optimizer) in models.items():
-        part = state if name == "policy" else state[name]
-        optim = {} if its_optimizer is None else part["optimizer"] | {"param_groups": groups[name]}
-        set_state_dict(model, [] if its_optimizer is None else its_optimizer, model_state_dict=part["model"], optim_state_dict=optim,
-                       options=_options(model))
+        raise UserError(
+            f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before it"
+        )
     return read_trainer(path)
 
 
@@ -503,26 +521,27 @@ def locate(path: str) -> tuple[str, Path | None, dict]:
         return base, Path(path), {}
     checkpoint, args = find_checkpoint(path) or (None, {})
     base = args.get("model", path)
-    load_config(base, attrs_of(args))
+    load_config(base, model_config(args | {"model": base}).family_paths)
     return base, checkpoint, args
 
 
 def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters merged or
-    not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
+    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters
+    merged or not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
     base, found, args = locate(path)
     found = intact(Path(path)) if found and args else found
-    hf = load_hf(base, torch.float32 if found else dtype, attrs_of(args))
-    lora = lora_of(args)
+    cfg = model_config(args | {"model": base})
+    hf = load_hf(base, torch.float32 if found else dtype, cfg.family_paths)
+    lora = cfg.lora(args.get("seed", 0))
     if found and not args:
         read_adapter(hf, found, base)
     elif found:
         if lora:
             add_lora(hf, lora)
-        state = {f"hf.{name}": tensor for name, tensor in hf.state_dict().items() if not lora or ".lora_" in name}
+        state = {f"model.hf.{name}": p.detach() for name, p in hf.named_parameters() if not lora or ".lora_" in name}
         with warnings.catch_warnings():  # that there is no process group is the intent
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            _load({"model": state}, found, no_dist=True)
+            _load(state, found, no_dist=True)
     hf.loaded_from = found or base
     bad = find_bad(dict(hf.named_parameters()))
     if bad:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The demo's RL stage with every algorithm on three seeds: do all of them lift the same half-competent toys? Each seed has
-# one warm start, shared by all. Writes out/algorithms/table.md. CPU, one process, about half a minute a run once the starts
-# are made. Further flags go to each run.   ALGOS="ppo dapo" SEEDS="0 1" runs/algorithms.sh
+# The demo's RL stage with every algorithm on three seeds: do all of them lift the same half-competent toys? Each seed
+# has one warm start, shared by all. Writes out/algorithms/table.md. CPU, one process, about half a minute a run once
+# the starts are made. Further flags go to each run.   ALGOS="ppo dapo" SEEDS="0 1" runs/algorithms.sh
 #
 # All share the demo's lr of 2e-4 and its other settings. What else is given to them, and why:
 #   gspo, cispo, sapo   4 minibatches a step: in a single update every ratio is 1, and their losses would be GRPO's
-#   ppo                 a critic lr of 1e-3: the default of 1e-5 is for large models and moves the toy's values nowhere in 60 steps
+#   ppo                 a critic lr of 1e-3: the default of 1e-5 is for large models, and 60 steps of it move no toy
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -15,10 +15,11 @@ SEEDS=${SEEDS:-0 1 2}
 for seed in $SEEDS; do
     d=$out/seed$seed
     if [ ! -d "$d/start" ]; then
-        python prepare_data.py shapes --n 2000 --split train --seed "$seed" --out "$d/train.parquet"
-        python prepare_data.py shapes --n 400 --split test --seed "$seed" --out "$d/test.parquet"
+        python prepare_data.py shapes --toy --n 2000 --split train --seed "$seed" --out "$d/train.parquet"
+        python prepare_data.py shapes --toy --n 400 --split test --seed "$seed" --out "$d/test.parquet"
         python demo.py model --out "$d/base" --seed "$seed"
-        python -m torch.distributed.run --standalone --nproc-per-node 2 demo.py warm --model "$d/base" --out "$d/start" --seed "$seed"
+        python -m torch.distributed.run --standalone --nproc-per-node 2 demo.py warm --model "$d/base" \
+            --out "$d/start" --seed "$seed"
     fi
     for algo in $ALGOS; do
         more=""
@@ -28,28 +29,34 @@ for seed in $SEEDS; do
         esac
         [ -f "$d/$algo/checkpoints/step_000060/trainer.json" ] && continue
         # shellcheck disable=SC2086
-        python train.py --model "$d/start" --data "$d/train.parquet" --eval-data "$d/test.parquet" --out "$d/$algo" --algo "$algo" \
-            --steps 60 --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 --warmup-steps 5 --schedule cosine \
-            --micro-tokens 2048 --save-every 60 --sample-every 0 --seed "$seed" --resume auto $more "$@"
+        python train.py --model "$d/start" --data "$d/train.parquet" --eval-data "$d/test.parquet" --out "$d/$algo" \
+            --algo "$algo" --steps 60 --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 \
+            --warmup-steps 5 --schedule cosine --micro-tokens 2048 --save-every 60 \
+            --seed "$seed" --resume auto $more "$@"
     done
 done
 python - "$out" $ALGOS <<'PY' | tee "$out/table.md"
 import json, math, statistics, sys
+from itertools import chain
 from pathlib import Path
+
 
 def mean(values):
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):.3f} ± {error:.3f}"
 
 
-print("| algorithm | before RL | after | each seed | steps to reward 0.9 | steps | samples a step | s a run |\n|---|--:|--:|---|--:|--:|--:|--:|")
+print("| algorithm | before RL | after | each seed | steps to reward 0.9 | steps | samples a step | s a run |")
+print("|---|--:|--:|---|--:|--:|--:|--:|")
 for algo in sys.argv[2:]:
     paths = sorted(Path(sys.argv[1]).glob(f"seed*/{algo}/metrics.jsonl"))
     runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
-    before, after = ([rows[i]["eval/accuracy"] for rows in runs] for i in (0, -1))
+    before = [rows[0]["eval/accuracy"] for rows in runs]
+    after = [rows[-1]["eval/accuracy"] for rows in runs]
     reached = [next((str(row["step"]) for row in rows if row.get("reward/mean", 0.0) >= 0.9), "-") for rows in runs]
     seconds = statistics.fmean(sum(row.get("time/step", 0.0) for row in rows) for rows in runs)
-    samples = 256 * statistics.fmean(row.get("sampling/rounds", 1.0) for rows in runs for row in rows[1:])
-    print(f"| {algo} | {mean(before)} | **{mean(after)}** | {', '.join(f'{x:.3f}' for x in after)} | {', '.join(reached)} | "
-          f"{runs[0][-1]['step']} | {samples:.0f} | {seconds:.0f} |")
+    rounds = statistics.fmean(row.get("sampling/rounds", 1.0) for row in chain.from_iterable(rows[1:] for rows in runs))
+    each = ", ".join(f"{x:.3f}" for x in after)
+    print(f"| {algo} | {mean(before)} | **{mean(after)}** | {each} | {', '.join(reached)} | {runs[0][-1]['step']} | "
+          f"{256 * rounds:.0f} | {seconds:.0f} |")
 PY

@@ -10,6 +10,7 @@ python - <<'PY'
 import json
 for seed in range(3):
     s = json.load(open(f"out/demo_seed{seed}/summary.json"))
-    print(f"seed {seed}: {s['accuracy_before']:.3f} -> {s['accuracy_after']:.3f}, blank pictures {s['blank_image_accuracy']:.3f}, "
-          f"{s['n_test']} pictures, {s['steps']} steps, {s['train_seconds']} s")
+    print(f"seed {seed}: {s['accuracy_before']:.3f} -> {s['accuracy_after']:.3f}, "
+          f"blank images {s['blank_image_accuracy']:.3f}, {s['n_test']} images, {s['steps']} steps, "
+          f"{s['train_seconds']} s")
 PY

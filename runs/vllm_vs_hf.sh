@@ -1,41 +1,48 @@
 #!/usr/bin/env bash
-# Does RL learn the same with vLLM's rollouts as with transformers'? The demo's RL stage on three seeds, each from one warm
-# start, once with each engine. CPU, 2 cores, about five minutes a seed; needs the environment of `make test-vllm`.
+# Does RL learn the same with vLLM's rollouts as with transformers'? The demo's RL stage on three seeds, each from one
+# warm start, once with each engine. CPU, 2 cores, about five minutes a seed; needs the environment of `make test-vllm`.
 # Further flags go to each train.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv-vllm/bin/python}
 OUT=${OUT:-out/vllm_vs_hf}
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1 PYTHONPATH="$PWD/tests/vllm_env"
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1
+export PYTHONPATH="$PWD/tests/vllm_env"
 for seed in 0 1 2; do
     D=$OUT/seed$seed
     mkdir -p "$D"
-    $PYTHON prepare_data.py shapes --n 2000 --split train --seed "$seed" --out "$D/train.parquet"
-    $PYTHON prepare_data.py shapes --n 400 --split test --seed "$seed" --out "$D/test.parquet"
+    $PYTHON prepare_data.py shapes --toy --n 2000 --split train --seed "$seed" --out "$D/train.parquet"
+    $PYTHON prepare_data.py shapes --toy --n 400 --split test --seed "$seed" --out "$D/test.parquet"
     $PYTHON demo.py model --out "$D/base" --seed "$seed"
-    $PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 demo.py warm --model "$D/base" --out "$D/start" --seed "$seed"
+    $PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 demo.py warm --model "$D/base" --out "$D/start" \
+        --seed "$seed"
     for engine in hf vllm; do
-        $PYTHON train.py --model "$D/start" --data "$D/train.parquet" --eval-data "$D/test.parquet" --out "$D/$engine" --rollout "$engine" \
-            --steps 60 --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 --warmup-steps 5 --schedule cosine \
-            --micro-tokens 2048 --eval-every 10 --save-every 60 --seed "$seed" "$@"
+        $PYTHON train.py --model "$D/start" --data "$D/train.parquet" --eval-data "$D/test.parquet" --out "$D/$engine" \
+            --rollout "$engine" --steps 60 --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 \
+            --warmup-steps 5 --schedule cosine --micro-tokens 2048 --eval-every 10 --save-every 60 --seed "$seed" "$@"
     done
 done
 $PYTHON - "$OUT" <<'PY'
 import json, sys
+from itertools import combinations
 from statistics import mean
+
 runs = {}
 for engine in ("hf", "vllm"):
     for seed in range(3):
         rows = [json.loads(line) for line in open(f"{sys.argv[1]}/seed{seed}/{engine}/metrics.jsonl")]
         steps = [r for r in rows if "reward/mean" in r]
         runs[engine, seed] = accuracy = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
-        print(f"{engine:<4} seed {seed}: accuracy " + " ".join(f"{a:.3f}" for a in accuracy.values())
-              + f"; mean reward {mean(r['reward/mean'] for r in steps):.3f}; rollout {mean(r['time/rollout'] for r in steps):.2f} s, "
-              f"update {mean(r['time/update'] for r in steps):.2f} s, sync {mean(r['time/sync'] for r in steps):.3f} s; "
+        names = ("reward/mean", "time/rollout", "time/update", "time/sync")
+        means = {name: mean(r[name] for r in steps) for name in names}
+        print(f"{engine:<4} seed {seed}: accuracy {' '.join(f'{a:.3f}' for a in accuracy.values())}; "
+              f"mean reward {means['reward/mean']:.3f}; rollout {means['time/rollout']:.2f} s, "
+              f"update {means['time/update']:.2f} s, sync {means['time/sync']:.3f} s; "
               f"max |dlogp| {max(r['rollout/max_abs_dlogp'] for r in steps):.1e}")
 print("largest difference between the engines on one seed, and between seeds with one engine, by step:")
 for step in runs["hf", 0]:
     engines = max(abs(runs["hf", s][step] - runs["vllm", s][step]) for s in range(3))
-    seeds = max(abs(runs[e, a][step] - runs[e, b][step]) for e in ("hf", "vllm") for a in range(3) for b in range(a))
+    pairs = [pair for pair in combinations(runs, 2) if pair[0][0] == pair[1][0]]
+    seeds = max(abs(runs[a][step] - runs[b][step]) for a, b in pairs)
     print(f"  {step:>3}: {engines:.3f}  {seeds:.3f}")
 PY

@@ -21,7 +21,9 @@ import parallel.checkpoint as C  # noqa: E402
 import train  # noqa: E402
 from errors import UserError  # noqa: E402
 from model import Policy, load_processor  # noqa: E402
-from sharding import load_sharded, make_optimizer, meta_hf, shard  # noqa: E402
+from parallel.loading import load_sharded, meta_hf  # noqa: E402
+from parallel.resume import find_start  # noqa: E402
+from parallel.sharding import make_optimizer, shard  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
@@ -45,13 +47,13 @@ def main(_) -> None:
             told.append(str(error))
 
     policy = build(model)
-    optimizer = make_optimizer(policy, 1e-3, 0.0)
+    models = {"policy": (policy, make_optimizer(policy, 1e-3, 0.0))}
     for step in (2, 4):
-        C.save_checkpoint(out, step, policy, optimizer, 2)
+        C.save_checkpoint(out, step, models, 2)
     weight = dict(policy.hf.named_parameters())[WEIGHT].to_local().detach()
     if ctx.rank == 1:
         weight[0, 0] = math.nan
-    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+    tell(C.save_checkpoint, out, 6, models, 2)
     weight.nan_to_num_()
 
     def full(*_):
@@ -59,10 +61,10 @@ def main(_) -> None:
 
     real = FileSystemWriter.write_data
     FileSystemWriter.write_data = full if ctx.rank == 1 else real
-    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+    tell(C.save_checkpoint, out, 6, models, 2)
     FileSystemWriter.write_data = real
     C.sync = full  # of trainer.json, by rank 0
-    tell(C.save_checkpoint, out, 6, policy, optimizer, 2)
+    tell(C.save_checkpoint, out, 6, models, 2)
 
     if ctx.main:
         file = out / "checkpoints" / "step_000004" / "__1_0.distcp"
@@ -71,11 +73,19 @@ def main(_) -> None:
         file.write_bytes(content)
         shutil.copytree(model, folder / "bad")
         tensors = load_file(folder / "bad" / "model.safetensors")
-        next(tensors[name] for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))[-1, -1] = math.nan  # of rank 1
+        next(tensors[name] for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))[-1, -1] = (
+            math.nan
+        )  # of rank 1
         save_file(tensors, folder / "bad" / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
     tell(C.damage, out / "checkpoints" / "step_000004")
-    tell(train.find_start, train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9", "--resume", "auto"]))
+    tell(
+        find_start,
+        out,
+        "auto",
+        train.parse_args(["--model", model, "--data", "d", "--out", str(out), "--steps", "9"]).flat(),
+        [],
+    )
     tell(build, str(folder / "bad"))
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
 

@@ -39,7 +39,7 @@ def loaded(toys):
 
 @pytest.fixture
 def picture():
-    """picture(width, height, seed) -> a noisy RGB picture."""
+    """picture(width, height, seed) -> a noisy RGB image."""
 
     def make(width: int, height: int, seed: int = 0) -> Image.Image:
         return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))

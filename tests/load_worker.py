@@ -1,4 +1,5 @@
-"""Run by test_loading.py under torchrun: load a model into shards, measure its memory, compare with transformers' loading.
+"""Run by test_loading.py under torchrun: load a model into shards, measure its memory, compare with transformers'
+loading.
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/load_worker.py MODEL OUT.json SMALL [TP]
 
@@ -15,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from model import Lora, Policy, add_lora, load_hf, load_processor  # noqa: E402
-from sharding import full, load_sharded, meta_hf, shard  # noqa: E402
+from layers.lora import Lora, add_lora  # noqa: E402
+from model import Policy, load_hf, load_processor  # noqa: E402
+from parallel.loading import load_sharded, meta_hf  # noqa: E402
+from parallel.sharding import full, shard  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
 
 
@@ -43,16 +46,24 @@ def main(_) -> None:
     load_sharded(policy, model)
     peak = status("VmHWM") - before
     want, whole = load_hf(model), sum(p.nbytes for p in policy.parameters())
-    equal = all(torch.equal(full(p), dict(want.named_parameters())[n.removeprefix("hf.")]) for n, p in policy.named_parameters())
+    equal = all(
+        torch.equal(full(p), dict(want.named_parameters())[n.removeprefix("hf.")]) for n, p in policy.named_parameters()
+    )
     buffers = dict(want.named_buffers())
-    equal_buffers = all(torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned")
+    equal_buffers = all(
+        torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned"
+    )
     lora = Policy(add_lora(meta_hf(model), Lora(2, 4.0)), processor)
     shard(lora, ctx.device, torch.float32, tp=tp)
     load_sharded(lora, model)
-    equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(p.is_meta for p in lora.parameters())
+    equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(
+        p.is_meta for p in lora.parameters()
+    )
     tied = lora.hf.lm_head.weight is lora.hf.get_input_embeddings().weight
     parts = [None] * ctx.world
-    dist.all_gather_object(parts, {"peak": peak, "whole": whole, "equal": [equal, equal_buffers, equal_lora], "tied": tied})
+    dist.all_gather_object(
+        parts, {"peak": peak, "whole": whole, "equal": [equal, equal_buffers, equal_lora], "tied": tied}
+    )
     if ctx.main:
         Path(out).write_text(json.dumps(parts))
 

@@ -1,13 +1,15 @@
-"""Run by test_train.py under torchrun: one update on fixed rollouts, shared out over the ranks; saves losses and gradients.
+"""Run by test_train.py under torchrun: one step's training on fixed rollouts, sampled by the ranks in an uneven way and
+moved between them by packing.balance_over_ranks; saves metrics and gradients.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
+python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
 
-Further cases follow a "/", each with flags of its own; OUT.pt then holds one result for each. A flag `float64` has all of
-them computed in double precision.
-"""
+Further cases follow a "/", each with flags of its own; OUT.pt then holds one result for each. A flag `float64` has all
+of them computed in double precision. """
 
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -15,33 +17,68 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-import grpo  # noqa: E402
 import train  # noqa: E402
-from model import AdaptersOff, Critic, Lora, Policy, add_lora, load_hf, load_processor, lora_layers  # noqa: E402
-from rollout import Rollout  # noqa: E402
-from sharding import full, lora_of, shard  # noqa: E402
-from utils import Context, dist_setup, from_peers, run_script  # noqa: E402
+from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
+from model import Critic, Policy, Processor, load_hf, load_processor  # noqa: E402
+from packing import Packer, flop_rates  # noqa: E402
+from parallel.models import Models  # noqa: E402
+from parallel.sharding import full, shard  # noqa: E402
+from report.log import Skipped  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout  # noqa: E402
+from utils import Context, Meter, dist_setup, run_script  # noqa: E402
+
+N_IMAGES = (
+    1,
+    0,
+    0,
+    3,
+    0,
+    0,
+)  # of each prompt; p0 earns the same always, so that often one process alone trains on images
 
 
-def rollouts_of(processor, group_size: int) -> list[Rollout]:
-    """Six prompts with 0, 1 or 3 pictures, ragged responses. The first prompts are text only, so that with --micro-tokens this
-    small some rank has a micro-batch without pictures, and ranks differ in their number of them."""
-    rng = random.Random(0)
+def make_prompts(uids: Sequence[str], processor: Processor) -> list[Prompt]:
+    """Prompts p0 to p5, by uid alone: each with its images, and a text that is longer from one to the next."""
+    prompts = []
+    for uid in uids:
+        number = int(uid[1:])
+        rng = random.Random(number)
+        images = []
+        for i in range(N_IMAGES[number]):
+            image = Image.frombytes("RGB", (84, 56), rng.randbytes(84 * 56 * 3))
+            images.append(processor.image(f"{number}/{i}", image))
+        content = "<image>" * len(images) + "What now? " * (number + 1)
+        prompts.append(
+            Prompt(uid, processor.encode([{"role": "user", "content": content}], images), images, None, [], [])
+        )
+    return prompts
+
+
+def make_rollouts(prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
+    """Ragged responses, a function of the prompt's uid. All samples of p0 earn the same."""
     rollouts = []
-    for p, n_images in enumerate([0, 1, 0, 3, 0, 1]):
-        images = [processor.image(f"{p}/{i}", Image.frombytes("RGB", (84, 56), rng.randbytes(84 * 56 * 3))) for i in range(n_images)]
-        prompt = processor.encode([{"role": "user", "content": "<image>" * n_images + "What now? " * (p + 1)}], images)
-        for g in range(group_size):
+    for prompt in prompts:
+        rng = random.Random(f"responses of {prompt.uid}")
+        for sample in range(group_size):
             response = [rng.randrange(250) for _ in range(rng.randint(1, 14))]
-            rollouts.append(Rollout(f"p{p}", g, prompt + response, len(prompt), [True] * len(response),
-                                    [-5.0] * len(response), images, "stop", "", {"reward": rng.choice([0.0, 0.3, 1.0]) if p else 0.3}))
-            # near the toy's own, so that some ratios are clipped; where an update scores its rollouts this is replaced
-            rollouts[-1].columns["old_logp"] = [-6.1 + rng.uniform(-0.6, 0.6) for _ in response]
+            n = len(response)
+            reward = 0.3 if prompt.uid == "p0" else rng.choice([0.0, 0.3, 1.0])
+            logprobs = [rng.uniform(-6.9, -5.3) for _ in response]  # near the toy's own, which are near uniform
+            rollouts.append(Rollout(prompt, sample, response, [True] * n, logprobs, "stop", "", {"reward": reward}))
     return rollouts
 
 
+def moved_policy(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """(N,) how far the policy has come from the old one, in nats a token: far enough for some ratios to be clipped."""
+    moves = []
+    for rollout in rollouts:
+        rng = random.Random(f"{rollout.prompt.uid}/{rollout.sample}")
+        moves += [rng.uniform(-0.6, 0.6) for _ in rollout.response]
+    return torch.tensor(moves)
+
+
 def shaken(model: torch.nn.Module, size: float) -> torch.nn.Module:
-    """With noise on the weights of the head, the same on every rank: a reference that differs, values that are not all 0."""
+    """With noise on the weights, the same on every rank: a reference that differs, values that are not all 0."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,93 +87,150 @@ def shaken(model: torch.nn.Module, size: float) -> torch.nn.Module:
 
 
 def assert_equal_copies(model: Policy) -> None:
-    """What each peer has whole has the same gradient on all, to the last bit: there is nothing that would bring them together."""
+    """What each process of a tensor-parallel group has whole has the same gradient on all, to the last bit: there is
+    nothing that would bring them together."""
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and model.peers and parameter.device_mesh.mesh_dim_names[-1] == "tp":
-            if parameter.placements[-1].is_replicate():
-                mine = parameter.grad.to_local().contiguous()
-                first = mine.clone()
-                torch.distributed.broadcast(first, group=model.peers, group_src=0)
-                assert torch.equal(first, mine), name
+        if parameter.grad is None or not model.tp_group or parameter.device_mesh.mesh_dim_names[-1] != "tp":
+            continue
+        if parameter.placements[-1].is_replicate():
+            mine = parameter.grad.to_local().contiguous()
+            first = mine.clone()
+            torch.distributed.broadcast(first, group=model.tp_group, group_src=0)
+            assert torch.equal(first, mine), name
 
 
-SINGLE, DOUBLE = (torch.float32, torch.Tensor.float), (torch.float64, torch.Tensor.double)
+SINGLE = (torch.float32, torch.Tensor.float)
+DOUBLE = (torch.float64, torch.Tensor.double)
+
+
+def precision(types: tuple) -> None:
+    """What asks for single precision by name, or names none, gets this."""
+    torch.float32, torch.Tensor.float = types
+    torch.set_default_dtype(types[0])
+
+
+def load_model(path: str, lora: Lora | None, double: bool) -> torch.nn.Module:
+    precision(SINGLE)
+    hf = load_hf(path)
+    if lora:  # B starts at 0, and then A has no gradient
+        for layer in lora_layers(add_lora(hf, lora)).values():
+            torch.nn.init.constant_(layer.lora_B, 0.01)
+    if double:
+        hf = hf.double()
+        if "moe" in hf.config.model_type:
+            hf.set_experts_implementation("eager")  # the grouped product knows no float64
+        precision(DOUBLE)
+    return hf
+
+
+def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool) -> Models:
+    """As parallel.models.build_models does, but the models differ from each other, and no optimizer moves them."""
+    algo = cfg.algo
+    lora = cfg.model.lora(cfg.run.seed)
+
+    def place(model: Policy, frozen: bool = False) -> Policy:
+        if hasattr(model, "value_head"):
+            shaken(model.value_head.to(torch.float32), 0.1)
+        model.train()
+        if cfg.model.grad_checkpointing:
+            model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(model, ctx.device, torch.float32, frozen=frozen, replicate=cfg.parallel.replicate, tp=cfg.parallel.tp)
+        return model
+
+    def optimizer_of(model: Policy) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+    has_head = algo.needs_values and algo.critic == "head"
+    policy = place(
+        Policy(load_model(cfg.model.model, lora, double), processor, cfg.model.train_vision, value_head=has_head)
+    )
+    models = Models(policy, optimizer_of(policy))
+    if algo.needs_values and algo.critic == "separate":
+        models.critic = place(Critic(load_model(cfg.model.model, lora, double), processor, cfg.model.train_vision))
+        models.critic_optimizer = optimizer_of(models.critic)
+    if algo.needs_reference and lora:
+        models.reference = AdaptersOff(policy)
+    elif algo.needs_reference:
+        other = Policy(shaken(load_model(cfg.model.model, None, double), 0.01), processor)
+        models.reference = place(other.requires_grad_(False), frozen=True)
+    return models
 
 
 def one_case(model: str, flags: list[str], double: bool) -> dict:
-    args = train.parse_args(["--model", model, "--data", "-", "--out", "-", "--steps", "1", "--group-size", "4", *flags])
-    args.max_grad_norm = 1e9  # the gradients themselves, unclipped
-    ctx = Context(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    if ctx.world == 1:  # what others are compared with
-        args.replicate = args.tp = 1
+    cfg = train.parse_args(
+        [
+            "--model",
+            model,
+            "--data",
+            "-",
+            "--out",
+            "-",
+            "--steps",
+            "1",
+            "--group-size",
+            "4",
+            "--prompts-per-step",
+            str(len(N_IMAGES)),
+            "--max-grad-norm",
+            "1e9",
+            *flags,
+        ]
+    )  # unclipped
+    world = torch.distributed.get_world_size()
+    if world == 1:  # what others are compared with
+        cfg = replace(cfg, parallel=replace(cfg.parallel, replicate=1, tp=1))
+    ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
     processor = load_processor(model)
-    lora, frozen = lora_of(vars(args)), args.freeze_vision and not args.lora_vision
+    models = build(cfg, processor, ctx, double)
+    packer = Packer(
+        cfg.optim.micro_tokens, processor.image_token_id, processor.eos_ids[0], flop_rates(models.policy.hf.config)
+    )
 
-    def load(lora: Lora | None = lora) -> torch.nn.Module:
-        torch.float32, torch.Tensor.float = SINGLE
-        hf = load_hf(model)
-        if lora:  # B starts at 0, and then A has no gradient
-            for layer in lora_layers(add_lora(hf, lora)).values():
-                torch.nn.init.constant_(layer.lora_B, 0.01)
-        if double:  # what asks for single precision by name gets double
-            hf = hf.double()
-            if "moe" in hf.config.model_type:
-                hf.set_experts_implementation("eager")  # the grouped product knows no float64
-            torch.float32, torch.Tensor.float = DOUBLE
-        return hf
+    # by stride, so that some process has more to do
+    pool = GroupPool(cfg.algo, cfg.rollout.prompts_per_step, 0, ctx)
+    prompts = make_prompts([f"p{place}" for place in pool.places()], processor)
+    pool.add(make_rollouts(prompts, cfg.algo.group_size))
+    made: list[str] = []  # the prompts that came from another process
 
-    models = {"policy": Policy(load(), processor, frozen, value_head=args.adv == "gae" and args.critic == "head",
-                               freeze_merger=args.freeze_merger)}
-    if args.adv == "gae" and args.critic == "separate":
-        models["critic"] = Critic(load(), processor, frozen)
-    if args.kl_coef > 0 and not lora:
-        models["reference"] = Policy(shaken(load(None), 0.01), processor).requires_grad_(False)
-    optimizers = {}
-    for name, m in models.items():
-        if hasattr(m, "value_head"):
-            shaken(m.value_head.to(torch.float32), 0.1)
-        m.train()
-        if args.grad_checkpointing:
-            m.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(m, ctx.device, torch.float32, frozen=name == "reference", replicate=args.replicate, tp=args.tp)
-        trained = [p for p in m.parameters() if p.requires_grad]
-        optimizers[name] = torch.optim.SGD(trained, lr=0.0) if trained else None
-    policy, critic, reference = (models.get(name) for name in ("policy", "critic", "reference"))
-    if lora and args.kl_coef > 0:
-        reference = AdaptersOff(policy)
+    def prompts_of(uids: list[str]) -> list[Prompt]:
+        made.extend(uids)
+        return make_prompts(uids, processor)
 
-    mine = [r for r in rollouts_of(processor, args.group_size) if int(r.uid[1:]) % ctx.world == ctx.rank]
-    [mine] = from_peers([mine], policy.peers)
-    pack = lambda: train.pack_minibatch(mine, args, processor, ctx.device, grpo.flop_rates(policy.hf.config))  # noqa: E731
-    micros = []
-    if train.scores_first(args):
-        micros = pack()
-        train.score([micros], args, policy, reference, critic)
-    metrics = train.set_advantages(mine, args, args.kl_coef)
-    for micro in micros:
-        for name in ("advantage", "return") if args.adv == "gae" else ("advantage",):
-            micro.take(name)
-    micros = micros or pack()
-    torch.manual_seed(train.dropout_seed(args, 0, ctx.rank))
-    metrics |= train.update(policy, optimizers["policy"], [micros], args, ctx, args.kl_coef, reference, critic, optimizers.get("critic"))
-    for m in models.values():
-        assert_equal_copies(m)
-    pictures: list[list[int]] = [[]] * ctx.world
-    torch.distributed.all_gather_object(pictures, [len(micro.images) for micro in micros])
-    gradients = {f"{name}.{n}": full(p.grad) for name, m in models.items() for n, p in m.named_parameters() if p.grad is not None}
-    return {"metrics": metrics, "gradients": gradients, "micros": len(micros), "pictures": pictures}
+    meter = Meter()
+    batch = train.make_batch(pool, cfg, packer, prompts_of, ctx, meter)
+    train.compute_before_update(batch, models, cfg)
+    if not cfg.algo.on_policy:
+        batch.tokens.old_logps -= moved_policy(batch.rollouts)
+    train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
+    state = train.State(kl_coef=cfg.algo.kl_coef)
+    train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+    if models.critic:
+        train.update_critic(models, batch, cfg, ctx, meter)
+    gradients = {}
+    for name, m in (("policy", models.policy), ("critic", models.critic), ("reference", models.reference)):
+        if isinstance(m, Policy):
+            assert_equal_copies(m)
+            gradients |= {f"{name}.{n}": full(p.grad) for n, p in m.named_parameters() if p.grad is not None}
+    micros = batch.minibatches[0]
+    return {
+        "metrics": meter.reduce(ctx),
+        "gradients": gradients,
+        "micros": len(micros),
+        "images": ctx.gather([len(micro.images) for micro in micros]),  # of each rank
+        "moved": ctx.gather(made),
+    }
 
 
 def main(_) -> None:
     torch.set_num_threads(1)
     model, out, *flags = sys.argv[1:]
     double = "float64" in flags
-    flags = [flag for flag in flags if flag != "float64"]
-    ctx, cases = dist_setup(), [[]]
+    ctx = dist_setup()
+    cases: list[list[str]] = [[]]
     for flag in flags:
         if flag == "/":
             cases.append([])
-        else:
+        elif flag != "float64":
             cases[-1].append(flag)
     results = [one_case(model, case, double) for case in cases]
     if ctx.main:

@@ -11,8 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
-from grpo import PolicyLoss, adapt_kl, gae, group_advantages, kl, overlong_penalty, policy_loss, resolve_preset, value_loss, whiten
+import train
+from grpo import (
+    Algorithm,
+    PolicyLoss,
+    adapt_kl,
+    gae,
+    group_advantages,
+    kl,
+    overlong_penalty,
+    policy_loss,
+    value_loss,
+    whiten,
+)
 from kernels import fused_policy_loss
+from packing import TokenBatch, token_batch
+from rollout import written
+
+GROUPED = ("grpo", "dr_grpo", "rloo")  # methods that compare the samples of a prompt
 
 # Advantages -----------------------------------------------------------------------------------------------------------
 
@@ -24,8 +40,9 @@ def published(rewards, method, norm_std):
         mean = statistics.fmean(values)
         for i, x in enumerate(values):
             others = [v for j, v in enumerate(values) if j != i]
-            differences.append({"grpo": x - mean, "dr_grpo": x - mean, "reinforce++": x,
-                                "rloo": x - statistics.fmean(others)}[method])
+            differences.append(
+                {"grpo": x - mean, "dr_grpo": x - mean, "reinforce++": x, "rloo": x - statistics.fmean(others)}[method]
+            )
     size, spread = len(rewards[0]), statistics.stdev(differences)
     if norm_std == "batch":
         centre = statistics.fmean(differences) if method == "reinforce++" else 0.0
@@ -36,17 +53,22 @@ def published(rewards, method, norm_std):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=4, max_size=4), min_size=2, max_size=5), st.floats(-5, 5))
+@given(
+    st.lists(st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=4, max_size=4), min_size=2, max_size=5),
+    st.floats(-5, 5),
+)
 def test_advantages_equal_the_formulas_and_ignore_a_shift_of_a_group(rewards, shift):
     r = torch.tensor(rewards, dtype=torch.float64)
     moved = r.clone()
     moved[0] += shift  # of one group alone
-    for method, norm_std in itertools.product((*grpo.GROUP_METHODS, "reinforce++"), (None, "group", "batch", "none")):
+    for method, norm_std in itertools.product((*GROUPED, "reinforce++"), (None, "group", "batch", "none")):
         got = group_advantages(r, method, norm_std)
-        want = torch.tensor(published(rewards, method, norm_std or grpo.NORM_STD[method]), dtype=torch.float64)
+        want = torch.tensor(
+            published(rewards, method, norm_std or grpo.ADVANTAGES[method].norm_std), dtype=torch.float64
+        )
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-        if method in grpo.GROUP_METHODS and (r[0].amax() == r[0].amin()) == (moved[0].amax() == moved[0].amin()):
+        if method in GROUPED and (r[0].amax() == r[0].amin()) == (moved[0].amax() == moved[0].amin()):
             torch.testing.assert_close(group_advantages(moved, method, norm_std), got, rtol=1e-6, atol=1e-6)
 
 
@@ -55,7 +77,9 @@ def test_ranks_that_share_their_moments_get_the_whole_steps_advantages():
     for method in ("reinforce++", "grpo", "rloo"):
         difference = group_advantages(r, method, "none")
         moments = difference.mean().item(), difference.std().item()
-        parts = [group_advantages(part, method, "batch", moments) for part in (r[:1], r[1:4], r[4:])]
+        parts = [
+            group_advantages(part, method, "batch", lambda _, known=moments: known) for part in (r[:1], r[1:4], r[4:])
+        ]
         torch.testing.assert_close(torch.cat(parts), group_advantages(r, method, "batch"), rtol=1e-12, atol=1e-12)
 
 
@@ -67,7 +91,7 @@ def test_equal_rewards_give_exactly_zero():
     # the guard is needed: without it the mean of some equal rewards is not them, and the tiny std blows the rest up
     equal = torch.tensor([[x / 100] * 7 for x in range(100)], dtype=torch.float64)
     assert ((equal - equal.mean(1, keepdim=True)) / (equal.std(1, keepdim=True) + 1e-6)).abs().max() > 0
-    for method, norm_std in itertools.product(grpo.GROUP_METHODS, ("group", "batch", "none")):
+    for method, norm_std in itertools.product(GROUPED, ("group", "batch", "none")):
         assert group_advantages(equal, method, norm_std).abs().max() == 0
         assert group_advantages(r[:2], method, norm_std).abs().max() == 0
         mixed = group_advantages(torch.cat([equal[:3], torch.eye(2, 7, dtype=torch.float64)]), method, norm_std)
@@ -76,13 +100,18 @@ def test_equal_rewards_give_exactly_zero():
         assert group_advantages(torch.full((3, 7), value, dtype=torch.float64), "reinforce++").abs().max() == 0
 
 
-@pytest.mark.parametrize("rewards,method,match", [
-    (torch.zeros(3, 1), "grpo", "G=1"), (torch.zeros(3, 1), "rloo", "G=1"), (torch.zeros(3), "grpo", "shape"),
-    (torch.tensor([[0.0, float("nan")]]), "grpo", "prompt 0, sample 1 is nan"),
-    (torch.tensor([[0.0], [float("inf")]]), "reinforce++", "prompt 1, sample 0 is inf"),
-    (torch.zeros(1, 2), "magic", "known: grpo, dr_grpo, rloo, reinforce"),
-    (torch.zeros(1, 2), "gae", "unknown method 'gae'"),
-])
+@pytest.mark.parametrize(
+    "rewards,method,match",
+    [
+        (torch.zeros(3, 1), "grpo", "G=1"),
+        (torch.zeros(3, 1), "rloo", "G=1"),
+        (torch.zeros(3), "grpo", "shape"),
+        (torch.tensor([[0.0, float("nan")]]), "grpo", "prompt 0, sample 1 is nan"),
+        (torch.tensor([[0.0], [float("inf")]]), "reinforce++", "prompt 1, sample 0 is inf"),
+        (torch.zeros(1, 2), "magic", "known: dr_grpo, grpo, rloo, reinforce"),
+        (torch.zeros(1, 2), "gae", "unknown method 'gae'"),
+    ],
+)
 def test_bad_rewards_are_refused(rewards, method, match):
     with pytest.raises(ValueError, match=match):
         group_advantages(rewards, method)
@@ -99,7 +128,9 @@ def test_whitening_centres_and_scales():
     x = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
     w = whiten(x, x.mean().item(), x.std().item())
     assert abs(w.mean()) < 1e-12 and abs(w.std() - 1) < 1e-12
-    assert whiten(torch.full((3,), 0.1), 0.1, 1e-17).tolist() == [0, 0, 0] and whiten(x[:1], 1.0, math.nan).tolist() == [0]
+    assert whiten(torch.full((3,), 0.1), 0.1, 1e-17).tolist() == [0, 0, 0] and whiten(
+        x[:1], 1.0, math.nan
+    ).tolist() == [0]
 
 
 # GAE ------------------------------------------------------------------------------------------------------------------
@@ -120,8 +151,14 @@ def slow_gae(rewards, values, mask, gamma, lam):
 @given(st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**6))
 def test_gae_equals_a_double_loop_and_passes_over_masked_tokens(n, gamma, lam, seed):
     rng = random.Random(seed)
-    rows = [([rng.gauss(0, 1) for _ in range(n)], [rng.gauss(0, 1) for _ in range(n)], [rng.random() < 0.7 for _ in range(n)])
-            for _ in range(3)]
+    rows = [
+        (
+            [rng.gauss(0, 1) for _ in range(n)],
+            [rng.gauss(0, 1) for _ in range(n)],
+            [rng.random() < 0.7 for _ in range(n)],
+        )
+        for _ in range(3)
+    ]
     rewards, values, mask = (torch.tensor([row[i] for row in rows]) for i in range(3))
     got = gae(rewards, values, mask, gamma, lam)
     for b in range(3):
@@ -138,7 +175,11 @@ def test_gae_known_cases():
     assert gae(rewards, values, mask, 1.0, 1.0)[1].tolist() == [1, 1, 1]  # Monte Carlo
     assert gae(rewards, values, mask, 1.0, 0.0)[0].tolist() == [-0.25, 0.25, 0.5]  # one-step errors
     assert gae(rewards, 0 * values, mask, 0.5, 1.0)[0].tolist() == [0.25, 0.5, 1.0]  # discounted rewards-to-go
-    assert gae(torch.tensor([0.0, 1.0, 9.0]), torch.zeros(3), torch.tensor([1, 1, 0]), 0.5, 1.0)[0].tolist() == [0.5, 1.0, 0.0]
+    assert gae(torch.tensor([0.0, 1.0, 9.0]), torch.zeros(3), torch.tensor([1, 1, 0]), 0.5, 1.0)[0].tolist() == [
+        0.5,
+        1.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match="must agree"):
         gae(rewards, values[:2], mask, 1.0, 1.0)
 
@@ -146,24 +187,24 @@ def test_gae_known_cases():
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
-def slow_losses(logp, old, advantage, sequence, loss, stopped=None):
+def slow_losses(logp, old, advantage, rollout, algo, stopped=None):
     """Token losses from the papers' formulas in plain floats; `stopped` are the logp where no gradient flows."""
     out = []
     for t in range(len(logp)):
-        a, low, high = advantage[t], 1 - loss.clip_low, 1 + loss.clip_high
+        a, low, high = advantage[t], 1 - algo.clip_low, 1 + algo.clip_high
         ratio = math.exp(logp[t] - old[t])
-        if loss.kind == "gspo":
-            mine = [u for u in range(len(logp)) if sequence[u] == sequence[t]]
+        if algo.loss == "gspo":
+            mine = [u for u in range(len(logp)) if rollout[u] == rollout[t]]
             ratio = math.prod(math.exp(logp[u] - old[u]) for u in mine) ** (1 / len(mine))
-        if loss.kind in ("clip", "gspo"):
+        if algo.loss in ("clip", "gspo"):
             value = -min(ratio * a, min(max(ratio, low), high) * a)
-            if loss.dual_clip is not None and a < 0:
-                value = min(value, -loss.dual_clip * a)
-        elif loss.kind == "cispo":
+            if algo.dual_clip is not None and a < 0:
+                value = min(value, -algo.dual_clip * a)
+        elif algo.loss == "cispo":
             constant = math.exp((stopped or logp)[t] - old[t])
             value = -min(max(constant, low), high) * a * logp[t]
-        elif loss.kind == "sapo":
-            tau = loss.sapo_tau_positive if a > 0 else loss.sapo_tau_negative
+        elif algo.loss == "sapo":
+            tau = 1.0 if a > 0 else 1.05
             value = -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
         else:
             value = -a * logp[t]
@@ -173,49 +214,93 @@ def slow_losses(logp, old, advantage, sequence, loss, stopped=None):
 
 def slow_kl(logp, ref, kind):
     d = logp - ref
-    return {"k1": d, "k2": 0.5 * d**2, "k3": math.exp(ref - logp) - (ref - logp) - 1, "abs": abs(d), None: 0.0}[kind]
+    return {"k1": d, "k2": 0.5 * d**2, "k3": math.exp(ref - logp) - (ref - logp) - 1}[kind]
+
+
+def slow_importance(old, engine, rollout, algo):
+    """What the engine's log-probabilities make of each token's loss."""
+    out = []
+    for t in range(len(old)):
+        factor = 1.0 if algo.tis_cap is None else min(math.exp(old[t] - engine[t]), algo.tis_cap)
+        if algo.tis_mask is not None:
+            mine = [u for u in range(len(old)) if rollout[u] == rollout[t]]
+            mean = math.prod(math.exp(old[u] - engine[u]) for u in mine) ** (1 / len(mine))
+            low, high = map(float, algo.tis_mask.split(","))
+            factor *= low <= mean <= high
+        out.append(factor)
+    return out
 
 
 def case(n=60, seed=0, spread=0.8):
-    """logp, old, ref, advantage, weight, entropy, sequence as lists; responses of 1 to 7 tokens."""
+    """logp, entropy and the columns of a TokenBatch, as lists; responses of 1 to 7 tokens."""
     rng = random.Random(seed)
     logp = [rng.uniform(-3, 0) for _ in range(n)]
-    sequence, number = [], 0
-    while len(sequence) < n:
-        sequence += [number] * rng.randint(1, 7)
+    rollout, number = [], 0
+    while len(rollout) < n:
+        rollout += [number] * rng.randint(1, 7)
         number += 1
-    sequence = sequence[:n]
-    by_sequence = [rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0]) for _ in range(number)]
+    rollout = rollout[:n]
+    by_rollout = [rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0]) for _ in range(number)]
+    old_logps = [x + rng.uniform(-spread, spread) for x in logp]
     return {
-        "logp": logp, "old_logp": [x + rng.uniform(-spread, spread) for x in logp], "ref_logp": [x + rng.uniform(-1, 1) for x in logp],
-        "advantage": [by_sequence[s] for s in sequence], "weight": [rng.uniform(0.1, 1) for _ in range(n)],
-        "entropy": [rng.uniform(0, 2) for _ in range(n)], "sequence": sequence,
-    }
+        "logp": logp, "entropy": [rng.uniform(0, 2) for _ in range(n)], "rollout": rollout, "old_logps": old_logps,
+        "ref_logps": [x + rng.uniform(-1, 1) for x in logp],
+        "rollout_logps": [x + rng.gauss(0, 0.3) for x in old_logps],
+        "advantages": [by_rollout[s] for s in rollout], "weights": [rng.uniform(0.1, 1) for _ in range(n)],
+    }  # fmt: skip
+
+
+def as_tensors(c, dtype=torch.float64):
+    """logp and entropy, which have gradients, and the TokenBatch."""
+    columns = {name: torch.tensor(x, dtype=dtype) for name, x in c.items() if name != "rollout"}
+    logp, entropy = columns.pop("logp").requires_grad_(), columns.pop("entropy").requires_grad_()
+    rollout = torch.tensor(c["rollout"])
+    return logp, entropy, TokenBatch(rollout, has_image=torch.zeros(len(rollout)), **columns)
+
+
+def loss_of(loss="clip", kl_coef=0.0, **settings):
+    """Off policy, as two passes over the same rollouts are."""
+    return PolicyLoss(Algorithm(loss=loss, kl_coef=kl_coef, epochs=2, **settings), kl_coef)
+
+
+def name_of(loss):
+    return " ".join(f"{key}={value}" for key, value in vars(loss.algo).items() if value != getattr(Algorithm(), key))
 
 
 LOSSES = [
-    PolicyLoss(), PolicyLoss(clip_high=0.28), PolicyLoss(dual_clip=1.3),
-    PolicyLoss("gspo", 0.05, 0.1), PolicyLoss("gspo", 0.05, 0.1, dual_clip=1.1), PolicyLoss("cispo", 1.0, 0.4),
-    PolicyLoss("cispo", 0.3, 0.2), PolicyLoss("sapo"), PolicyLoss("sapo", sapo_tau_positive=2.0, sapo_tau_negative=3.0),
-    PolicyLoss("reinforce"),
-    *(PolicyLoss(kl=kind, kl_coef=0.3) for kind in grpo.KL_KINDS),
-    PolicyLoss("gspo", 0.05, 0.1, kl="k3", kl_coef=0.2, entropy_coef=0.1), PolicyLoss("sapo", entropy_coef=0.05),
-]
+    loss_of(), loss_of(clip_high=0.28), loss_of(dual_clip=1.3), loss_of("gspo", clip_low=0.05, clip_high=0.1),
+    loss_of("gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1), loss_of("cispo", clip_low=1.0, clip_high=0.4),
+    loss_of("cispo", clip_low=0.3, clip_high=0.2), loss_of("sapo"), loss_of("reinforce"),
+    *(loss_of(kl=kind, kl_coef=0.3) for kind in grpo.KL_KINDS),
+    loss_of("gspo", clip_low=0.05, clip_high=0.1, kl="k3", kl_coef=0.2, entropy_coef=0.1),
+    loss_of("sapo", entropy_coef=0.05),
+    loss_of(tis_cap=1.2),
+    loss_of("gspo", clip_low=0.05, clip_high=0.1, tis_cap=1.1),
+    loss_of("cispo", clip_low=0.3, clip_high=0.2, tis_mask="0.9,1.2", entropy_coef=0.1),
+    loss_of(kl="k3", kl_coef=0.2, tis_cap=1.3, tis_mask="0.8,1.1"),
+]  # fmt: skip
+each_loss = pytest.mark.parametrize("loss", LOSSES, ids=name_of)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@each_loss
 def test_loss_and_gradient_equal_the_definition(loss):
     c = case()
-    tensors = {k: torch.tensor(v) if k == "sequence" else torch.tensor(v, dtype=torch.float64) for k, v in c.items()}
-    logp, entropy = tensors.pop("logp").requires_grad_(), tensors.pop("entropy").requires_grad_()
+    algo = loss.algo
+    logp, entropy, tokens = as_tensors(c)
+    factors = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], algo)
+    kept = slow_importance(c["old_logps"], c["rollout_logps"], c["rollout"], Algorithm(tis_mask=algo.tis_mask))
 
     def total(at, entropy_at):
-        tokens = slow_losses(at, c["old_logp"], c["advantage"], c["sequence"], loss, stopped=c["logp"])
-        return [w * (x + loss.kl_coef * slow_kl(p, r, loss.kl) - loss.entropy_coef * h)
-                for w, x, p, r, h in zip(c["weight"], tokens, at, c["ref_logp"], entropy_at, strict=True)]
+        losses = slow_losses(at, c["old_logps"], c["advantages"], c["rollout"], algo, stopped=c["logp"])
+        out = []
+        for t, x in enumerate(losses):
+            penalty = loss.kl_coef * slow_kl(at[t], c["ref_logps"][t], algo.kl) - algo.entropy_coef * entropy_at[t]
+            out.append(c["weights"][t] * (factors[t] * x + kept[t] * penalty))
+        return out
 
-    loss_K, indicators = loss(logp, entropy, tensors)
-    torch.testing.assert_close(loss_K.detach(), torch.tensor(total(c["logp"], c["entropy"]), dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    loss_K, indicators = loss(logp, entropy, tokens)
+    exact = torch.tensor(total(c["logp"], c["entropy"]), dtype=torch.float64)
+    torch.testing.assert_close(loss_K.detach(), exact, rtol=1e-12, atol=1e-12)
     loss_K.sum().backward()
     step = 1e-6
     for i in range(len(c["logp"])):
@@ -225,82 +310,96 @@ def test_loss_and_gradient_equal_the_definition(loss):
             moved[i] += sign * step
             sides.append(sum(total(moved, c["entropy"])))
         assert abs((sides[0] - sides[1]) / (2 * step) - logp.grad[i].item()) < 1e-6
-        expected = -loss.entropy_coef * c["weight"][i]
+        expected = -algo.entropy_coef * c["weights"][i] * kept[i]
         assert (0.0 if entropy.grad is None else entropy.grad[i].item()) == pytest.approx(expected, abs=1e-15)
     clipped = indicators["clipped"].sum()
-    assert 5 < clipped < 55 if loss.kind in ("clip", "gspo", "cispo") else clipped == 0  # both sides were exercised
+    assert 5 < clipped < 55 if algo.loss in ("clip", "gspo", "cispo") else clipped == 0  # both sides were exercised
     assert (indicators["kl"] >= 0).all()
+    assert ("capped" in indicators) == (algo.tis_cap is not None) and ("kept" in indicators) == (
+        algo.tis_mask is not None
+    )
+    assert algo.tis_mask is None or indicators["kept"].tolist() == [k > 0 for k in kept] and 0 < sum(kept) < 60
 
 
 def test_on_policy_every_loss_has_the_policy_gradient():
     """At ratio 1 all are the same algorithm: the gradient is -A (gspo: the response's mean of it, here the same)."""
     c = case()
-    advantage, sequence = torch.tensor(c["advantage"], dtype=torch.float64), torch.tensor(c["sequence"])
     for kind in grpo.LOSSES:
-        logp = torch.tensor(c["logp"], dtype=torch.float64, requires_grad=True)
-        values = {"advantage": advantage, "weight": torch.ones_like(advantage), "sequence": sequence}
-        PolicyLoss(kind, 0.2, 0.2)(logp, torch.zeros_like(logp), values)[0].sum().backward()
-        torch.testing.assert_close(logp.grad, -advantage, rtol=1e-12, atol=1e-12)
+        logp, entropy, tokens = as_tensors(c)
+        tokens.old_logps = None  # the current ones are meant
+        tokens.weights = torch.ones_like(tokens.weights)
+        PolicyLoss(Algorithm(loss=kind))(logp, entropy, tokens)[0].sum().backward()
+        torch.testing.assert_close(logp.grad, -tokens.advantages, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_off_policy_a_missing_column_is_an_error():
+    logp, entropy, tokens = as_tensors(case())
+    for name in ("old_logps", "ref_logps", "advantages", "weights"):
+        part = tokens[:]
+        setattr(part, name, None)
+        with pytest.raises(TypeError):
+            loss_of(kl_coef=0.1)(logp, entropy, part)
+
+
+@each_loss
 def test_advantage_zero_has_exactly_no_gradient_without_kl_and_entropy(loss):
-    c = case() | {"advantage": [0.0] * 60}
-    tensors = {k: torch.tensor(v) for k, v in c.items()}
-    logp, entropy = tensors.pop("logp").requires_grad_(), tensors.pop("entropy").requires_grad_()
-    loss(logp, entropy, tensors)[0].sum().backward()
-    if loss.kl is None and not loss.entropy_coef:
+    logp, entropy, tokens = as_tensors(case() | {"advantages": [0.0] * 60}, torch.float32)
+    loss(logp, entropy, tokens)[0].sum().backward()
+    if not loss.kl_coef and not loss.algo.entropy_coef:
         assert logp.grad.abs().max() == 0 and (entropy.grad is None or entropy.grad.abs().max() == 0)
     else:
         assert logp.grad.abs().max() > 0 or entropy.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@each_loss
 def test_the_policy_head_evaluates_every_loss_in_any_blocks(loss, monkeypatch):
-    """Gradients through fused_policy_loss equal those of plain autograd in float64, whole sequences or not in a block."""
+    """Gradients through fused_policy_loss equal plain autograd's in float64, whole responses or not in a block."""
     import kernels
 
     c, vocab, g = case(), 40, torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(60, 8, generator=g), torch.randn(vocab, 8, generator=g) / 3
     targets = torch.randint(vocab, (60,), generator=g)
-    values = {k: torch.tensor(v) for k, v in c.items() if k not in ("logp", "entropy")}
     exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(1, targets[:, None])[:, 0]
-    for name in ("old_logp", "ref_logp"):
-        values[name] = (exact + torch.tensor(c[name]) - torch.tensor(c["logp"])).float()
+    moved = exact - torch.tensor(c["logp"], dtype=torch.float64)
+    for name in ("old_logps", "ref_logps", "rollout_logps"):
+        c[name] = (torch.tensor(c[name], dtype=torch.float64) + moved).float().tolist()
+    _, _, tokens = as_tensors(c, torch.float32)
+    _, _, wide = as_tensors(c)
+    wide.weights, wide.advantages = tokens.weights.double(), tokens.advantages.double()
     x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = (x @ w.t()).log_softmax(-1)
     entropy = -(logits * logits.exp()).sum(-1)
-    wide = {k: v.double() if v.is_floating_point() else v for k, v in values.items()}
     want = loss(logits.gather(1, targets[:, None])[:, 0], entropy, wide)[0].sum()
     want.backward()
     for block_rows in (4, 60):
         monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", block_rows * vocab)
         a, b = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        total, *_ = fused_policy_loss(a, b, targets, loss, values)
+        total, *_ = fused_policy_loss(a, b, targets, loss, tokens)
         total.backward()
         torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(a.grad.double(), x.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(b.grad.double(), w.grad, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_the_sum_does_not_depend_on_how_sequences_are_split(loss):
+@each_loss
+def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
     c = case()
-    tensors = {k: torch.tensor(v) if k == "sequence" else torch.tensor(v, dtype=torch.float64) for k, v in c.items()}
-    logp, entropy = tensors.pop("logp"), tensors.pop("entropy")
-    whole = loss(logp, entropy, tensors)[0]
-    ends = [i for i in range(1, 60) if c["sequence"][i] != c["sequence"][i - 1]]
+    logp, entropy, tokens = as_tensors(c)
+    whole = loss(logp, entropy, tokens)[0]
+    ends = [i for i in range(1, 60) if c["rollout"][i] != c["rollout"][i - 1]]
     parts = [slice(a, b) for a, b in itertools.pairwise([0, ends[3], ends[4], ends[-1], 60])]
-    split = torch.cat([loss(logp[p], entropy[p], {k: v[p] for k, v in tensors.items()})[0] for p in parts])
+    split = torch.cat([loss(logp[p], entropy[p], tokens[p])[0] for p in parts])
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
     assert whole.abs().sum() > 1
 
 
 def test_gspo_weighs_a_response_as_a_whole():
-    """Equation 5 for one response of three tokens: the mean over tokens of s A is s A, and each token pushes alike."""
+    """Equation 5 for a response of three tokens: the mean over tokens of s A is s A, and each pushes the same."""
     logp = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -1.8, -0.5], dtype=torch.float64)
-    loss, _ = policy_loss(logp, old, torch.full((3,), 2.0).double(), 0.5, 0.5, kind="gspo", sequence_K=torch.tensor([4, 4, 4]))
+    bounds = {"clip_low": 0.5, "clip_high": 0.5}
+    advantages = torch.full((3,), 2.0).double()
+    loss, _ = policy_loss(logp, old, advantages, "gspo", rollout_K=torch.tensor([4, 4, 4]), **bounds)
     (loss / 3).sum().backward()
     s = math.exp((0.1 - 0.2 + 0.0) / 3)
     assert loss.tolist() == pytest.approx([-2 * s] * 3) and logp.grad.tolist() == pytest.approx([-2 * s / 3] * 3)
@@ -309,9 +408,129 @@ def test_gspo_weighs_a_response_as_a_whole():
 def test_unknown_names_are_refused():
     one = torch.zeros(1)
     for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "known: clip, gspo, cispo, sapo, reinforce"),
-                        (lambda: kl(one, one, "k4"), "known: k1, k2, k3, abs")):
+                        (lambda: kl(one, one, "k4"), "known: k1, k2, k3")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             call()
+    for register in (grpo.advantage("grpo", norm_std="none"), grpo.loss("clip")):
+        with pytest.raises(AssertionError, match="is there already"):
+            register(abs)
+
+
+# From rewards to the column of advantages -----------------------------------------------------------------------------
+
+
+def slow_advantages(rewards, tasks, counts, old, ref, counted, algo, kl_coef):
+    """One list a response, by the formulas above; rewards, tasks (P, G) lists; old and ref a list a response."""
+    size = len(rewards[0])
+    flat = list(itertools.chain.from_iterable(rewards))
+    penalties = [[0.0] * n for n in counts]
+    if algo.kl_in == "reward":
+        penalties = [[kl_coef * slow_kl(a, b, algo.kl) for a, b in zip(*pair, strict=True)]
+                     for pair in zip(old, ref, strict=True)]  # fmt: skip
+    told = [r for r, c in zip(flat, counted, strict=True) if c]  # where they agree only penalties differ
+    same = len(set(told)) < 2
+    if algo.adv in GROUPED:
+        told = [r if algo.sample_rounds == 1 or len(set(t)) > 1 else [0.0] for r, t in zip(rewards, tasks, strict=True)]
+        same = all(len(set(group)) == 1 for group in told)
+        total = [r - sum(p) for r, p in zip(flat, penalties, strict=True)]
+        groups = [total[i : i + size] for i in range(0, len(total), size)]
+        if algo.std != "batch":
+            by_group = published(groups, algo.adv, algo.std)
+        else:
+            by_group = published(groups, algo.adv, "none")
+            dead = [algo.sample_rounds > 1 and len(set(t)) == 1 for t in tasks]
+            by_group = [[0.0] * size if d or len(set(g)) == 1 else a for a, g, d in
+                        zip(by_group, groups, dead, strict=True)]  # fmt: skip
+            std = statistics.stdev(itertools.chain.from_iterable(by_group))
+            std = 1.0 if same and algo.kl_in == "reward" else std
+            by_group = [[a / std if std > 1e-9 else 0.0 for a in g] for g in by_group]
+        by_group = [[0.0] * size if len(set(g)) == 1 or algo.sample_rounds > 1 and len(set(t)) == 1 else a
+                    for a, g, t in zip(by_group, groups, tasks, strict=True)]  # fmt: skip
+        return [[a] * n for a, n in zip(itertools.chain.from_iterable(by_group), counts, strict=True)]
+    out = []
+    for r, p in zip(flat, penalties, strict=True):
+        earned = [-x for x in p[:-1]] + [r - p[-1]]
+        out.append(slow_gae(earned, [0.0] * len(p), [True] * len(p), 1.0, 1.0)[0])
+    if algo.std == "batch":
+        used = list(itertools.chain.from_iterable(a for a, c in zip(out, counted, strict=True) if c))
+        mean, std = statistics.fmean(used or [0.0]), statistics.stdev(used) if len(used) > 1 else 0.0
+        std = 1.0 if same and algo.kl_in == "reward" else std
+        out = [[(a - mean) / std if std > 1e-9 else 0.0 for a in response] for response in out]
+    return out
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_the_column_of_advantages_equals_the_formulas(data):
+    """Group methods and REINFORCE++; KL in the reward or not; truncated responses; dynamic sampling."""
+    n_prompts, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    adv = data.draw(st.sampled_from([*GROUPED, "reinforce++"]))
+    kl_in = data.draw(st.sampled_from(["loss", "reward"]))
+    norm_std = data.draw(st.sampled_from(["batch", "none"] + ["group"] * (adv in GROUPED and kl_in == "loss")))
+    kl = data.draw(st.sampled_from(grpo.KL_KINDS))
+    algo = Algorithm(adv=adv, norm_std=norm_std, group_size=size, kl_coef=0.1, kl=kl,
+                     kl_in=kl_in, sample_rounds=data.draw(st.sampled_from([1, 3])),
+                     truncated=data.draw(st.sampled_from(["keep", "mask"])))  # fmt: skip
+    choices = data.draw(st.sampled_from([[0.5], [0.0, 1.0], [0.1, 0.2, 0.7]]))
+    tasks = [[rng.choice(choices) for _ in range(size)] for _ in range(n_prompts)]
+    rewards = [[r + rng.choice([0.0, -0.25]) * (algo.sample_rounds > 1) for r in group] for group in tasks]
+    responses = [[1] * rng.randint(1, 6) for _ in range(n_prompts * size)]
+    counts = [len(r) for r in responses]
+    counted = [rng.random() < 0.8 or algo.truncated == "keep" for _ in counts]
+    old, ref = ([[rng.uniform(-3, 0) for _ in r] for r in responses] for _ in range(2))
+    tokens = token_batch([written("u", [1], r) for r in responses])
+    tokens.old_logps, tokens.ref_logps = (torch.tensor(list(itertools.chain.from_iterable(x))) for x in (old, ref))
+    tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, tasks)]
+    got, returns = grpo.advantages(*tensors, tokens, torch.tensor(counted), algo, 0.1)
+    want = slow_advantages(rewards, tasks, counts, old, ref, counted, algo, 0.1)
+    assert got.dtype == torch.float64 and (returns is None) == (adv in GROUPED)
+    torch.testing.assert_close(
+        got, torch.tensor(list(itertools.chain.from_iterable(want))).double(), rtol=1e-4, atol=1e-5
+    )
+
+    # what is not packed could not have had a gradient
+    reasons = ["stop" if c else "length" for c in counted]
+    trains = grpo.may_train(tensors[0], reasons, algo)
+    quiet = Algorithm(**vars(algo) | {"kl_coef": 0.0})
+    trains_quiet = grpo.may_train(tensors[0], reasons, quiet)
+    alone, _ = grpo.advantages(*tensors, tokens, torch.tensor(counted), quiet, 0.0)
+    moves = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens.rollout, alone.abs()) > 0
+    for i, count in enumerate(counted):
+        assert trains[i] == count or kl_in == "reward"  # a KL term pulls at all of them; as a penalty it needs all
+        assert trains_quiet[i] or not (count and moves[i])
+        assert not trains_quiet[i] or count
+    equal = [len(set(group)) == 1 for group in rewards]
+    if adv in GROUPED:
+        assert not any(trains_quiet[i] and equal[i // size] for i in range(len(counts)))
+    with_bonus = grpo.may_train(tensors[0], reasons, Algorithm(**vars(quiet) | {"entropy_coef": 0.1}))
+    assert with_bonus == counted
+
+
+def test_a_critics_advantages_are_gaes_over_the_ragged_responses():
+    algo = Algorithm(adv="gae", group_size=2, gamma=0.9, lam=0.8)
+    rewards = [[1.0, 0.0], [0.25, 0.5]]
+    counts = [3, 1, 5, 2]
+    counted = [True, True, False, True]
+    tokens = token_batch([written("u", [1], [1] * n) for n in counts])
+    values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens.values = values
+    advantages, returns = [], []
+    for r, v in zip(itertools.chain.from_iterable(rewards), values.split(counts), strict=True):
+        a, back = slow_gae([0.0] * (len(v) - 1) + [r], v.tolist(), [True] * len(v), 0.9, 0.8)
+        advantages.append(a)
+        returns += back
+    used = list(itertools.chain.from_iterable(a for a, c in zip(advantages, counted, strict=True) if c))
+    mean, std = statistics.fmean(used), statistics.stdev(used)
+    want = [(a - mean) / std for a in itertools.chain.from_iterable(advantages)]
+    r = torch.tensor(rewards, dtype=torch.float64)
+    got = grpo.advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
+    torch.testing.assert_close(got[0], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got[1], torch.tensor(returns, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert grpo.may_train(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # its values are wanted
+    tokens.values = None
+    with pytest.raises(AttributeError):
+        grpo.advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
 
 
 # KL, values, penalties ------------------------------------------------------------------------------------------------
@@ -340,6 +559,14 @@ def test_adaptive_kl_coefficient():
     assert adapt_kl(0.1, 6.6, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     assert adapt_kl(0.1, 60.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # bounded
     assert adapt_kl(0.1, 0.0, 6.0, 100, 1000) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+
+
+def test_rounding_clips_no_value():
+    """old + (value - old) need not be value in fp32."""
+    old = torch.linspace(-3, 3, 1000)
+    value = old + 0.15 * torch.sin(37 * old)
+    assert value_loss(value, old, value + 1e-6, 0.2)[1].sum() == 0
+    assert value_loss(old + 0.3, old, old + 1.0, 0.2)[1].all()
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -372,13 +599,17 @@ def test_overlong_penalty():
 # Presets --------------------------------------------------------------------------------------------------------------
 
 
+def algorithm(*flags):
+    return train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", *flags]).algo
+
+
 def test_presets_resolve_and_what_is_given_wins():
     assert set(grpo.PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++", "ppo"}
-    for algo, changes in grpo.PRESETS.items():
-        knobs = resolve_preset(algo, {})
-        assert knobs.keys() == grpo.GRPO.keys() and knobs["norm_std"] in ("group", "batch", "none")
-        assert {k: v for k, v in knobs.items() if k in changes} == changes
-    assert resolve_preset("ppo", {})["epochs"] == 4 and resolve_preset("ppo", {"epochs": 2})["epochs"] == 2
-    assert resolve_preset("dr_grpo", {})["norm_std"] == "none"
-    assert resolve_preset("dr_grpo", {"adv": "grpo"})["norm_std"] == "group"
-    assert resolve_preset("reinforce++", {"kl_coef": 0.0})["kl_coef"] == 0  # 0 is a setting, not "not given"
+    for name, changes in grpo.PRESETS.items():
+        algo = algorithm("--algo", name)
+        assert vars(algo) == vars(Algorithm(algo=name, **changes)) and algo.std in grpo.NORM_STD
+        algo.check()
+    assert algorithm("--algo", "ppo").epochs == 4 and algorithm("--algo", "ppo", "--epochs", "2").epochs == 2
+    assert algorithm("--algo", "dr_grpo").std == "none"
+    assert algorithm("--algo", "dr_grpo", "--adv", "grpo").std == "group"
+    assert algorithm("--algo", "reinforce++", "--kl-coef", "0").kl_coef == 0  # 0 is a setting, not "not given"

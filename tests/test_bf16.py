@@ -1,6 +1,9 @@
-"""In bfloat16, a GPU's default: on policy every ratio is 1, and gradients are those of fp32 columns.   pytest tests/test_bf16.py"""
+"""In bfloat16, a GPU's default: on policy every ratio is 1, and gradients are those of fp32 columns.   pytest
+tests/test_bf16.py"""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +12,27 @@ import torch.distributed as dist
 import grpo
 import train
 from model import Policy, load_hf
-from rollout import Rollout
-from sharding import full, shard
-from utils import Context
+from packing import FlopRates, Packer
+from parallel.models import Models
+from parallel.sharding import full, shard
+from report.log import Skipped
+from rollout import GroupPool, Prompt, Rollout
+from utils import Context, Meter
 
-LOSSES = ["grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++ --kl-coef 0", "ppo --critic separate", "grpo --dual-clip 1.5",
-          *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_KINDS), "grpo --entropy-coef 0.05",
-          "grpo --tis-cap 1.01 --tis-mask 0.9,1.1"]
+LOSSES = [
+    "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce++ --kl-coef 0",
+    "ppo --critic separate",
+    "grpo --dual-clip 1.5",
+    *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_KINDS),
+    "grpo --entropy-coef 0.05",
+    "grpo --tis-cap 1.01 --tis-mask 0.9,1.1",
+]
 
 
 @pytest.fixture
@@ -26,84 +43,119 @@ def ctx():
 
 
 def make_rollouts(processor, picture):
-    """Two groups of four, with a picture each; the engine's log-probabilities are near the toy's own, which are near uniform."""
+    """Two groups of four, with an image each; the engine's log-probabilities are near the toy's own, which are near
+    uniform."""
     rng, rollouts = random.Random(0), []
     for p in range(2):
         image = processor.image(f"p{p}", picture(112, 84, p))
-        prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
-        for g in range(4):
+        ids = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
+        prompt = Prompt(f"p{p}", ids, [image], None, [], [])
+        for g, reward in enumerate([0.0, 1.0, 0.3, 0.9]):
             n = rng.randint(3, 9)
-            rollouts.append(Rollout(f"p{p}", g, prompt + [rng.randrange(250) for _ in range(n)], len(prompt), [True] * n, [-6.0] * n,
-                                    [image], "stop", "", {"reward": [0.0, 1.0, 0.3, 0.9][g]}))
+            response = [rng.randrange(250) for _ in range(n)]
+            rollouts.append(Rollout(prompt, g, response, [True] * n, [-6.0] * n, "stop", "", {"reward": reward}))
     return rollouts
 
 
-def micro_of(rollouts, args, processor):
-    for r in rollouts:
-        r.columns = {}
-    train.set_advantages(rollouts, args, 0.0)
-    [micro] = train.pack_minibatch(rollouts, args, processor, torch.device("cpu"))
-    return micro
+def parse(*flags):
+    return train.parse_args(
+        [
+            "--model",
+            "m",
+            "--data",
+            "d",
+            "--out",
+            "o",
+            "--steps",
+            "1",
+            "--group-size",
+            "4",
+            "--max-new-tokens",
+            "9",
+            "--max-grad-norm",
+            "1e9",
+            *flags,
+        ]
+    )
 
 
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen tower", "trained tower"])
+def make_batch(rollouts, cfg, models, processor, ctx):
+    """One micro-batch, up to where the update begins."""
+    pool = GroupPool(cfg.algo, 2, 0, ctx)
+    pool.add(rollouts)
+    packer = Packer(8192, processor.image_token_id, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    batch = train.make_batch(pool, cfg, packer, lambda uids: [], ctx, Meter())
+    assert len(batch.minibatches[0]) == 1
+    train.compute_before_update(batch, models, cfg)
+    train.set_advantages(batch, cfg.algo, 0.0, ctx, Meter())
+    return batch
+
+
+@pytest.mark.parametrize("train_vision", ["none", "all"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, frozen, toys, loaded, picture, ctx):
+def test_on_policy_ratios_are_one_and_gradients_those_of_fp32_columns(family, train_vision, toys, loaded, picture, ctx):
     processor = loaded[family][1]
     rollouts = make_rollouts(processor, picture)
-    sharded = Policy(load_hf(str(toys[family])), processor, frozen)
+    sharded = Policy(load_hf(str(toys[family])), processor, train_vision)
     shard(sharded, ctx.device, torch.bfloat16)
-    plain = Policy(load_hf(str(toys[family]), torch.bfloat16), processor, frozen)  # no FSDP: nothing casts its columns
+    # no FSDP: nothing casts its columns
+    plain = Policy(load_hf(str(toys[family]), torch.bfloat16), processor, train_vision)
     optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.0)
-    for algo in LOSSES:
-        name, *more = algo.split()
-        args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--group-size", "4", "--max-new-tokens", "9",
-                                 "--algo", name, "--epochs", "2", "--max-grad-norm", "1e9", *more])
-        if args.adv == "gae":
-            args.adv, args.norm_std = "grpo", "group"  # its loss, on advantages that need no critic
-        args.epochs = 1 if args.loss == "reinforce" else 2  # it is for one update a step, and has no ratio
-        reference = sharded if args.kl_coef else None
-        micro = micro_of(rollouts, args, processor)
-        metrics = train.update(sharded, optimizer, [[micro]], args, ctx, args.kl_coef, reference)
-        assert metrics["policy/kl_old"] == 0 and metrics["policy/clipped"] == 0, algo
-        assert metrics.get("policy/kl_ref", 0.0) == 0 and metrics["policy/grad_norm"] > 1e-3, algo
+    for name in LOSSES:
+        cfg = parse("--epochs", "2", "--algo", *name.split())
+        if cfg.algo.needs_values:  # its loss, on advantages that need no critic
+            cfg = replace(cfg, algo=replace(cfg.algo, adv="grpo", norm_std="group"))
+        if cfg.algo.loss == "reinforce":  # it is for one update a step, and has no ratio
+            cfg = replace(cfg, algo=replace(cfg.algo, epochs=1))
+        models = Models(sharded, optimizer, reference=sharded if cfg.algo.needs_reference else None)
+        batch = make_batch(rollouts, cfg, models, processor, ctx)
+        meter = Meter()
+        state = train.State(kl_coef=cfg.algo.kl_coef)
+        train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+        metrics = meter.reduce(ctx)
+        assert metrics["policy/kl_old"] == 0 and metrics["policy/clipped"] == 0, name
+        assert metrics.get("policy/kl_ref", 0.0) == 0 and metrics["policy/grad_norm"] > 1e-3, name
 
-        micro = micro_of(rollouts, args, processor)
-        train.score([[micro]], args, plain, plain if reference else None)
-        loss = grpo.PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl if reference else None, args.kl_coef,
-                               args.entropy_coef, tis_cap=args.tis_cap, tis_mask=args.tis_mask and train.tis_bounds(args.tis_mask))
+        models = Models(plain, None, reference=plain if cfg.algo.needs_reference else None)
+        batch = make_batch(rollouts, cfg, models, processor, ctx)
+        [micro] = batch.minibatches[0]
         plain.zero_grad(set_to_none=True)
-        plain(micro, args.temperature, loss)[0].backward()
+        loss = grpo.PolicyLoss(cfg.algo, cfg.algo.kl_coef)
+        plain(micro, cfg.rollout.temperature, loss, batch.tokens[micro.token_index_K]).loss.backward()
         expected = {n: p.grad.double() for n, p in plain.named_parameters() if p.grad is not None}
         got = {n: full(p.grad).double() for n, p in sharded.named_parameters() if p.grad is not None}
-        assert got.keys() == expected.keys() and any("visual" in n for n in got) != frozen
+        assert got.keys() == expected.keys() and any("visual" in n for n in got) == (train_vision == "all")
         a, b = (torch.cat([grads[n].flatten() for n in expected]) for grads in (got, expected))
         cosine = (torch.dot(a, b) / (a.norm() * b.norm())).item()
-        print(f"{family}, {'frozen' if frozen else 'trained'} tower, {algo}: 1 - cosine {1 - cosine:.1e}")  # pytest -s
-        assert cosine >= 0.9999, algo
+        print(f"{family}, --train-vision {train_vision}, {name}: 1 - cosine {1 - cosine:.1e}")  # pytest -s
+        assert cosine >= 0.9999, name
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(family, toys, loaded, picture, ctx):
     processor = loaded[family][1]
-    args = train.parse_args("--model m --data d --out o --steps 1 --group-size 4 --max-new-tokens 9".split())
-    micro = micro_of(make_rollouts(processor, picture), args, processor)
-    micro.values["old_logp"] = torch.linspace(-6, -5, len(micro.target_K))  # most of these are no bfloat16 numbers
-    policy = Policy(load_hf(str(toys[family])), processor, freeze_vision=False)
+    policy = Policy(load_hf(str(toys[family])), processor, train_vision="all")
     shard(policy, ctx.device, torch.bfloat16)
+    batch = make_batch(make_rollouts(processor, picture), parse("--epochs", "2"), Models(policy, None), processor, ctx)
+    [micro] = batch.minibatches[0]
+    assert batch.tokens.old_logps.dtype == torch.float32
+    # most of these are no bfloat16 numbers
+    batch.tokens.old_logps = torch.linspace(-6, -5, len(batch.tokens))
     read = {}
 
-    def loss(logp, entropy, values):
-        read.update(values, logp=logp, entropy=entropy)
-        return logp * 1.0, {}
+    def loss(logp_K, entropy_K, tokens):
+        for name in ("rollout_logps", "has_image", "weights", "old_logps", "advantages"):
+            read[name] = getattr(tokens, name)
+        read.update(logp=logp_K, entropy=entropy_K)
+        return logp_K * 1.0, {}
 
     loss.per_token = True
     hidden = []
     policy.visual[0].register_forward_hook(lambda _, inputs, out: hidden.append(out.last_hidden_state.detach().clone()))
-    policy(micro, 1.0, loss)
-    assert {name: v.dtype for name, v in read.items() if v.is_floating_point()} == dict.fromkeys(read.keys() - {"sequence"}, torch.float32)
-    assert torch.equal(read["old_logp"], micro.values["old_logp"])
+    policy(micro, 1.0, loss, batch.tokens[micro.token_index_K])
+    assert {name: column.dtype for name, column in read.items()} == dict.fromkeys(read, torch.float32)
+    assert torch.equal(read["old_logps"], batch.tokens.old_logps[micro.token_index_K])
     exact = load_hf(str(toys[family]), torch.bfloat16)  # the same tower without FSDP: the same roundings
     pixels = torch.cat([image.pixel_values for image in micro.images])
-    features = exact.get_submodule("model.visual")(pixels, torch.tensor([image.grid_thw for image in micro.images])).last_hidden_state
-    assert torch.equal(hidden[0], features)
+    grids = torch.tensor([image.grid_thw for image in micro.images])
+    assert torch.equal(hidden[0], exact.get_submodule("model.visual")(pixels, grids).last_hidden_state)

@@ -22,9 +22,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 import merge_lora
 import model as M
 import parallel.checkpoint as C
-import sharding
+import parallel.loading as loading
+import parallel.resume as resume
+import parallel.sharding as sharding
 import train
 from errors import UserError
+from parallel.models import saved_parts
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 
@@ -37,9 +40,9 @@ def group():
 
 
 def build(toy):
-    policy = M.Policy(sharding.meta_hf(str(toy)), M.load_processor(str(toy)))
+    policy = M.Policy(loading.meta_hf(str(toy)), M.load_processor(str(toy)))
     sharding.shard(policy, torch.device("cpu"), torch.float32)
-    sharding.load_sharded(policy, str(toy))
+    loading.load_sharded(policy, str(toy))
     return policy, sharding.make_optimizer(policy, 1e-3, 0.0)
 
 
@@ -54,8 +57,10 @@ def saved(toys, tmp_path_factory):
     policy, optimizer = build(toys["qwen2_5_vl"])
     for step in (2, 4):
         weight(policy).fill_(step)
-        C.save_checkpoint(out, step, policy, optimizer, 2, position={"position": step, "kl_coef": 0.1 + 1e-17})
-    run_args = vars(start_args(toys["qwen2_5_vl"], out, "no"))
+        C.save_checkpoint(
+            out, step, {"policy": (policy, optimizer)}, 2, position={"position": step, "kl_coef": 0.1 + 1e-17}
+        )
+    run_args = start_args(toys["qwen2_5_vl"], out, "no").flat()
     (out / "run.json").write_text(json.dumps({"args": run_args}))
     return policy, optimizer, out
 
@@ -70,8 +75,15 @@ def copy(saved, tmp_path):
     next(iter(optimizer.state.values()))["exp_avg"].to_local().zero_()
 
 
+def find_start(cfg):
+    """Of a run with these settings."""
+    return resume.find_start(Path(cfg.run.out), cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
+
+
 def start_args(toy, out, resume):
-    return train.parse_args(["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9", "--resume", str(resume)])
+    return train.parse_args(
+        ["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9", "--resume", str(resume)]
+    )
 
 
 def at(out, step):
@@ -94,12 +106,14 @@ def first_value(out):
 
 def forge(checkpoint):
     """Checksums as they would be had these files been written."""
-    trainer = {key: value for key, value in json.loads((checkpoint / "trainer.json").read_text()).items() if key != "crc32"}
+    trainer = {
+        key: value for key, value in json.loads((checkpoint / "trainer.json").read_text()).items() if key != "crc32"
+    }
     trainer["files"] = {name: C.checksum(checkpoint / name) for name in trainer["files"]}
     (checkpoint / "trainer.json").write_text(C.sealed(trainer))
 
 
-# --- weights that are not finite ----------------------------------------------------------------------------------------
+# --- weights that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e25])
@@ -107,11 +121,13 @@ def test_weights_that_nothing_survives_are_never_saved(value, copy):
     policy, optimizer, out = copy
     before = held(out)
     weight(policy)[3, 5] = value
-    with pytest.raises(UserError, match=f"after step 6 model.hf.{WEIGHT} holds NaN.*no checkpoint.*{at(out, 4)}.*--resume auto"):
-        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    with pytest.raises(
+        UserError, match=f"after step 6 model.hf.{WEIGHT} holds NaN.*no checkpoint.*{at(out, 4)}.*--resume auto"
+    ):
+        C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == before
     with pytest.raises(UserError, match="There is no earlier one"):
-        C.save_checkpoint(out / "other", 6, policy, optimizer, 1)
+        C.save_checkpoint(out / "other", 6, {"policy": (policy, optimizer)}, 1)
     assert not (out / "other").exists()
 
 
@@ -119,10 +135,10 @@ def test_optimizer_state_that_is_not_finite_is_never_saved(copy):
     policy, optimizer, out = copy
     state = next(iter(optimizer.state.values()))["exp_avg"].to_local()
     state[0] = 1e30  # large, but Adam divides by its own second moment
-    C.save_checkpoint(out, 5, policy, optimizer, 9)
+    C.save_checkpoint(out, 5, {"policy": (policy, optimizer)}, 9)
     state[0] = math.inf
     with pytest.raises(UserError, match=r"after step 6 optimizer.state.*\.exp_avg holds NaN, an infinity"):
-        C.save_checkpoint(out, 6, policy, optimizer, 1)
+        C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == ["step_000002", "step_000004", "step_000005"]
 
 
@@ -142,15 +158,15 @@ def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypa
     policy, optimizer, out = copy
     weight(policy)[3, 5] = math.nan
     monkeypatch.setattr(C, "_find_bad", lambda tensors: None)  # as an earlier version, which saved what it was given
-    C.save_checkpoint(out, 6, policy, optimizer, 9)
+    C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 9)
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"{at(out, 6)}: model.hf.{WEIGHT} holds NaN.*remove this checkpoint"):
-        C.load_checkpoint(at(out, 6), policy, optimizer)
+        C.load_checkpoint(at(out, 6), {"policy": (policy, optimizer)})
     with pytest.raises(UserError, match=f"{at(out, 6)}: {WEIGHT} holds NaN"):
         C.load_trained(str(out))
 
 
-# --- forged files -------------------------------------------------------------------------------------------------------
+# --- forged files ----------------------------------------------------------------------------------------------------
 
 
 class Call:
@@ -179,7 +195,7 @@ def refused_everywhere(out, policy, optimizer, match):
         with pytest.raises(UserError, match=match):
             C.load_trained(str(path), merge=merge)
     with pytest.raises(UserError, match=match):
-        C.load_checkpoint(at(out, 4), policy, optimizer)
+        C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
     assert (weight(policy) == 7).all()
 
 
@@ -192,7 +208,9 @@ def test_a_program_in_the_metadata_is_named_and_not_run(named, copy, tmp_path):
     file.write_bytes(pickle.dumps(stored))
     forge(at(out, 4))
     assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
-    match = "step_000004/.metadata: it names " + named.replace("pathlib.Path.touch", "(pathlib.Path.touch|builtins.getattr)")
+    match = "step_000004/.metadata: it names " + named.replace(
+        "pathlib.Path.touch", "(pathlib.Path.touch|builtins.getattr)"
+    )
     refused_everywhere(out, policy, optimizer, match)
     assert not witness.exists()
     if named != "builtins.getattr":
@@ -201,11 +219,23 @@ def test_a_program_in_the_metadata_is_named_and_not_run(named, copy, tmp_path):
 
 
 def test_a_class_that_metadata_would_change_is_refused(tmp_path):
-    """Opcode BUILD on pathlib's class: any file's name would pass for one inside the checkpoint, in this whole process."""
+    """Opcode BUILD on pathlib's class: any file's name would pass for one inside the checkpoint, in this whole
+    process."""
     import pathlib
 
-    forged = (pickle.PROTO + b"\x02" + pickle.GLOBAL + b"pathlib\nPosixPath\n" + pickle.NONE + b"}" + b"X\x04\x00\x00\x00name"
-              + b"X\x09\x00\x00\x00../secret" + b"s" + b"\x86" + b"b.")
+    forged = (
+        pickle.PROTO
+        + b"\x02"
+        + pickle.GLOBAL
+        + b"pathlib\nPosixPath\n"
+        + pickle.NONE
+        + b"}"
+        + b"X\x04\x00\x00\x00name"
+        + b"X\x09\x00\x00\x00../secret"
+        + b"s"
+        + b"\x86"
+        + b"b."
+    )
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / ".metadata").write_bytes(forged)
@@ -245,7 +275,7 @@ def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
     refused_everywhere(out, policy, optimizer, "it names '../step_000002/__0_0.distcp', outside the checkpoint")
 
 
-# --- damage -------------------------------------------------------------------------------------------------------------
+# --- damage ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_bit_is_noticed_and_its_file_named(copy):
@@ -277,7 +307,7 @@ def test_a_cut_trainer_json_is_named_and_passed_over(content, copy, toys, capsys
     _, _, out = copy
     (at(out, 4) / "trainer.json").write_text(content, encoding="latin1")
     with pytest.raises(UserError, match="no intact checkpoint: .*step_000004/trainer.json: "):
-        train.find_start(start_args(toys["qwen2_5_vl"], out, at(out, 4)))
+        find_start(start_args(toys["qwen2_5_vl"], out, at(out, 4)))
     assert first_value(out) == 2 and f"passed over: {at(out, 4)}/trainer.json" in capsys.readouterr().out
 
 
@@ -288,7 +318,7 @@ def test_a_cut_run_json_is_named(copy, toys):
         with pytest.raises(UserError, match=f"{out}/run.json: "):
             C.locate(str(out))
         with pytest.raises(UserError, match=f"{out}/run.json: "):
-            train.find_start(start_args(toys["qwen2_5_vl"], out, "auto"))
+            find_start(start_args(toys["qwen2_5_vl"], out, "auto"))
     (out / "run.json").unlink()
     with pytest.raises(UserError, match=f"is a checkpoint without its run: no {out}/run.json"):
         C.locate(str(at(out, 4)))
@@ -297,8 +327,8 @@ def test_a_cut_run_json_is_named(copy, toys):
 def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     policy, optimizer, out = copy
 
-    def start(resume, to=out):
-        return train.find_start(start_args(toys["qwen2_5_vl"], to, resume))
+    def start(where, to=out):
+        return find_start(start_args(toys["qwen2_5_vl"], to, where))
 
     assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
     with pytest.raises(UserError, match="two histories"):
@@ -317,9 +347,11 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     assert held(out) == ["step_000002", "step_000004"]
     shutil.copytree(at(out, 4), out / "checkpoints" / "damaged_step_000004")  # one of an earlier time
     assert start("auto") == at(out, 2)
-    assert f"{told} the one it was written with. The folder is now called damaged_step_000004_2" in capsys.readouterr().out
+    assert (
+        f"{told} the one it was written with. The folder is now called damaged_step_000004_2" in capsys.readouterr().out
+    )
     assert C.complete_checkpoints(out) == [at(out, 2)] and start(at(out, 2)) == start("auto") == at(out, 2)
-    C.save_checkpoint(out, 3, policy, optimizer, 2)
+    C.save_checkpoint(out, 3, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["damaged_step_000004", "damaged_step_000004_2", "step_000002", "step_000003"]
     for step in (2, 3):
         flip(at(out, step) / ".metadata")
@@ -331,38 +363,38 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
 def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys):
     _, _, out = copy
     flip(at(out, 4) / ".metadata")
-    assert train.find_start(start_args(toys["qwen2_5_vl"], out, at(out, 2))) == at(out, 2)
+    assert find_start(start_args(toys["qwen2_5_vl"], out, at(out, 2))) == at(out, 2)
     assert held(out) == ["damaged_step_000004", "step_000002"]
 
 
 def test_checkpoints_without_checksums_load_and_say_so(copy, capsys):
     policy, optimizer, out = copy
     (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "world": 1, "parts": []}) + "\n")
-    assert first_value(out) == 4 and C.load_checkpoint(at(out, 4), policy, optimizer)["step"] == 4
+    assert first_value(out) == 4 and C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})["step"] == 4
     assert f"{at(out, 4)} was written without checksums" in capsys.readouterr().out
     file = at(out, 4) / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(UserError, match="__0_0.distcp: missing or cut short"):
-        C.load_checkpoint(at(out, 4), policy, optimizer)
+        C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
     (at(out, 4) / ".metadata").write_bytes((at(out, 4) / ".metadata").read_bytes()[:999])
     with pytest.raises(UserError, match=r"step_000004/\.metadata: "):
-        C.load_checkpoint(at(out, 4), policy, optimizer)
+        C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
 
 
-# --- names, leftovers, order --------------------------------------------------------------------------------------------
+# --- names, leftovers, order -----------------------------------------------------------------------------------------
 
 
 def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, capsys):
     policy, optimizer, out = copy
     shutil.copytree(at(out, 2), out / "checkpoints" / "step_backup")
     shutil.copytree(at(out, 2), out / "checkpoints" / "step_000002.bak")
-    assert train.find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 4)
-    C.save_checkpoint(out, 999_999, policy, optimizer, 2)
-    C.save_checkpoint(out, 1_000_000, policy, optimizer, 2)
+    assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 4)
+    C.save_checkpoint(out, 999_999, {"policy": (policy, optimizer)}, 2)
+    C.save_checkpoint(out, 1_000_000, {"policy": (policy, optimizer)}, 2)
     assert C.complete_checkpoints(out) == [at(out, 999_999), at(out, 1_000_000)]
     assert held(out) == ["step_000002.bak", "step_1000000", "step_999999", "step_backup"]
     os.rename(at(out, 1_000_000), at(out, 1_000_001))  # a name that says another step than the file
-    assert train.find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
+    assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
     assert "it is of step 1000000, but the folder's name says another" in capsys.readouterr().out
 
 
@@ -371,10 +403,10 @@ def test_leftovers_are_removed_and_the_newest_never(copy, capsys):
     for name in (".step_000003", ".step_000001.old", "step_000001", "step_000099"):
         (out / "checkpoints" / name).mkdir()
     shutil.copytree(at(out, 4), at(out, 60))  # of another history, whose metrics were deleted, say
-    C.save_checkpoint(out, 6, policy, optimizer, 1)
+    C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert at(out, 6).is_dir() and held(out) == ["step_000006", "step_000060", "step_000099"]
     assert f"removing {at(out, 1)}: incomplete" in capsys.readouterr().out
-    C.save_checkpoint(out, 6, policy, optimizer, 2)  # again
+    C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 2)  # again
     assert C.damage(at(out, 6)) is None and held(out) == ["step_000006", "step_000060", "step_000099"]
 
 
@@ -392,7 +424,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(copy, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    C.save_checkpoint(out, 6, policy, optimizer, 9)
+    C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 9)
     named = done.index((str(out / "checkpoints" / ".step_000006"), str(at(out, 6))))
     before, after = done[:named], done[named + 1 :]
     written = {Path(path).name for path in before if isinstance(path, str)}
@@ -401,14 +433,17 @@ def test_everything_is_on_the_disk_before_it_has_its_name(copy, monkeypatch):
     assert f"{out}/checkpoints" in after
 
 
-# --- disks that are full ------------------------------------------------------------------------------------------------
+# --- disks that are full ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode
+    ):
         pytest.skip("may not mount a small disk")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -418,14 +453,16 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeypatch):
     policy, optimizer, _ = saved
     out = small_disk / "run"
-    C.save_checkpoint(out, 2, policy, optimizer, 2)
+    C.save_checkpoint(out, 2, {"policy": (policy, optimizer)}, 2)
     usage = shutil.disk_usage
     if late:  # someone else fills the disk meanwhile: the first look at it is at another
         first = iter([ROOT])
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
-    with pytest.raises(UserError, match=rf"--out {out}: disk full: the checkpoint of step 4 needs 40\d{{5}} bytes, {free} are free"):
-        C.save_checkpoint(out, 4, policy, optimizer, 2)
+    with pytest.raises(
+        UserError, match=rf"--out {out}: disk full: the checkpoint of step 4 needs 40\d{{5}} bytes, {free} are free"
+    ):
+        C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["step_000002"] and C.damage(at(out, 2)) is None
 
 
@@ -440,8 +477,10 @@ def test_writing_that_fails_late(where, copy, monkeypatch):
         monkeypatch.setattr(C, "sync", fail)
     else:
         monkeypatch.setattr(FileSystemWriter, "finish", fail)
-    with pytest.raises(OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "disk full"):
-        C.save_checkpoint(out, 6, policy, optimizer, 1)
+    with pytest.raises(
+        OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "disk full"
+    ):
+        C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == ["step_000002", "step_000004"]
 
 
@@ -449,11 +488,11 @@ def test_errors_of_torch_keep_their_traceback(copy, monkeypatch):
     policy, optimizer, out = copy
     monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: 1 // 0)
     with pytest.raises(CheckpointException, match="ZeroDivisionError"):
-        C.save_checkpoint(out, 6, policy, optimizer, 1)
+        C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == ["step_000002", "step_000004"]
 
 
-# --- several processes, and the programs --------------------------------------------------------------------------------
+# --- several processes, and the programs -----------------------------------------------------------------------------
 
 
 def test_two_processes_decide_alike(toys, tmp_path):
@@ -462,7 +501,9 @@ def test_two_processes_decide_alike(toys, tmp_path):
     assert told[0] == told[1]
     nan, full, trainer, damaged, start, model = told[0]
     assert f"after step 6 model.hf.{WEIGHT} holds NaN" in nan and "step_000004" in nan
-    assert "disk full: the checkpoint of step 6 needs" in full and "disk full: the checkpoint of step 6 needs" in trainer
+    assert (
+        "disk full: the checkpoint of step 6 needs" in full and "disk full: the checkpoint of step 6 needs" in trainer
+    )
     assert "__1_0.distcp: damaged" in damaged and start.endswith("step_000002")
     assert f"{WEIGHT} of" in model and "holds NaN" in model
     assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]
@@ -476,7 +517,9 @@ def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, 
     done = run([*command, "--steps", 2, "--resume", tmp_path / "a"])
     assert f"passed over: {at(tmp_path / 'a', 2)}/__0_0.distcp" in done.stdout
     assert f"resumed from {at(tmp_path / 'a', 1)} after step 1" in done.stdout
-    again, first = ([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(tmp_path / x)] for x in "ba")
+    again, first = (
+        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(tmp_path / x)] for x in "ba"
+    )
     assert again == first[1:] and held(tmp_path / "b") == ["step_000002"]
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / "hf")]))
     told = capsys.readouterr().out
@@ -486,12 +529,12 @@ def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, 
 def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
-    for resume in (toys["qwen2_5_vl"], tmp_path / "empty"):
-        with pytest.raises(UserError, match=f"--resume {resume}: neither .* nor a run that has one"):
-            train.validate(start_args(toys["qwen2_5_vl"], tmp_path / "out", resume), 1)
+    for given in (toys["qwen2_5_vl"], tmp_path / "empty"):
+        with pytest.raises(UserError, match=f"--resume {given}: neither .* nor a run that has one"):
+            find_start(start_args(toys["qwen2_5_vl"], tmp_path / "out", given))
 
 
 def test_imports_run_one_way():
-    for name in ("sharding.py", "model.py", "utils.py", "errors.py"):
+    for name in ("rollout.py", "model.py", "utils.py", "errors.py"):
         nodes = ast.walk(ast.parse((ROOT / name).read_text()))
         assert not any(isinstance(n, ast.ImportFrom) and n.module.startswith("parallel") for n in nodes), name

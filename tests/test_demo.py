@@ -10,22 +10,25 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import demo
+from errors import UserError
 from reward import score
+from tasks import shapes
 
 
-def test_rows_are_deterministic_balanced_and_of_unique_pictures():
-    rows, again = list(demo.shapes_rows(200, "train", 3)), list(demo.shapes_rows(200, "train", 3))
-    assert rows == again != list(demo.shapes_rows(200, "train", 4))
-    assert Counter(r["extra_info"]["answer_type"] for r in rows) == dict.fromkeys(["count", "colour", "shape", "exists", "angle"], 40)
+def test_rows_are_deterministic_balanced_and_of_unique_images():
+    rows, again = list(shapes.shapes_rows(200, "train", 3)), list(shapes.shapes_rows(200, "train", 3))
+    assert rows == again != list(shapes.shapes_rows(200, "train", 4))
+    kinds = ["count", "colour", "shape", "exists", "angle"]
+    assert Counter(r["extra_info"]["answer_type"] for r in rows) == dict.fromkeys(kinds, 40)
     assert len({r["images"][0]["bytes"] for r in rows}) == len({r["extra_info"]["uid"] for r in rows}) == 200
     with pytest.raises(ValueError, match="--split 'dev'"):
-        next(demo.shapes_rows(1, "dev", 0))
+        next(shapes.shapes_rows(1, "dev", 0))
 
 
-def test_no_test_picture_occurs_in_training():
-    train = {r["images"][0]["bytes"] for seed in (0, 1) for r in demo.shapes_rows(400, "train", seed)}
-    warm = {data for data, _ in itertools.islice(demo.scenes("warm", 0), 400)}
-    test = {r["images"][0]["bytes"] for r in demo.shapes_rows(400, "test", 0)}
+def test_no_test_image_occurs_in_training():
+    train = {r["images"][0]["bytes"] for seed in (0, 1) for r in shapes.shapes_rows(400, "train", seed)}
+    warm = {data for data, _ in itertools.islice(shapes.scenes("warm", 0), 400)}
+    test = {r["images"][0]["bytes"] for r in shapes.shapes_rows(400, "test", 0)}
     assert not test & (train | warm)
 
 
@@ -33,24 +36,24 @@ def test_no_constant_answer_exceeds_half():
     """What a model without eyes could reach at best: it must stay well under the bar for seeing."""
     best = []
     for kind in ("count", "colour", "shape", "exists", "angle"):
-        answers = Counter(r["reward_model"]["ground_truth"] for r in demo.shapes_rows(2000, "test", 1)
-                          if r["extra_info"]["answer_type"] == kind)
+        rows = [r for r in shapes.shapes_rows(2000, "test", 1) if r["extra_info"]["answer_type"] == kind]
+        answers = Counter(r["reward_model"]["ground_truth"] for r in rows)
         best.append(max(answers.values()) / sum(answers.values()))
     assert sum(best) / len(best) < 0.40 and max(best) < 0.58
 
 
-def test_pictures_show_what_the_answers_say():
+def test_images_show_what_the_answers_say():
     """Counted from pixels, not from the generator: the share of painted area grows with the number of shapes, and the
     dominant colour is the answer."""
     checked = 0
-    for data, questions in itertools.islice(demo.scenes("train", 7), 80):
+    for data, questions in itertools.islice(shapes.scenes("train", 7), 80):
         answers = {kind: answer for kind, _, answer in questions}
         if "colour" not in answers:
             continue
         pixels = Counter(Image.open(io.BytesIO(data)).convert("RGB").get_flattened_data())
         (background, _), *rest = pixels.most_common()
         colour = max((c for c in rest), key=lambda item: item[1])[0]
-        assert colour == demo.COLOURS[answers["colour"]] and min(background) >= 236
+        assert colour == shapes.COLOURS[answers["colour"]] and min(background) >= 236
         checked += 1
     assert checked > 40
 
@@ -62,12 +65,19 @@ def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
+    with pytest.raises(UserError, match="--task geo3k: the demo knows shapes"):
+        demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "geo3k"]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
     from types import SimpleNamespace
 
-    rows = list(demo.shapes_rows(200, "train", 5))
-    examples = [SimpleNamespace(uid=r["extra_info"]["uid"], data_source="shapes", ground_truth=r["reward_model"]["ground_truth"],
-                                extra=r["extra_info"]) for r in rows]
+    examples = []
+    for row in shapes.shapes_rows(200, "train", 5):
+        truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+        examples.append(SimpleNamespace(uid=extra["uid"], data_source="shapes", ground_truth=truth, extra=extra))
     assert all(score(rf"\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
     lazy = [score(rf"\boxed{{{demo.USUAL[e.extra['answer_type']]}}}", e)["accuracy"] for e in examples]
     assert 0.1 < sum(lazy) / len(lazy) < 0.5
@@ -75,7 +85,8 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
 
 def test_tokenizer_round_trips_any_text_and_keeps_special_tokens_whole(loaded):
     tokenizer = loaded["qwen2_5_vl"][1].tokenizer
-    for text in ["How many shapes are there?", "\\sqrt { 41 } 5√3 ≤ 日本 \n\t x", "<|im_start|>user\nhi<|im_end|>"]:
+    texts = ["How many shapes are there?", "\\sqrt { 41 } 5√3 ≤ 日本 \n\t x", "<|im_start|>user\nhi<|im_end|>"]
+    for text in texts:
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     for token in demo.SPECIAL_TOKENS:
         assert len(tokenizer.encode(token, add_special_tokens=False)) == 1

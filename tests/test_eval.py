@@ -19,11 +19,15 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
-from test_train import ROOT, TORCHRUN, flags, run, write_parquet
+from test_train import TORCHRUN, flags, run, write_parquet
 
 import eval as E
 import model as M
-from demo import make_model, shapes_rows
+from demo import make_model
+from layers import lora
+from report.page import rollout_page
+from report.plots import draw_curve
+from tasks.shapes import shapes_rows
 from utils import Context
 
 
@@ -38,7 +42,8 @@ def test_wilson_interval_equals_the_published_example():
     assert E.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
     assert E.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
     low, high = E.wilson(0, 20)
-    assert low == pytest.approx(0, abs=1e-12) and 0.1 < high < 0.2
+    assert low == 0 and 0.1 < high < 0.2
+    assert E.wilson(0, 9)[0] == 0  # rounding would leave -0.000
 
 
 def test_mcnemar_equals_enumeration():
@@ -57,7 +62,8 @@ def test_mcnemar_equals_enumeration():
 def test_summary_counts_per_example_and_type():
     records = [record("count", [1.0, 0.0]), record("count", [0.0, 0.0], finish="length"), record("colour", [1.0, 1.0])]
     s = E.summarise(records)
-    assert s["accuracy"] == pytest.approx(0.5) and s["pass@2"] == pytest.approx(2 / 3) and s["truncated"] == pytest.approx(1 / 3)
+    assert s["accuracy"] == pytest.approx(0.5) and s["pass@2"] == pytest.approx(2 / 3)
+    assert s["truncated"] == pytest.approx(1 / 3)
     assert s["by_answer_type"] == {"colour": {"n": 1, "accuracy": 1.0}, "count": {"n": 2, "accuracy": 0.25}}
     low, high = s["accuracy_ci95"]
     assert low < 0.5 < high
@@ -95,75 +101,107 @@ class Tags(html.parser.HTMLParser):
 
 def test_page_shows_as_text_whatever_came_from_data_policy_or_reward():
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>'\" onload=\"alert(1)"
-    example = SimpleNamespace(messages=[{"role": evil, "content": "<image>is 1 < 2?" + evil}], images=[photo(), evil.encode()])
-    samples = [{"text": evil, "finish_reason": evil, "tokens": 3, "advantage": 0.5, "rewards": {"reward": 1.0, evil: 0.0}}]
+    messages = [{"role": evil, "content": "<image>is 1 < 2?" + evil}]
+    example = SimpleNamespace(messages=messages, images=[photo(), evil.encode()])
+    rewards = {"reward": 1.0, evil: 0.0}
+    samples = [{"text": evil, "finish_reason": evil, "tokens": 3, "advantage": 0.5, "rewards": rewards}]
     record = {"uid": evil, "answer_type": evil, "ground_truth": evil, "samples": samples}
     facts = {"accuracy": 0.25, "reward/" + evil: 0.5, "by_answer_type": {evil: {"accuracy": 0.5}}}
-    page = E.rollout_page(evil, facts, [record] * 250, {evil: example})
+    page = rollout_page(evil, facts, [record] * 250, {evil: example})
     found = Tags(page)
-    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}  # ours, all of them
+    # ours, all of them
+    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}
     assert found.tags["img"] == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
-    assert found.attributes == {"charset", "class", "alt", "src"}
+    assert found.attributes == {"charset", "name", "content", "class", "alt", "src"}
     assert page.count("an image that cannot be read") == 200
     record["ground_truth"] = 5
-    assert "<b>5</b>" in E.rollout_page("T", {}, [record], {evil: example})
+    assert "<b>5</b>" in rollout_page("T", {}, [record], {evil: example})
 
 
 def test_page_begins_with_the_accuracy_and_the_comparison():
     records = [record("all", [float(i < 3)]) | {"uid": str(i)} for i in range(4)]
-    facts = E.summarise(records) | {"baseline": E.summarise(records[::-1]) | {"gained": 2, "lost": 1, "mcnemar_p": 0.625}}
+    baseline = E.summarise(records[::-1]) | {"gained": 2, "lost": 1, "mcnemar_p": 0.625}
+    facts = E.summarise(records) | {"baseline": baseline}
     example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[photo()])
     examples = {str(i): example for i in range(4)}
-    cells = re.findall(r"class=fact><b>([^<]*)</b><span>([^<]*)</span>", page := E.rollout_page("T", facts, records, examples))
+    page = rollout_page("T", facts, records, examples)
+    cells = re.findall(r"class=fact><b>([^<]*)</b><span>([^<]*)</span>", page)
     assert cells[:6] == [("0.75", "accuracy"), ("0.301 to 0.954", "95% interval"), ("0.75", "baseline accuracy"),
                          ("2", "gained"), ("1", "lost"), ("0.625", "McNemar p")]
     assert [name for _, name in cells].count("accuracy") == 1 and "pass@1" not in page and "blanked" not in page
-    assert E.rollout_page("T", facts | {"blank_images": True}, records, examples).count("blanked for the model") == 4
+    assert rollout_page("T", facts | {"blank_images": True}, records, examples).count("blanked for the model") == 4
 
 
 def test_page_shows_thumbnails():
     small = next(shapes_rows(1, "test", 0))["images"][0]["bytes"]
     photos = [*2 * [photo(4000, 3000, "JPEG")], photo(1000, 2000, "TIFF"), photo(300, 200, "JPEG"), small]
     drawing = io.BytesIO()
-    ImageDraw.Draw(picture := Image.new("1", (2000, 1000), 1)).line((0, 0, 2000, 1000), width=20)
-    picture.save(drawing, "PNG")
+    ImageDraw.Draw(image := Image.new("1", (2000, 1000), 1)).line((0, 0, 2000, 1000), width=20)
+    image.save(drawing, "PNG")
     example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[*photos, drawing.getvalue()])
-    page = E.rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": []}], {"u": example})
+    page = rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": []}], {"u": example})
     shown = Tags(page).images
     assert [size for _, size in shown] == [(320, 240), (320, 240), (160, 320), (300, 200), (84, 84), (320, 160)]
     assert all(len(data) < 60_000 for data, _ in shown) and len(page) < 200_000 < sum(map(len, photos))
     assert shown[4][0] == small  # what is small stays as it is
 
 
+def test_curve_of_a_run(tmp_path):
+    rows = [{"step": 0, "eval/accuracy": 0.2}, {"step": 1, "reward/mean": 0.3}]
+    rows += [{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_curve(tmp_path, 0.1, tmp_path / "curve.png")
+    image = Image.open(tmp_path / "curve.png").convert("RGB")
+    colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("9db4d3", "1f5fa8", "c0392b")}
+    assert image.size == (864, 456) and colours <= {colour for _, colour in image.getcolors(1 << 20)}
+
+
 def test_answer_types_are_text():
-    kinds = [E.answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in (5, 0, "count", None, "", 1.5, ["a"])]
-    assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"] and E.answer_type(SimpleNamespace(extra={})) == "all"
+    named = (5, 0, "count", None, "", 1.5, ["a"])
+    kinds = [E.answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
+    assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"]
+    assert E.answer_type(SimpleNamespace(extra={})) == "all"
 
 
 def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer.json").write_text("{}")
-    settings = {"model": str(toys["qwen2_5_vl"]), "max_new_tokens": 2048, "max_prompt_tokens": 700, "limit_images": 3, "max_pixels": 4000,
-                "dtype": "bfloat16", "rollout_rows": 7, "prompt_key": "problem", "answer_key": "answer", "data_source": "geo3k",
-                "bad_rows": "skip", "reward": f"{tmp_path}/mine.py:f", "group_size": 5, "min_pixels": None}
+    settings = {
+        "model": str(toys["qwen2_5_vl"]), "max_new_tokens": 2048, "max_prompt_tokens": 700, "image_key": "image",
+        "max_pixels": 4000, "min_pixels": None, "dtype": "bfloat16", "instruction": "geo3k", "prompt_key": "problem",
+        "answer_key": "answer", "data_source": "geo3k", "bad_rows": "skip", "reward": f"{tmp_path}/mine.py:f",
+        "group_size": 5,
+    }
     (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
     (tmp_path / "mine.py").touch()
     more = ["--data", str(data), "--out", str(tmp_path / "e")]
     for path in (tmp_path / "run", checkpoint):
-        args = E.parse_args([str(path), *more, "--limit-images", "2", "--dtype", "auto"])
-        assert (args.max_new_tokens, args.max_prompt_tokens, args.rows, args.max_pixels, args.min_pixels) == (2048, 700, 7, 4000, None)
-        assert (args.prompt_key, args.answer_key, args.data_source, args.bad_rows) == ("problem", "answer", "geo3k", "skip")
-        assert (args.limit_images, args.dtype, args.reward) == (2, "auto", settings["reward"])
-        told = dict(part.split(" ", 1) for part in args.from_run.split(", "))
-        assert told["--max-new-tokens"] == "2048" and told["--rows"] == "7" and told["--prompt-key"] == "'problem'"
-        assert not told.keys() & {"--limit-images", "--dtype", "--model", "--image-key", "--group-size"}
+        args = E.parse_args([str(path), *more, "--image-key", "images", "--dtype", "auto"])
+        assert (args.max_new_tokens, args.max_prompt_tokens, args.instruction) == (2048, 700, "geo3k")
+        assert (args.max_pixels, args.min_pixels) == (4000, None)
+        assert (args.prompt_key, args.answer_key) == ("problem", "answer")
+        assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
+        assert (args.image_key, args.dtype, args.reward) == ("images", "auto", settings["reward"])
+        told = dict(part.split(" ", 1) for part in E.told_of_run(args).split(", "))
+        assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "'geo3k'"
+        assert told["--prompt-key"] == "'problem'"
+        assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
     (tmp_path / "mine.py").unlink()
     args = E.parse_args([str(tmp_path / "run"), *more])
-    assert args.reward is None and "mine.py:f', a file that is not here: the task's own reward is used" in args.from_run
+    told = E.told_of_run(args)
+    assert args.reward is None and "mine.py:f', a file that is not here: the task's own reward is used" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == "other.py:g"
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
-    assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.rows, plain.from_run) == (512, 2048, 256, "")
+    assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
+    assert E.told_of_run(plain) == ""
+
+
+def test_an_unknown_flag_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        E.parse_args(["toy", "--dta", "test.parquet", "--out", "e"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: unknown flag --dta; nearest: --data")
 
 
 def test_out_is_tried_before_anything_is_read(toys, tmp_path, monkeypatch):
@@ -182,12 +220,14 @@ def test_a_full_disk_does_not_take_the_figures_with_it(toys, tmp_path):
     data, out = write_parquet(tmp_path / "test.parquet", rows), tmp_path / "out"
     out.mkdir()
     (out / "eval.json.tmp").symlink_to("/dev/full")
-    (tmp_path / "mine.py").write_text("def score(response, example):\n    return 0.0\n")  # the task's own knows its types
-    done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3, "--max-prompt-tokens", 200,
-                "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
+    # the task's own knows its types
+    (tmp_path / "mine.py").write_text("def score(response, example):\n    return 0.0\n")
+    done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3,
+                "--max-prompt-tokens", 200, "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
     assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "accuracy 0.000" in done.stdout and "wrote" not in done.stdout
-    assert [line.split()[::2] for line in done.stdout.splitlines() if line.startswith("  ")] == [["0", "n"], ["5", "n"], ["all", "n"]]
+    kinds = [line.split()[::2] for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert kinds == [["0", "n"], ["5", "n"], ["all", "n"]]
     assert "left out: 'shapes-test-0-5\\x1b[2J': " in done.stdout and "\x1b" not in done.stdout
 
 
@@ -198,26 +238,29 @@ def data(tmp_path):
 
 def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
     toy = toys["qwen3_vl"]
-    done = run([sys.executable, "eval.py", toy, "--data", data, "--baseline", toy, "--max-new-tokens", 3, "--out", tmp_path / "e"])
+    done = run([sys.executable, "eval.py", toy, "--data", data, "--baseline", toy, "--max-new-tokens", 3,
+                "--out", tmp_path / "e"])
     result = json.loads((tmp_path / "e" / "eval.json").read_text())
     assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
     assert result["baseline"]["mcnemar_p"] == 1.0 and result["baseline"]["accuracy"] == result["accuracy"]
     assert "accuracy 0.000" in done.stdout and (tmp_path / "e" / "report.html").read_text().count("<img") == 10
     assert "blanked" not in done.stdout + (tmp_path / "e" / "report.html").read_text()
-    two = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "eval.py", toy, "--data", data,
-               "--blank-images", "--samples", 3, "--max-new-tokens", 3, "--out", tmp_path / "e2"])
+    two = run([*TORCHRUN, 2, "eval.py", toy, "--data", data, "--blank-images", "--samples", 3, "--max-new-tokens", 3,
+               "--out", tmp_path / "e2"])
     again = json.loads((tmp_path / "e2" / "eval.json").read_text())
     assert again["n"] == 10 and again["samples"] == 3 and "pass@3" in again and two.stdout.count("wrote") == 1
-    assert ", pictures blanked\n" in two.stdout and "pictures blanked</h1>" in (tmp_path / "e2" / "report.html").read_text()
+    assert ", images blanked\n" in two.stdout and "images blanked</h1>" in (tmp_path / "e2" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("arguments,match", [
     (["nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--samples", "2", "--temperature", "0"], "copies of one response"),
     (["TOY", "--samples", "0"], "--samples 0"),
-    (["TOY", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
-    (["TOY", "--top-p", "0"], "--top-p 0.0 must be in (0, 1]"),
+    (["TOY", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),
+    (["TOY", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
     (["TOY", "--limit", "-1"], "--limit -1"),
+    (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is --rollout hf"),
+    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is --rollout hf; leave it out"),
     (["TOY", "--baseline", "nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
@@ -227,12 +270,13 @@ def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
     code = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "code")
-    config = json.loads((code / "config.json").read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+    config = json.loads((code / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
     (code / "config.json").write_text(json.dumps(config))
     (code / "configuration_mine.py").write_text("raise SystemExit('ran')")
     names = {"TOY": str(toys["qwen2_5_vl"]), "EMPTY_RUN": str(tmp_path / "empty"), "CODE": str(code)}
-    command = [sys.executable, "eval.py", *(names.get(a, a) for a in arguments), "--data", data, "--out", tmp_path / "out"]
-    done = run(command, check=False, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "eval.py", *(names.get(a, a) for a in arguments), "--data", data]
+    done = run([*command, "--out", tmp_path / "out"], check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 1 and match in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "[y/N]" not in done.stdout
 
@@ -248,11 +292,12 @@ def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
         (checkpoint / "trainer.json").write_text("{}")
         (tmp_path / "run" / "run.json").write_text(json.dumps({"args": {"model": str(toys["qwen2_vl"])}}))
     source = tmp_path / "run" if case == "full_out" else toys["qwen2_vl"]
-    done = subprocess.run([sys.executable, "merge_lora.py", source, "--out", out], cwd=ROOT, capture_output=True, text=True)
+    done = run([sys.executable, "merge_lora.py", source, "--out", out], check=False)
     assert done.returncode == 1 and match in done.stderr
     assert not out.exists() or [p.name for p in out.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     """Beside the bitwise test of weights in test_train.py: the folder opens, and evaluates as the run does."""
     make_model(tmp_path / "tied", hidden=64, layers=2, vocab=448, tied=True)
@@ -268,9 +313,11 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     texts = []
     settings = ["--max-new-tokens", 6, "--max-prompt-tokens", 80, "--reward", f"{tmp_path}/reward.py:score"]
     for name, more in (("run", []), ("hf", settings)):
-        done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", tmp_path / f"e-{name}", *more])
-        assert ("settings of the run: --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000, --reward" in done.stdout) == (not more)
-        texts.append((tmp_path / f"e-{name}" / "report.html").read_text().split("</h1>")[1])
+        out = tmp_path / f"e-{name}"
+        done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
+        told = "settings of the run: --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000, --reward"
+        assert (told in done.stdout) == (not more)
+        texts.append((out / "report.html").read_text().split("</h1>")[1])
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("tied", "hf"))
@@ -295,14 +342,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             wanted = json.loads(body)
             status = 403 if wanted.get("organization") == "others" else 200
-            answer = {"url": f"http://{self.headers['Host']}/{wanted['organization']}/{wanted['name']}", "name": wanted["name"]}
+            url = f"http://{self.headers['Host']}/{wanted['organization']}/{wanted['name']}"
+            answer = {"url": url, "name": wanted["name"]}
             self.server.made.append(wanted.get("visibility") or wanted.get("private"))  # versions of the client differ
         elif "/preupload/" in path:
             status = 403 if "/others/" in path else 200
-            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]}
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": f["path"], **how} for f in json.loads(body)["files"]]}
         elif "/commit/" in path:
             lines = [json.loads(line) for line in body.splitlines()]
-            self.server.files |= {x["value"]["path"]: base64.b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
+            files = [x["value"] for x in lines if x["key"] == "file"]
+            self.server.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
             url = f"http://{self.headers['Host']}/me/toy/commit/{'0' * 40}"
             answer = {"commitUrl": url, "commitOid": "0" * 40, "pullRequestUrl": None, "success": True}
         self.reply(status, answer)
@@ -323,26 +373,34 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_is_uploaded_whole(toys, tmp_path):
-    adapted = M.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), M.Lora(2, 4.0))
-    M.write_adapter(adapted, str(toys["qwen2_5_vl"]), tmp_path / "adapter")
+    adapted = lora.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), lora.Lora(2, 4.0))
+    lora.write_adapter(adapted, str(toys["qwen2_5_vl"]), tmp_path / "adapter")
     hub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     hub.made, hub.files = [], {}
     threading.Thread(target=hub.serve_forever, daemon=True).start()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {"HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_secret", "NO_PROXY": "127.0.0.1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= {"HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "merge_lora.py", tmp_path / "adapter", "--out"]
     try:
         done = run([*command, tmp_path / "hf", "--push", "me/toy"], env=environment)
-        refused = [run([*command, tmp_path / out, "--push", f"others/{out}"], check=False, env=environment) for out in ("absent", "there")]
+        refused = []
+        for out in ("absent", "there"):
+            refused.append(run([*command, tmp_path / out, "--push", f"others/{out}"], check=False, env=environment))
     finally:
         hub.shutdown()
     assert hub.made[0] in ("private", True) and "uploaded" in done.stdout
     written = {str(f.relative_to(tmp_path / "hf")): f.read_bytes() for f in (tmp_path / "hf").rglob("*") if f.is_file()}
     assert hub.files == written and "model.safetensors" in written
     assert [r.returncode for r in refused] == [1, 1] and "Traceback" not in refused[0].stderr + refused[1].stderr
-    assert "--push others/absent: the hub gives no such repository" in refused[0].stderr and not (tmp_path / "absent").exists()
-    assert "--push others/there: the hub refused" in refused[1].stderr and (tmp_path / "there" / "model.safetensors").exists()
+    assert "--push others/absent: the hub gives no such repository" in refused[0].stderr
+    assert not (tmp_path / "absent").exists()
+    assert "--push others/there: " in refused[1].stderr
+    assert "there is complete, and stays, but the hub refused it" in refused[1].stderr
+    assert (tmp_path / "there" / "model.safetensors").exists()
     del environment["HF_TOKEN"]
     refused = run([*command, tmp_path / "no", "--push", "me/toy"], check=False, env=environment)
-    assert refused.returncode == 1 and "--push me/toy: not logged in to the hub" in refused.stderr and not (tmp_path / "no").exists()
+    assert refused.returncode == 1 and "--push me/toy: not logged in to the hub" in refused.stderr
+    assert not (tmp_path / "no").exists()

@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 from test_train import rows, run, without_time, write_parquet
 
-import demo
 import train
+from engines.choose import vllm_settings
 from errors import Interrupted, UserError
 from parallel import watch
+from parallel.checkpoint import complete_checkpoints
+from parallel.resume import holds_run
 from parallel.watch import SIGNALS, Interrupt, Watch
-from rollout import vllm_settings
-from utils import Context, Timers, json_line, lock_folder
+from report.log import RunLog, Skipped, json_line, lock_folder
+from tasks.shapes import shapes_rows
+from utils import Context, Meter, Stages
 
 ROOT = Path(__file__).parent.parent
 QUICK, LONG = ("kills", "signals", "numbers", "flips", "one_folder"), ("operations", "hurries", "silence", "torchrun")
@@ -36,7 +39,8 @@ DISKS = ("full_disk", "read_only")
 def run_scenarios(folder, ranks, names):
     """Rows of the table by name, from one process: its imports are most of the time."""
     file = folder / f"{ranks}.json"
-    command = [sys.executable, "benchmarks/faults.py", "--quick", "--jobs", 2, "--ranks", ranks, "--only", ",".join(names), "--json", file]
+    command = [sys.executable, "benchmarks/faults.py", "--quick", "--jobs", 2, "--ranks", ranks]
+    command += ["--only", ",".join(names), "--json", file]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert file.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return {row["name"]: row for row in json.loads(file.read_text())["rows"]}
@@ -73,7 +77,7 @@ def test_two_processes_and_long_cases_survive(ranks, name, slow_ones):
     held(slow_ones[ranks, name])
 
 
-# --- silent ranks -------------------------------------------------------------------------------------------------------
+# --- silent ranks ---------------------------------------------------------------------------------------------------
 
 
 class Ended(Exception):
@@ -101,8 +105,9 @@ def watched(monkeypatch, capfd):
     """watched(word) -> (seconds until rank 0's watch ended the run, or None after an hour; what it said)."""
 
     def drive(word, stage="rollout", entered=3):
-        clock, timers = [1000.0], Timers()
-        timers.stage, timers.entered = stage, entered
+        clock, stages = [1000.0], Stages()
+        stages.stage = stage
+        stages.entered = entered
 
         def sleep(seconds):
             clock[0] += seconds
@@ -111,7 +116,7 @@ def watched(monkeypatch, capfd):
 
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
-        one = Watch(Context(0, 1, torch.device("cpu")), timers, minutes=1.0)  # alone, so it does not start
+        one = Watch(Context(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
         assert not one.is_alive()
         one.ctx, one.store = Context(0, 3, torch.device("cpu")), Store(clock, word)
         try:
@@ -134,7 +139,8 @@ def test_a_rank_that_falls_silent_is_named(watched):
 
 def test_a_rank_that_stays_behind_is_named_with_its_stage(watched):
     """It goes on speaking: its watch is a thread of its own."""
-    seconds, text = watched(lambda rank, now: f"{now}|{2 if rank == 1 else 3}|{'reward' if rank == 1 else 'score'}|h process {rank}")
+    stages = {0: "3|score", 1: "2|reward", 2: "3|score"}
+    seconds, text = watched(lambda rank, now: f"{now}|{stages[rank]}|h process {rank}")
     assert 60 < seconds <= 70 and text.startswith("error: rank 1 (h process 1) is still in reward after")
 
 
@@ -143,8 +149,14 @@ def test_a_stage_that_takes_all_ranks_long_is_no_fault(watched):
 
 
 def test_a_rank_that_is_behind_for_less_than_the_limit_is_no_fault(watched):
-    assert watched(lambda rank, now: f"{now}|{int(now - 1000) // 50 * 2 + rank}|rollout|h process {rank}", entered=10**6) == (None, "")
-    assert watched(lambda rank, now: f"{now}|{3 - (rank == 1 and now < 1050)}|rollout|h process {rank}") == (None, "")
+    def always_behind(rank, now):
+        return f"{now}|{int(now - 1000) // 50 * 2 + rank}|rollout|h process {rank}"
+
+    def behind_once(rank, now):
+        return f"{now}|{3 - (rank == 1 and now < 1050)}|rollout|h process {rank}"
+
+    assert watched(always_behind, entered=10**6) == (None, "")
+    assert watched(behind_once) == (None, "")
 
 
 def test_a_long_stage_counts_from_when_the_others_wait(watched):
@@ -156,7 +168,7 @@ def test_a_long_stage_counts_from_when_the_others_wait(watched):
 @pytest.mark.parametrize("how", ["raises", "never answers"])
 def test_a_store_that_is_gone_ends_the_run(how, monkeypatch):
     """Rank 0 may hold it: once stopped, it answers no more, and torch's client waits for ever whatever its time-out."""
-    ends, one = [], Watch(Context(1, 1, torch.device("cpu")), Timers(), minutes=0.005)  # alone, so it does not start
+    ends, one = [], Watch(Context(1, 1, torch.device("cpu")), Stages(), minutes=0.005)  # alone, so it does not start
 
     def gone(keys):
         if how == "raises":
@@ -181,13 +193,18 @@ def test_a_store_that_is_gone_ends_the_run(how, monkeypatch):
 def test_collectives_wait_longer_than_the_watch(monkeypatch):
     """Else they end first, with an error of the network that names nobody."""
     given = []
-    monkeypatch.setattr(train, "dist_setup", lambda minutes: given.append(minutes) or (_ for _ in ()).throw(Ended()))
+
+    def stand_in(minutes, tp):
+        given.append(minutes)
+        raise Ended
+
+    monkeypatch.setattr(train, "dist_setup", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60
 
 
-# --- signals ------------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -218,11 +235,19 @@ def send(number, until, seconds=5.0):
 
 def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_path):
     """It is in a C call, as in a collective, and no Python handler can run."""
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport ctypes\nfrom parallel.watch import Interrupt\n"
-            "interrupt = Interrupt(0.3)\ninterrupt.arm(lambda: 'saved')\nprint('ready', flush=True)\n"
-            "libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)\nlibc.sem_init(semaphore, 0, 0)\n"
-            "while True:\n    libc.sem_wait(semaphore)\n")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = """
+import ctypes
+from parallel.watch import Interrupt
+interrupt = Interrupt(0.3)
+interrupt.arm(lambda: 'saved')
+print('ready', flush=True)
+libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.sem_init(semaphore, 0, 0)
+while True:
+    libc.sem_wait(semaphore)
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert process.stdout.readline() == "ready\n"
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -254,7 +279,8 @@ def test_the_grace_period_ends_a_stage_that_does_not(left):
     interrupt = Interrupt(grace=0.05)
     interrupt.arm(lambda: "saved")
     send(signal.SIGTERM, lambda: left)
-    assert left == [(signal.SIGTERM, "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint")]
+    told = "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint"
+    assert left == [(signal.SIGTERM, told)]
 
 
 def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
@@ -270,19 +296,21 @@ def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
     assert left[0][0] == signal.SIGINT and "again: not saved" in left[0][1]
 
 
-# --- the run's folder ---------------------------------------------------------------------------------------------------
+# --- the run's folder -----------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_in_a_folder_names_the_first(tmp_path):
     lock = lock_folder(tmp_path / "run")
-    with pytest.raises(UserError, match=rf"another run writes there \(process {os.getpid()} on .*choose another folder"):
+    told = rf"another run writes there \(process {os.getpid()} on .*choose another folder"
+    with pytest.raises(UserError, match=told):
         lock_folder(tmp_path / "run", patience=0)
     lock.close()
     lock_folder(tmp_path / "run", patience=0).close()
 
 
 def test_a_killed_run_holds_no_folder(tmp_path):
-    hold = f"import fcntl, time; f = open({str(tmp_path / '.lock')!r}, 'w'); fcntl.flock(f, 2); print('held', flush=True); time.sleep(60)"
+    hold = f"import fcntl, time; f = open({str(tmp_path / '.lock')!r}, 'w'); fcntl.flock(f, 2)"
+    hold += "; print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match="another run"):
@@ -293,69 +321,105 @@ def test_a_killed_run_holds_no_folder(tmp_path):
 
 
 def test_metrics_without_a_number_are_null():
-    assert json.loads(json_line({"step": 3, "a": math.nan, "b": -math.inf, "c": 0.5})) == {"step": 3, "a": None, "b": None, "c": 0.5}
+    row = {"step": 3, "a": math.nan, "b": -math.inf, "c": 0.5}
+    again = json.loads(json_line(row))
+    assert again == row | {"a": None, "b": None} and json.loads(json_line(again)) == again  # as a resumed run writes it
 
 
 def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
-    assert not train.holds_run(tmp_path)
+    assert not holds_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "lo')
-    assert not train.holds_run(tmp_path)
+    assert not holds_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert train.holds_run(tmp_path)
+    assert holds_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
-    assert not train.holds_run(tmp_path)  # never completed
+    assert not holds_run(tmp_path)  # never completed
     (tmp_path / "checkpoints" / "step_000007" / "trainer.json").write_text("{}")
-    assert train.holds_run(tmp_path)
+    assert holds_run(tmp_path)
 
 
-# --- updates that are left out ------------------------------------------------------------------------------------------
+# --- updates that are left out --------------------------------------------------------------------------------------
 
 
-def micros(*uids):
-    return [SimpleNamespace(samples=[SimpleNamespace(uid=uid) for uid in uids])]
+@pytest.fixture
+def skipped(tmp_path):
+    """Of the first of some ranks, of which each other one has met the same updates."""
+
+    class Ranks(Context):
+        others = ()
+
+        def gather_main(self, items):
+            return [*items, *self.others]
+
+    return Skipped(tmp_path, Ranks(0, 1, torch.device("cpu")))
 
 
-def test_a_skipped_update_is_told_once_with_the_uids_of_all_ranks(tmp_path, monkeypatch, capfd):
-    skipped = train.Skipped(tmp_path, limit=10)
-    skipped.add(math.nan, math.inf, micros("b", "a", "a"))
-    skipped.add(1.5, math.nan, micros("a"))
+def test_a_skipped_update_is_told_once_with_the_uids_of_all_ranks(skipped, tmp_path, capfd):
+    meter = Meter()
+    skipped.after_update(math.inf, False, math.nan, ["a", "b"], meter)
+    skipped.after_update(math.nan, False, 1.5, ["a"], meter)
     other = [{"loss": 2.0, "norm": math.inf, "uids": ["c"]}, {"loss": 1.0, "norm": math.nan, "uids": ["d"]}]
-    monkeypatch.setattr(train, "gather0", lambda mine: [*mine, other])
-    skipped.report(7, alike=1)
+    type(skipped.ctx).others = (other,)
+    skipped.report(7, pytest.fail)
     told = json.loads((tmp_path / "skipped" / "step_000007.json").read_text())
-    assert told == {"step": 7, "in_a_row": 2, "updates": [{"loss": "nan", "grad_norm": "inf", "uids": ["a", "b", "c"]},
-                                                          {"loss": "2.5", "grad_norm": "nan", "uids": ["a", "d"]}]}
+    updates = [{"loss": "nan", "grad_norm": "inf", "uids": ["a", "b", "c"]},
+               {"loss": "2.5", "grad_norm": "nan", "uids": ["a", "d"]}]
+    assert told == {"step": 7, "in_a_row": 2, "updates": updates} and meter.values["update/skipped"] == 2
     text = "".join(capfd.readouterr())
-    assert text.count("warning: step 7 skipped 2 update(s), 2 in a row") == 1 and "--max-skipped 10" in text
-    skipped.report(8, alike=1)  # nothing since
+    assert text.count("warning: step 7 skipped 2 update(s), 2 in a row") == 1 and "the run ends at 10" in text
+    skipped.report(8, pytest.fail)  # nothing since
     assert not (tmp_path / "skipped" / "step_000008.json").exists()
 
 
-def test_processes_that_divide_a_model_tell_their_batch_once(tmp_path, monkeypatch):
-    skipped = train.Skipped(tmp_path, limit=10)
-    skipped.add(1.0, math.inf, micros("a"))
-    monkeypatch.setattr(train, "gather0", lambda mine: mine * 2)
-    skipped.report(1, alike=2)
-    assert json.loads((tmp_path / "skipped" / "step_000001.json").read_text())["updates"][0]["loss"] == "1.0"
+def test_processes_that_divide_a_model_tell_their_batch_once(tmp_path):
+    """Of four processes, two and two of which divide a model."""
+
+    def told(rank, gathered):
+        class Ranks(Context):
+            def gather_main(self, items):
+                gathered.append(items)
+                return sum(gathered, [])
+
+        skipped = Skipped(tmp_path, Ranks(rank, 4, torch.device("cpu"), tp=2))
+        skipped.after_update(math.inf, False, 1.0 + rank, ["abcd"[rank]], Meter())
+        skipped.report(1, pytest.fail)
+        return json.loads((tmp_path / "skipped" / "step_000001.json").read_text())["updates"][0]
+
+    gathered = []
+    for rank in range(4):
+        update = told(rank, gathered)
+    assert update["loss"] == "4.0" and update["uids"] == ["a", "c"]
 
 
-def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates():
-    skipped = train.Skipped(None, limit=3)
-    skipped.add(0.0, math.nan, micros("a"))
-    skipped.good(stepped=False)  # an update without any gradient
-    skipped.add(0.0, math.nan, micros("a"))
-    assert skipped.in_a_row == 2
-    skipped.good(stepped=True)
-    assert skipped.in_a_row == 0
+def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates(skipped):
+    meter = Meter()
+    skipped.after_update(math.nan, False, 0.0, ["a"], meter)
+    skipped.after_update(0.0, False, 0.0, [], meter)  # an update without any gradient
+    skipped.after_update(math.nan, False, 0.0, ["a"], meter)
+    assert skipped.in_a_row == 2 and meter.values == {"update/skipped": 2, "update/empty": 1, "update/steps": 0}
+    skipped.after_update(1.0, True, 0.0, ["a"], meter)
+    assert skipped.in_a_row == 0 and meter.values["update/steps"] == 1
+
+
+def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
+    for _ in range(10):
+        skipped.after_update(math.nan, False, 0.0, ["a"], Meter())
+    with pytest.raises(UserError, match="10 updates in a row were not finite.*newest checkpoint is there: lower --lr"):
+        skipped.report(3, lambda: "there")
 
 
 def test_a_step_without_a_signal_is_known():
-    groups, alone = (train.parse_args(f"--model m --data d --out o --steps 1 --adv gae --group-size {n}".split()) for n in (4, 1))
-    assert train.no_signal({"reward/constant_groups": 1.0, "update/empty": 0.0}, groups)
-    assert not train.no_signal({"reward/constant_groups": 0.9, "update/empty": 1.0}, groups)
-    assert not train.no_signal({"reward/constant_groups": 1.0, "update/empty": 0.0}, alone)  # groups of one always are
-    assert train.no_signal({"reward/constant_groups": 1.0, "update/empty": 1.0}, alone)
+    def flat(constant, empty, group_size):
+        cfg = train.parse_args(f"--model m --data d --out o --steps 1 --adv gae --group-size {group_size}".split())
+        log = SimpleNamespace(cfg=cfg, flat_steps=0)
+        RunLog._warn_if_flat(log, {"reward/constant_groups": constant, "update/empty": empty})
+        return log.flat_steps == 1
+
+    assert flat(1.0, 0, group_size=4)
+    assert not flat(0.9, 1, group_size=4)
+    assert not flat(1.0, 0, group_size=1)  # groups of one always are
+    assert flat(1.0, 1, group_size=1)
 
 
 @pytest.mark.parametrize("pair, engine, match", [
@@ -366,23 +430,25 @@ def test_a_step_without_a_signal_is_known():
 ])
 def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
     with pytest.raises(UserError, match=match):
-        vllm_settings([pair], engine)
-    assert vllm_settings(None, engine) == {}
+        vllm_settings([pair], engine, world=1)
+    assert vllm_settings(None, engine, world=1) == {}
 
 
-# --- whole runs, in process ---------------------------------------------------------------------------------------------
+# --- whole runs, in process -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def start(toys, tmp_path, left):
     """start(reward's code, flags) runs train.main in tmp_path/out."""
     data = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist(list(demo.shapes_rows(12, "train", 0))), data)
+    pq.write_table(pa.Table.from_pylist(list(shapes_rows(12, "train", 0))), data)
 
     def go(body, *more):
-        (tmp_path / "reward.py").write_text(f"calls = []\n\n\ndef score(response, example):\n    calls.append(1)\n    {body}\n")
-        flags = ["--model", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / "out", "--reward", f"{tmp_path}/reward.py:score",
-                 "--prompts-per-step", 2, "--group-size", 2, "--max-new-tokens", 3, "--no-self-test", "--sample-every", 0, *more]
+        code = f"calls = []\n\n\ndef score(response, example):\n    calls.append(1)\n    {body}\n"
+        (tmp_path / "reward.py").write_text(code)
+        flags = ["--model", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / "out", "--prompts-per-step", 2,
+                 "--reward", f"{tmp_path}/reward.py:score", "--group-size", 2, "--max-new-tokens", 3, "--no-self-test",
+                 *more]
         try:
             train.main(train.parse_args(list(map(str, flags))))
         finally:
@@ -399,28 +465,36 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     start("return 0.25", "--steps", 3, "--resume", "auto")
     text = "".join(capfd.readouterr())
     assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
-    assert train.complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
+    assert complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 
 def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_path):
-    """Equal rewards, and a policy that is still its reference: no gradient, and a KL of 0 that would lower the coefficient."""
-    start("return 1.0", "--algo", "rloo", "--kl-coef", 0.1, "--kl-in", "reward", "--kl-target", 0.01, "--kl-horizon", 50, "--steps", 3)
+    """Equal rewards, and a policy that is still its reference: no gradient, and a KL of 0 that would lower the
+    coefficient."""
+    start("return 1.0", "--algo", "rloo", "--kl-coef", 0.1, "--kl-in", "reward", "--kl-target", 0.01, "--steps", 3)
     logged = rows(tmp_path / "out")
     assert [row["kl/coef"] for row in logged] == [0.1] * 3 and {row["update/steps"] for row in logged} == {0}
 
 
 def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
-    """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that was not interrupted."""
-    train_data, test_data = (write_parquet(tmp_path / f"{split}.parquet", demo.shapes_rows(n, split, 0))
-                             for split, n in (("train", 8), ("test", 6)))
-    (tmp_path / "reward.py").write_text(
-        "import os, signal\ncalls = 0\ndef score(response, example):\n    global calls\n    calls += 1\n"
-        "    if str(calls) == os.environ.get('SIGNAL_AT'):\n        os.kill(os.getpid(), signal.SIGTERM)\n    return len(response) % 3\n")
+    """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that nobody stopped."""
+    train_data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
+    test_data = write_parquet(tmp_path / "test.parquet", shapes_rows(6, "test", 0))
+    (tmp_path / "reward.py").write_text("""
+import os, signal
+calls = 0
+def score(response, example):
+    global calls
+    calls += 1
+    if str(calls) == os.environ.get('SIGNAL_AT'):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return len(response) % 3
+""")
 
     def start(out, **env):
-        flags = ["--model", toys["qwen2_5_vl"], "--data", train_data, "--eval-data", test_data, "--out", tmp_path / out, "--steps", 2,
-                 "--reward", f"{tmp_path}/reward.py:score", "--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 5, "--lr", 1e-3,
-                 "--resume", "auto", "--no-self-test"]
+        flags = ["--model", toys["qwen2_5_vl"], "--data", train_data, "--eval-data", test_data, "--out", tmp_path / out,
+                 "--steps", 2, "--reward", f"{tmp_path}/reward.py:score", "--prompts-per-step", 4, "--group-size", 3,
+                 "--max-new-tokens", 5, "--lr", 1e-3, "--resume", "auto", "--no-self-test"]
         return run([sys.executable, "train.py", *flags], check=False, env=os.environ | env)
 
     assert start("whole").returncode == 0
@@ -429,7 +503,8 @@ def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
     assert cut.returncode == 143 and "stopped after step 2 of 2, saved in" in cut.stderr, cut.stderr
     assert "eval/accuracy" not in rows(tmp_path / "cut")[-1]
     assert start("cut").returncode == 0
-    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole") and "eval/accuracy" in rows(tmp_path / "cut")[-1]
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    assert "eval/accuracy" in rows(tmp_path / "cut")[-1]
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):

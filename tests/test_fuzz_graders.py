@@ -1,7 +1,8 @@
 """A policy against the geometry grader: 20,000 answers from a grammar, each with the value it was built from.
 
-The oracle shares nothing with reward.py: a value is a sum of q * sqrt(r) * pi^k * letters with Fractions q and square-free
-r, kept beside the text; these products are linearly independent, so two values are equal if the sums are the same.
+The oracle shares nothing with tasks/geometry.py: a value is a sum of q * sqrt(r) * pi^k * letters with Fractions q and
+square-free r, kept next to the text; these products are linearly independent, so two values are equal if the sums are
+the same.
 """
 
 import math
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 import reward
+from tasks import geometry
+from tasks.math_verify_worker import MATH_VERIFY
 
 PAIRS, SEED, MAX_SECONDS = 20_000, 7, 0.050
 Value = dict  # (r, k, letters) -> Fraction; None: no value
@@ -204,7 +207,8 @@ class Grammar:
         if kind == 9:
             p = number(Fraction(1, 10)) if self.chance(0.5) else number(Fraction(1, 4))
             percent = "10\\%" if p == number(Fraction(1, 10)) else "25%"
-            return f"{percent} \\cdot {self.group(self.spell(times(value, number(1 / next(iter(p.values())))), depth + 1))}"
+            times_more = times(value, number(1 / next(iter(p.values()))))
+            return f"{percent} \\cdot {self.group(self.spell(times_more, depth + 1))}"
         terms = [self.term(key, q) for key, q in value.items()] or [self.pick(["0", "0.0", "-0", "00", self.zero()])]
         self.rng.shuffle(terms)
         return terms[0] + "".join(f" {t}" if t[0] == "-" else f" + {t}" for t in terms[1:])
@@ -605,17 +609,17 @@ TRUTHS = [
 def apart(monkeypatch):
     """Answers that would go to math-verify are written down instead, and wrong."""
     sent = []
-    monkeypatch.setattr(reward._cas, "same", lambda a, b: bool(sent.append((a, b))))
-    reward._normalise.cache_clear()
+    monkeypatch.setattr(MATH_VERIFY, "same", lambda a, b: bool(sent.append((a, b))))
+    geometry.normalise.cache_clear()
     yield sent
 
 
 def seconds(text: str, truth: str) -> float:
     """CPU time of this thread, as if the answer had not been seen before."""
-    for cache in (reward._normalise, reward._value, reward._letter):
+    for cache in (geometry.normalise, geometry.evaluate):
         cache.cache_clear()
     start = time.thread_time()
-    reward.same_answer(text, truth)
+    geometry.same_answer(text, truth)
     return time.thread_time() - start
 
 
@@ -628,7 +632,7 @@ def test_twenty_thousand_answers(apart, monkeypatch):
         if answer.text == "?":
             answer = Answer("never", "47?")
         before, start = len(apart), time.thread_time()
-        verdict = reward.same_answer(answer.text, truth.text)  # must not raise
+        verdict = geometry.same_answer(answer.text, truth.text)  # must not raise
         if (
             time.thread_time() - start > MAX_SECONDS
             and min(seconds(answer.text, truth.text) for _ in range(3)) > MAX_SECONDS

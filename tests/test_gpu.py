@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled kernels against float64, attention over a forest against the dense mask, bf16 ratios.
+"""What only a GPU can show: compiled kernels against float64, packed attention against the dense mask, bf16 ratios.
 
     pytest -m gpu tests/test_gpu.py                          # on a CUDA machine; elsewhere all of it is skipped
     GPU_TESTS_ON_CPU=1 pytest -m gpu tests/test_gpu.py       # a handful of tiny cases, in Triton's interpreter
@@ -12,16 +12,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from parity_worker import rollouts_of
-from test_kernels import LOSSES, columns, reference
+from parity_worker import make_prompts, make_rollouts
+from test_kernels import LOSSES, columns, reference, tokens_of
 
+import grpo
 import kernels
 import train
-from grpo import PolicyLoss, Sample, dense_mask, plant
+from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss, linear_logprob
-from model import ForestAttention, Policy, load_hf
-from sharding import shard
-from utils import dist_setup
+from layers.attention import PackedAttention
+from model import Policy, load_hf
+from packing import Batch, MicroBatch, Packer, TokenBatch, dense_mask, token_batch
+from parallel.models import Models
+from parallel.sharding import shard
+from rollout import Rollout, written
+from utils import Context, Meter, dist_setup
 
 GPU = torch.cuda.is_available()
 TOY = not GPU and os.environ.get("GPU_TESTS_ON_CPU") == "1"
@@ -29,7 +34,12 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU and not TOY, reason="no CUDA device")]
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device, and no CPU form of what it runs")
 # a CPU has no 16-bit product with an fp32 result, so no Triton there
-PATHS = [(k, t) for k in ("triton", "torch") for t in (torch.float32, torch.bfloat16) if GPU or (k, t) != ("triton", torch.bfloat16)]
+PATHS = [
+    (k, t)
+    for k in ("triton", "torch")
+    for t in (torch.float32, torch.bfloat16)
+    if GPU or (k, t) != ("triton", torch.bfloat16)
+]
 # Of fp32 sums in another order, and of gradients that are rounded to 8 bits twice (the logits' and their own)
 VALUE, GRADIENT = 1e-4, {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ATTENTION = {torch.float32: 5e-5, torch.bfloat16: 2e-2}  # probabilities are rounded too; tf32 would be 3e-4
@@ -49,10 +59,10 @@ def problem(n: int, h: int, v: int, dtype: torch.dtype, seed: int = 0) -> tuple[
     return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE), *coefficients.to(DEVICE)
 
 
-# --- The policy head ------------------------------------------------------------------------------------------------------
+# --- The policy head ------------------------------------------------------------------------------------------------
 
-# (rows, hidden, vocabulary, rows a block): ragged last blocks of everything; steps between rows that bulk copies cannot take
-# (H 100 in bf16: then cuBLAS and the row kernel); a single row; and a vocabulary like Qwen's
+# (rows, hidden, vocabulary, rows a block): ragged last blocks of everything; steps between rows that bulk copies cannot
+# take (H 100 in bf16: then cuBLAS and the row kernel); a single row; and a vocabulary like Qwen's
 SHAPES = [(300, 896, 5003, 128), (77, 100, 1999, 64), (1, 64, 333, 2048), (40, 256, 151936, 32)]
 SHAPES = [(9, 16, 77, 4)] if TOY else SHAPES
 
@@ -89,12 +99,12 @@ def test_every_loss_and_its_gradients_equal_float64(name, kernel, dtype, monkeyp
     banned = torch.tensor([v - 1, v - 3], device=DEVICE)
     x, w = (t.double().requires_grad_() for t in (hidden, weight))
     logp, entropy = reference(x, w, targets, 1.3, banned)
-    values = columns(logp.detach())
-    exact = {key: column.double() if column.is_floating_point() else column for key, column in values.items()}
+    tokens = columns(logp.detach())
+    exact = tokens.map(lambda column: column.double() if column.is_floating_point() else column)
     want = loss(logp, entropy, exact)[0].sum()
     want.backward()
     y, u = (t.clone().requires_grad_() for t in (hidden, weight))
-    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, loss, values, 1.3, banned, kernel)
+    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, loss, tokens, 1.3, banned, kernel)
     total.backward()
     assert abs(total.item() - want.item()) < VALUE * max(1.0, abs(want.item()))
     assert (got_logp - logp).abs().max() < VALUE and (got_entropy - entropy).abs().max() < VALUE
@@ -102,43 +112,47 @@ def test_every_loss_and_its_gradients_equal_float64(name, kernel, dtype, monkeyp
     still = (x.grad == 0).all(1)  # exactly nothing, not nearly: no weight, or clipped
     assert still.any() and (y.grad[still] == 0).all()
     frozen = hidden.clone().requires_grad_()
-    fused_policy_loss(frozen, weight, targets, loss, values, 1.3, banned, kernel)[0].backward()
+    fused_policy_loss(frozen, weight, targets, loss, tokens, 1.3, banned, kernel)[0].backward()
     assert torch.equal(frozen.grad, y.grad) and weight.grad is None
 
 
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
 def test_nothing_to_learn_gives_zeros(kernel):
     hidden, weight, targets, *_ = problem(20, 64, 333, torch.bfloat16 if GPU else torch.float32)
-    values = {"advantage": torch.zeros(20, device=DEVICE), "weight": torch.ones(20, device=DEVICE)}
     x, w = hidden.requires_grad_(), weight.requires_grad_()
-    total = fused_policy_loss(x, w, targets, PolicyLoss(), values, kernel=kernel)[0]
+    total = fused_policy_loss(x, w, targets, PolicyLoss(Algorithm()), tokens_of(torch.zeros(20)), kernel=kernel)[0]
     total.backward()
     assert total.item() == 0 and x.grad.abs().max() == 0 and w.grad.abs().max() == 0
 
 
-# --- Attention over a forest ----------------------------------------------------------------------------------------------
+# --- Attention of packed micro-batches ------------------------------------------------------------------------------
 
-# (prompt, responses) of each tree. A response of 1 token is a target alone, one of 2 a run of 1 token
-TREES = [
+# lengths of (prompt, responses) of each group. A response of 1 token is a target alone, one of 2 a run of 1 token
+GROUPS = [
     [(1, [1]), (3, [2, 1, 7])],
     [(64, [65])],  # a whole block
     [(300, [2, 1, 130, 517]), (1, [1, 2]), (129, [64, 64]), (17, [2] * 5)],
     [(700, [1000, 200, 1, 2, 433])],
     [(5, [3]), (2, [2, 2])],  # small again: compiled once for all sizes
 ]
-TREES = TREES[:2] if TOY else TREES
+GROUPS = GROUPS[:2] if TOY else GROUPS
 HEADS = [(4, 2, 32)] if TOY else [(4, 4, 64), (4, 2, 32), (16, 2, 128)]
 
 
-def plant_trees(trees: list[tuple[int, list[int]]], apart: bool):
-    """A micro-batch of them; `apart`, each response has a copy of its prompt."""
-    rng, samples = torch.Generator().manual_seed(0), []
-    for t, (prompt, responses) in enumerate(trees):
+def pack_groups(groups: list[tuple[int, list[int]]], share: bool) -> MicroBatch:
+    rng = torch.Generator().manual_seed(0)
+    rollouts = []
+    for uid, (prompt, responses) in enumerate(groups):
         begin = torch.randint(0, 100, (prompt,), generator=rng).tolist()
-        for i, n in enumerate(responses):
-            own = [100 + i] + torch.randint(0, 100, (n - 1,), generator=rng).tolist()  # the first token tells them apart
-            samples.append(Sample(f"{t}/{i}" if apart else str(t), begin + own, [False] * prompt + [True] * n, {}))
-    return plant(samples, image_token=-1)
+        for i, n in enumerate(responses):  # the first token tells them apart
+            own = [100 + i] + torch.randint(0, 100, (n - 1,), generator=rng).tolist()
+            rollouts.append(written(str(uid), begin, own))
+    [micro] = Packer(10**6, image_token=-1, share=share).pack(rollouts)
+    return micro
+
+
+def rollouts_of(processor, group_size: int) -> list[Rollout]:
+    return make_rollouts(make_prompts([f"p{i}" for i in range(6)], processor), group_size)
 
 
 def exact_attention(q, k, v, end_T, scale):
@@ -148,63 +162,85 @@ def exact_attention(q, k, v, end_T, scale):
 
 
 @pytest.mark.parametrize("heads,kv_heads,dim", HEADS)
-@pytest.mark.parametrize("backend,dtype", [("flex", torch.float32), ("flex", torch.bfloat16), ("sdpa", torch.bfloat16),
-                                           pytest.param("flash", torch.bfloat16, marks=needs_gpu)])
+@pytest.mark.parametrize(
+    "backend,dtype",
+    [
+        ("flex", torch.float32),
+        ("flex", torch.bfloat16),
+        ("sdpa", torch.bfloat16),
+        pytest.param("flash", torch.bfloat16, marks=needs_gpu),
+    ],
+)
 def test_attention_and_its_gradients_equal_the_dense_mask(backend, dtype, heads, kv_heads, dim):
     g = torch.Generator().manual_seed(2)
-    for trees in TREES:
-        micro = plant_trees(trees, apart=backend == "flash").to(DEVICE)
+    for groups in GROUPS:
+        micro = pack_groups(groups, share=backend != "flash").to(DEVICE)
         n, scale = micro.n_tokens, dim**-0.5
-        q, k, v, up = (torch.randn(1, count, n, dim, generator=g).to(DEVICE, dtype) for count in (heads, kv_heads, kv_heads, heads))
+        q, k, v, up = (
+            torch.randn(1, count, n, dim, generator=g).to(DEVICE, dtype) for count in (heads, kv_heads, kv_heads, heads)
+        )
         want = exact_attention(*(exact := [x.double().requires_grad_() for x in (q, k, v)]), micro.end_T, scale)
         want.backward(up.double())
         backward = GPU or backend == "sdpa"  # flex has none on a CPU
-        got = ForestAttention(backend, micro)(0, *(ours := [x.clone().requires_grad_(backward) for x in (q, k, v)]), scale)
-        assert relative(got, want) < ATTENTION[dtype] and got.shape == q.shape, (trees, "values")
+        got = PackedAttention(backend, micro)(
+            0, *(ours := [x.clone().requires_grad_(backward) for x in (q, k, v)]), scale
+        )
+        assert relative(got, want) < ATTENTION[dtype] and got.shape == q.shape, (groups, "values")
         if backward:
             got.backward(up)
             for name, a, b in zip("qkv", ours, exact, strict=True):
                 if b.grad.norm() > 1e-9:  # a lone token's query has none
-                    assert relative(a.grad, b.grad) < ATTENTION[dtype], (trees, name)
+                    assert relative(a.grad, b.grad) < ATTENTION[dtype], (groups, name)
 
 
 @needs_gpu
-@pytest.mark.parametrize("family,attn,dtype", [
-    ("qwen2_5_vl", "flex", torch.float32), ("qwen3_vl", "flex", torch.float32), ("qwen3_5", "flex", torch.float32),
-    ("qwen2_5_vl", "flex", torch.bfloat16), ("qwen2_5_vl", "flash", torch.bfloat16), ("qwen3_vl_moe", "flash", torch.bfloat16),
-])
+@pytest.mark.parametrize(
+    "family,attn,dtype",
+    [
+        ("qwen2_5_vl", "flex", torch.float32),
+        ("qwen3_vl", "flex", torch.float32),
+        ("qwen3_5", "flex", torch.float32),
+        ("qwen2_5_vl", "flex", torch.bfloat16),
+        ("qwen2_5_vl", "flash", torch.bfloat16),
+        ("qwen3_vl_moe", "flash", torch.bfloat16),
+    ],
+)
 def test_whole_models_agree_with_run_by_run_attention(family, attn, dtype, toys, loaded):
-    """Log-probabilities and gradients of a toy, pictures included."""
+    """Log-probabilities and gradients of a toy, images included."""
     processor, results = loaded[family][1], []
-    samples = [Sample(f"{r.uid}/{r.sample}" if attn == "flash" else r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)
-               for r in rollouts_of(processor, 3)]
-    for attention in ("sdpa", attn):
-        policy = Policy(load_hf(str(toys[family]), dtype), processor, False, attention).to(DEVICE)
-        logp, entropy = policy(plant(samples, processor.image_token_id).to(DEVICE))
-        (logp.mean() + entropy.mean()).backward()
-        results.append((logp.detach(), torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.grad is not None])))
+    rollouts = rollouts_of(processor, 3)
+    [micro] = Packer(10**6, processor.image_token_id, share=attn != "flash").pack(rollouts)
+    for back_end in ("sdpa", attn):
+        policy = Policy(load_hf(str(toys[family]), dtype), processor, "all", back_end).to(DEVICE)
+        out = policy(micro)
+        (out.logp_K.mean() + out.entropy_K.mean()).backward()
+        gradients = [p.grad.flatten().float() for p in policy.parameters() if p.grad is not None]
+        results.append((out.logp_K.detach(), torch.cat(gradients)))
     (want, gradient), (got, its_gradient) = results
     bound = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.1, 0.1)}[dtype]
     assert (got - want).abs().max() < bound[0] and relative(its_gradient, gradient) < bound[1]
 
 
-# --- bf16 through FSDP2 ---------------------------------------------------------------------------------------------------
+# --- bf16 through FSDP2 ---------------------------------------------------------------------------------------------
 
-SEEN: list[tuple[set[torch.dtype], float]] = []  # what a loss was given: dtypes of its columns, largest |logp - old_logp|
+SEEN: list[
+    tuple[set[torch.dtype], float]
+] = []  # what a loss was given: dtypes of its columns, largest |logp - old_logp|
 
 
 @dataclass(frozen=True)
 class Watched(PolicyLoss):
-    def __call__(self, logp_K, entropy_K, values):
-        dtypes = {logp_K.dtype, *(column.dtype for column in values.values() if column.is_floating_point())}
-        SEEN.append((dtypes, (logp_K.detach() - values["old_logp"]).abs().max().item()))
-        return super().__call__(logp_K, entropy_K, values)
+    def __call__(self, logp_K, entropy_K, tokens: TokenBatch):
+        dtypes = {logp_K.dtype}
+        tokens.map(lambda column: dtypes.add(column.dtype) if column.is_floating_point() else None)
+        SEEN.append((dtypes, (logp_K.detach() - tokens.old_logps).abs().max().item()))
+        return super().__call__(logp_K, entropy_K, tokens)
 
 
 @pytest.fixture(scope="module")
 def context():
     mine = not dist.is_initialized()
-    yield dist_setup() if mine else None
+    yield dist_setup() if mine else Context(0, 1, DEVICE)
     if mine:
         dist.destroy_process_group()
 
@@ -213,30 +249,40 @@ RATIO = 1e-4 if GPU else 1e-6  # nats: a GPU scores by another kernel than it tr
 
 
 @pytest.mark.parametrize("kind", ["clip", "gspo", "cispo", "sapo"])
-@pytest.mark.parametrize("attn,kernel", [("flex", "triton"), ("flex", "torch"), ("flash", "triton")] if GPU else [("sdpa", "torch")])
+@pytest.mark.parametrize(
+    "attn,kernel", [("flex", "triton"), ("flex", "torch"), ("flash", "triton")] if GPU else [("sdpa", "torch")]
+)
 def test_bf16_ratios_are_one_on_policy(attn, kernel, kind, toys, loaded, context):
-    """Log-probabilities of train.score and of the update that follows are equal, and so the loss is the one of ratio 1."""
+    """Log-probabilities before the update and in the one that follows are equal, and so the loss is that of ratio 1."""
     processor = loaded["qwen2_5_vl"][1]
     policy = Policy(load_hf(str(toys["qwen2_5_vl"])), processor, attention=attn, kernel=kernel).train()
     shard(policy, DEVICE, torch.bfloat16)
-    args = train.parse_args(["--model", "-", "--data", "-", "--out", "-", "--steps", "1", "--group-size", "4", "--attn", attn,
-                             "--micro-tokens", "300"])
+    flags = (
+        f"--model - --data - --out - --steps 1 --group-size 4 --attn {attn} --micro-tokens 300 --epochs 2 --loss {kind}"
+    )
+    cfg = train.parse_args([*flags.split(), "--clip-low", "3e-4", "--clip-high", "4e-4"])
     rollouts = rollouts_of(processor, 4)
-    train.set_advantages(rollouts, args, 0.0)
-    for r in rollouts:
-        r.columns.pop("old_logp")
-    micros = train.pack_minibatch(rollouts, args, processor, DEVICE)
-    train.score([micros], args, policy, None)
-    loss, worst = (Watched if kind == "gspo" else PolicyLoss)(kind, 3e-4, 4e-4), 0.0
+    weights = grpo.token_weights([len(r.response) for r in rollouts], [True] * len(rollouts), "token", 0)
+    micros = Packer(300, processor.image_token_id, share=attn != "flash").pack(rollouts)
+    batch = Batch(rollouts, token_batch(rollouts, weights), [micros])
+    train.compute_before_update(batch, Models(policy, None), cfg)
+    train.set_advantages(batch, cfg.algo, 0.0, context, Meter())
+    loss = (Watched if kind == "gspo" else PolicyLoss)(cfg.algo)
+    worst = 0.0
     SEEN.clear()
-    for micro in (micro.to(DEVICE) for micro in micros):
-        total, logp, _ = policy(micro, 1.0, loss)
-        total.backward()
-        worst = max(worst, (logp - micro.values["old_logp"]).abs().max().item())
-        advantage, weight = micro.values["advantage"].double(), micro.values["weight"].double()
-        want = {"cispo": -advantage * logp.double(), "sapo": -advantage * 2 / torch.where(advantage > 0, 1.0, 1.05)}.get(kind, -advantage)
+    for micro in micros:
+        tokens = batch.tokens[micro.token_index_K].to(DEVICE)
+        out = policy(micro, 1.0, loss, tokens)
+        out.loss.backward()
+        worst = max(worst, (out.logp_K - tokens.old_logps).abs().max().item())
+        advantage, weight = tokens.advantages.double(), tokens.weights.double()
+        want = -advantage
+        if kind == "cispo":
+            want = -advantage * out.logp_K.double()
+        if kind == "sapo":
+            want = -advantage * 2 / torch.where(advantage > 0, 1.0, 1.05)
         bound = RATIO * 2 * (weight * advantage.abs()).sum() + 1e-6
-        assert abs(total.item() - (weight * want).sum()) < bound, "the loss is not that of ratio 1"
+        assert abs(out.loss.item() - (weight * want).sum()) < bound, "the loss is not that of ratio 1"
     assert len(micros) > 1 and worst <= RATIO, f"largest |logp - old_logp| {worst:.1e}"
     assert all(dtypes == {torch.float32} and gap <= RATIO for dtypes, gap in SEEN) and bool(SEEN) == (kind == "gspo")
     gradients = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]

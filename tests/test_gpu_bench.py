@@ -17,9 +17,17 @@ import gpu  # noqa: E402
 
 def bench(tmp_path, *flags, code=0):
     out = tmp_path / "gpu.json"
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # its tests are no worker's of ours
-    done = subprocess.run([sys.executable, "benchmarks/gpu.py", "--toy", "--json", out, *flags], cwd=ROOT, capture_output=True, text=True,
-                          timeout=500, env=env)
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+    }  # its tests are no worker's of ours
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--toy", "--json", out, *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=env,
+    )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout.split("\n\n", 1)[1]
 
@@ -28,18 +36,36 @@ def bench(tmp_path, *flags, code=0):
 def test_all_parts_run_on_a_cpu(tmp_path):
     data, markdown = bench(tmp_path)
     status = {part["part"]: part["status"] for part in data["parts"]}
-    errors = [(row["case"], row.get("tail", "")[-1500:]) for part in data["parts"] for row in part["rows"] if "error" in row]
+    errors = [
+        (row["case"], row.get("tail", "")[-1500:]) for part in data["parts"] for row in part["rows"] if "error" in row
+    ]
     assert status == {1: "ok", 2: "ok", 3: "ok", 4: "ok", 5: "no CUDA"}, errors
-    assert data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"] and "--toy" in data["command"]
+    assert (
+        data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"] and "--toy" in data["command"]
+    )
     tests, runs, head, update, syncs = (part["rows"] for part in data["parts"])
     assert sum(row["passed"] for row in tests) > 15 and all(row["failed"] == 0 for row in tests)
-    assert {row["case"] for row in runs} == set(gpu.TOY_RUNS) and all(row["grad norm"] > 0 and row["largest dlogp"] < 0.1 for row in runs)
-    assert all(row["d weight"] < 1e-5 for row in head if "not here" not in row) and "cut_cross_entropy" in head[-1]["not here"]
+    assert {row["case"] for row in runs} == set(gpu.TOY_RUNS) and all(
+        row["grad norm"] > 0 and row["largest dlogp"] < 0.1 for row in runs
+    )
+    assert (
+        all(row["d weight"] < 1e-5 for row in head if "not here" not in row)
+        and "cut_cross_entropy" in head[-1]["not here"]
+    )
     for size in gpu.SIZES[4].values():  # three ways to the same gradient
         shared, packed, padded = ([row for row in update if row["case"] == case][0] for case in size)
-        assert packed["grad norm"] == pytest.approx(shared["grad norm"], rel=0.01) == pytest.approx(padded["grad norm"], rel=0.01)
-        assert shared["computed tokens"] < packed["computed tokens"] < padded["computed tokens"] and shared["tokens/s"] > 0
-    assert all(f"{part['part']}. {part['title']}: " in markdown for part in data["parts"]) and "| 3B shared prefix |" in markdown
+        assert (
+            packed["grad norm"]
+            == pytest.approx(shared["grad norm"], rel=0.01)
+            == pytest.approx(padded["grad norm"], rel=0.01)
+        )
+        assert (
+            shared["computed tokens"] < packed["computed tokens"] < padded["computed tokens"] and shared["tokens/s"] > 0
+        )
+    assert (
+        all(f"{part['part']}. {part['title']}: " in markdown for part in data["parts"])
+        and "| 3B shared prefix |" in markdown
+    )
 
 
 def test_what_crashes_or_hangs_is_told_and_the_rest_goes_on(tmp_path):
@@ -65,13 +91,17 @@ def test_a_part_without_its_packages_fails_with_the_remedy(tmp_path, monkeypatch
 
 def test_a_child_that_fails_is_told_with_its_last_error(tmp_path):
     parent = gpu.Parent(SimpleNamespace(toy=True, broken=""), gpu.Report(tmp_path / "gpu.json", True), tmp_path)
-    for code, said in {"import nothing_here": "exit code 1: ModuleNotFoundError: No module named 'nothing_here'",
-                       "print('why', flush=True); raise SystemExit(4)": "exit code 4: why", "raise SystemExit(3)": "exit code 3"}.items():
+    for code, said in {
+        "import nothing_here": "exit code 1: ModuleNotFoundError: No module named 'nothing_here'",
+        "print('why', flush=True); raise SystemExit(4)": "exit code 4: why",
+        "raise SystemExit(3)": "exit code 3",
+    }.items():
         assert parent.run([sys.executable, "-c", code], time.monotonic() + 30)[0] == said
 
 
 def test_too_little_memory_too_little_time_and_half_a_row(tmp_path, monkeypatch):
-    """A child that runs out of memory is followed by one that saves some; what it had finished is kept. Time that is over cuts."""
+    """A child that runs out of memory is followed by one that saves some; what it had finished is kept. Time that is
+    over cuts."""
     args = SimpleNamespace(toy=False, broken="")
     report = gpu.Report(tmp_path / "gpu.json", False)
     report.data["parts"].append({"part": 4, "rows": []})

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,9 @@ import torch
 
 import grpo
 import kernels
-from grpo import PolicyLoss
+from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss, linear_logprob, resolve_kernel, triton_logprob
+from packing import TokenBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -73,8 +74,11 @@ def test_values_and_gradients_equal_float64(kernel, n, h, v, temperature, ban, m
     for exact in (False, True):
         dtype = torch.float64 if exact else torch.float32
         x, w = (t.detach().to(dtype, copy=True).requires_grad_() for t in (hidden, weight))
-        logp, entropy = reference(x, w, targets, temperature, banned) if exact else linear_logprob(
-            x, w, targets, temperature, banned, kernel.split()[0])
+        logp, entropy = (
+            reference(x, w, targets, temperature, banned)
+            if exact
+            else linear_logprob(x, w, targets, temperature, banned, kernel.split()[0])
+        )
         (logp @ g1.to(dtype) + entropy @ g2.to(dtype)).backward()
         results.append((logp.detach(), entropy.detach(), x.grad, w.grad))
     for ours, want in zip(*results, strict=True):
@@ -189,13 +193,13 @@ def test_live_rows_are_compacted_in_place():
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_frozen_weight_costs_no_gradient_and_runs_repeat_bitwise(kernel):
     hidden, weight, targets, g1, g2 = case(50, 8, 300)
-    tokens = {"advantage": g1, "weight": g2.abs()}
+    tokens = tokens_of(g1, g2.abs())
     runs = []
     for _ in range(2):
         x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
         logp, entropy = linear_logprob(x, weight, targets, kernel=kernel)
         (logp @ g1 + entropy @ g2).backward()
-        fused = fused_policy_loss(y, weight, targets, PolicyLoss(entropy_coef=0.1), tokens, kernel=kernel)
+        fused = fused_policy_loss(y, weight, targets, PolicyLoss(Algorithm(entropy_coef=0.1)), tokens, kernel=kernel)
         fused[0].backward()
         runs.append([logp, entropy, x.grad, y.grad, *fused])
     assert weight.grad is None and all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -234,36 +238,55 @@ def test_bfloat16_inputs_are_ten_times_closer_than_bfloat16_logits(large):
 
 # --- fused_policy_loss ------------------------------------------------------------------------------------------------
 
+
+def policy_loss_of(kl_coef=0.0, **settings):
+    """Off policy unless told otherwise."""
+    return PolicyLoss(Algorithm(**{"epochs": 2, "kl_coef": kl_coef} | settings), kl_coef)
+
+
 LOSSES = {
-    "clip": PolicyLoss(clip_low=0.1, clip_high=0.15),
-    "clip, dual": PolicyLoss(dual_clip=1.5),
-    "clip, k1, entropy": PolicyLoss(kl="k1", kl_coef=0.3, entropy_coef=0.2),
-    "cispo, k2": PolicyLoss(kind="cispo", clip_low=0.3, clip_high=0.2, kl="k2", kl_coef=0.5),
-    "sapo, k3": PolicyLoss(kind="sapo", kl="k3", kl_coef=0.4),
-    "reinforce, abs, entropy": PolicyLoss(kind="reinforce", kl="abs", kl_coef=0.2, entropy_coef=-0.1),
-    "clip, tis": PolicyLoss(kl="k3", kl_coef=0.3, tis_cap=1.1),
-    "reinforce, tis mask": PolicyLoss(kind="reinforce", tis_cap=1.2, tis_mask=(0.9, 1.15), entropy_coef=0.1),
-    "gspo": PolicyLoss(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
+    "clip": policy_loss_of(clip_low=0.1, clip_high=0.15),
+    "clip, dual": policy_loss_of(dual_clip=1.5),
+    "clip, k1, entropy": policy_loss_of(kl="k1", kl_coef=0.3, entropy_coef=0.2),
+    "cispo, k2": policy_loss_of(loss="cispo", clip_low=0.3, clip_high=0.2, kl="k2", kl_coef=0.5),
+    "sapo, k3": policy_loss_of(loss="sapo", kl="k3", kl_coef=0.4),
+    "reinforce, entropy": policy_loss_of(loss="reinforce", entropy_coef=-0.1),
+    "clip, tis": policy_loss_of(kl="k3", kl_coef=0.3, tis_cap=1.1),
+    "reinforce, tis mask": policy_loss_of(loss="reinforce", tis_cap=1.2, tis_mask="0.9,1.15", entropy_coef=0.1),
+    "gspo": policy_loss_of(loss="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
 }
 
 
+def tokens_of(advantages, weights=None, rollout=None, **columns):
+    """A TokenBatch on the device."""
+    n = len(advantages)
+    rollout = torch.zeros(n, dtype=torch.long) if rollout is None else rollout
+    weights = torch.ones(n) if weights is None else weights
+    logps = columns.pop("rollout_logps", torch.zeros(n))
+    tokens = TokenBatch(rollout, logps, torch.zeros(n), weights, advantages=advantages, **columns)
+    return tokens.to(DEVICE)
+
+
 def columns(logp, seed=1, lengths=(3, 9, 1, 2, 2, 17, 5)):
-    """What a loss reads of 39 tokens in sequences shorter and longer than a block of 7; a third weigh nothing."""
+    """What a loss reads of 39 tokens in responses shorter and longer than a block of 7; a third weigh nothing."""
     g = torch.Generator().manual_seed(seed)
     n = len(logp)
-    weight = torch.rand(n, generator=g) * (torch.arange(n) % 3 > 0)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    out = {"advantage": torch.randn(n, generator=g), "weight": weight, "sequence": sequence}
-    for name in ("old_logp", "ref_logp", "engine_logp"):
-        out[name] = logp.cpu().float() + 0.3 * torch.randn(n, generator=g)
-    return {name: column.to(DEVICE) for name, column in out.items()}
+    weights = torch.rand(n, generator=g) * (torch.arange(n) % 3 > 0)
+    rollout = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    advantages = torch.randn(n, generator=g)
+    near = {}
+    for name in ("old_logps", "ref_logps", "rollout_logps"):
+        near[name] = logp.cpu().float() + 0.3 * torch.randn(n, generator=g)
+    return tokens_of(advantages, weights, rollout, **near)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("temperature,ban,on_policy", [(1.0, False, True), (0.7, True, False)])
-def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, on_policy, monkeypatch, dropout=False):
+def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, on_policy, monkeypatch):
     loss, (n, v) = LOSSES[name], (39, 333)
+    if on_policy:
+        loss = replace(loss, algo=replace(loss.algo, epochs=1))
     small_blocks(monkeypatch, 7, v)
     hidden, weight, targets, *_ = case(n, 16, v, scale=2.0)
     banned = torch.tensor([v - 1, v - 3], device=DEVICE) if ban else None
@@ -271,11 +294,8 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     logp, entropy = reference(x, w, targets, temperature, banned)
     tokens = columns(logp.detach())
     if on_policy:
-        del tokens["old_logp"]
-    if dropout:
-        noise = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        tokens["trainer_logp"] = tokens["engine_logp"] + 0.2 * noise
-    exact = {key: column.double() if column.is_floating_point() else column for key, column in tokens.items()}
+        tokens.old_logps = None  # not looked at
+    exact = tokens.map(lambda column: column.double() if column.is_floating_point() else column)
     want = loss(logp, entropy, exact)[0].sum()
     (3.0 * want).backward()
 
@@ -291,17 +311,6 @@ def test_fused_loss_and_gradients_equal_float64(name, kernel, temperature, ban, 
     with torch.no_grad():
         alone = fused_policy_loss(y, u, targets, loss, tokens, temperature, banned, kernel)
     close(alone[0], want.detach())
-
-
-@pytest.mark.parametrize("name", ["clip, tis", "reinforce, tis mask"])
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_what_is_compared_with_the_engine_may_be_another_column(name, kernel, monkeypatch):
-    test_fused_loss_and_gradients_equal_float64(name, kernel, 1.0, False, True, monkeypatch, dropout=True)
-    tokens = columns(torch.zeros(39))
-    del tokens["old_logp"]
-    logp = tokens["engine_logp"]  # the trainer's policy is the engine's, so all weights are 1; then far from it
-    losses = [LOSSES[name](logp, logp, tokens | {"trainer_logp": logp + gap})[0] for gap in (0.0, 9.0)]
-    assert torch.equal(losses[0], LOSSES[name](logp, logp, tokens)[0]) and not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
@@ -323,8 +332,8 @@ def test_rows_without_gradient_are_left_out_of_the_products(kernel, monkeypatch)
     results = []
     for keep in (slice(None), share > 0):
         x = hidden.clone().requires_grad_()
-        tokens = {"advantage": advantage[keep], "weight": share[keep]}
-        fused_policy_loss(x[keep], weight, targets[keep], PolicyLoss(), tokens, kernel=kernel)[0].backward()
+        tokens = tokens_of(advantage[keep], share[keep])
+        fused_policy_loss(x[keep], weight, targets[keep], PolicyLoss(Algorithm()), tokens, kernel=kernel)[0].backward()
         results.append(x.grad)
         wide = [n for n in rows if n <= 16]  # rows that the weight's gradient is made from
         assert sum(wide) == 19 * (3 if kernel == "torch" else 1) * (1 if keep == slice(None) else 2), rows
@@ -338,8 +347,8 @@ def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, mon
     small_blocks(monkeypatch, 10, 60)
     hidden, weight, targets, advantage, _ = case(20, 8, 60)
     want = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    tokens = {"advantage": advantage, "weight": torch.ones(20, device=DEVICE)}
-    fused_policy_loss(*want, targets, PolicyLoss(), tokens, kernel=kernel)[0].backward()
+    tokens = tokens_of(advantage)
+    fused_policy_loss(*want, targets, PolicyLoss(Algorithm()), tokens, kernel=kernel)[0].backward()
     products = []
     product = kernels._product
 
@@ -349,7 +358,7 @@ def test_what_is_frozen_costs_no_product(train_hidden, train_weight, kernel, mon
 
     monkeypatch.setattr(kernels, "_product", counting)
     x, w = hidden.clone().requires_grad_(train_hidden), weight.clone().requires_grad_(train_weight)
-    total = fused_policy_loss(x, w, targets, PolicyLoss(), tokens, kernel=kernel)[0]
+    total = fused_policy_loss(x, w, targets, PolicyLoss(Algorithm()), tokens, kernel=kernel)[0]
     tiles = 2 * (3 if kernel == "torch" else 1)  # blocks times tiles
     assert len(products) == tiles * (1 + train_hidden + train_weight)
     if train_hidden or train_weight:
@@ -367,8 +376,10 @@ def test_sixteen_bit_inputs_have_fp32_sums_and_sixteen_bit_gradients(kernel, mon
     logp, entropy = reference(x, w, targets, 1.0, None)
     (-logp @ advantage.double()).backward()
     y, u = (t.clone().requires_grad_() for t in (hidden, weight))
-    tokens = {"advantage": advantage, "weight": torch.ones(39, device=DEVICE)}
-    total, got_logp, got_entropy = fused_policy_loss(y, u, targets, PolicyLoss("reinforce"), tokens, kernel=kernel)
+    tokens = tokens_of(advantage)
+    total, got_logp, got_entropy = fused_policy_loss(
+        y, u, targets, PolicyLoss(Algorithm(loss="reinforce")), tokens, kernel=kernel
+    )
     total.backward()
     assert total.dtype == got_logp.dtype == torch.float32
     close(got_logp, logp.detach())
@@ -383,17 +394,17 @@ def test_sixteen_bit_inputs_have_fp32_sums_and_sixteen_bit_gradients(kernel, mon
 def test_no_tokens_and_no_gradient(kernel):
     hidden, weight, targets, *_ = case(0, 8, 50)
     x = hidden.requires_grad_()
-    total, logp, _ = fused_policy_loss(x, weight, targets, PolicyLoss(), tokens_of(0, 1.0), kernel=kernel)
+    total, logp, _ = fused_policy_loss(
+        x, weight, targets, PolicyLoss(Algorithm()), tokens_of(torch.ones(0)), kernel=kernel
+    )
     total.backward()
     assert total.item() == 0.0 and logp.shape == (0,) and x.grad.shape == (0, 8)
     hidden, weight, targets, *_ = case(6, 8, 50)
     x = hidden.requires_grad_()
-    fused_policy_loss(x, weight, targets, PolicyLoss(), tokens_of(6, 0.0), kernel=kernel)[0].backward()
+    fused_policy_loss(x, weight, targets, PolicyLoss(Algorithm()), tokens_of(torch.zeros(6)), kernel=kernel)[
+        0
+    ].backward()
     assert x.grad.abs().max() == 0
-
-
-def tokens_of(n, advantage):
-    return {"advantage": torch.full((n,), advantage, device=DEVICE), "weight": torch.ones(n, device=DEVICE)}
 
 
 # --- One definition of the loss ---------------------------------------------------------------------------------------
@@ -403,7 +414,8 @@ def tokens_of(n, advantage):
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_edit_of_policy_loss_is_what_trains(name, kernel, monkeypatch):
     """The first thing that a reader changes: ten times the loss is ten times the gradient, on every device."""
-    loss = replace(LOSSES[name], kl=None, entropy_coef=0.0)  # the terms that policy_loss does not make
+    loss = LOSSES[name]
+    loss = PolicyLoss(replace(loss.algo, entropy_coef=0.0))  # the terms that policy_loss does not make
     hidden, weight, targets, *_ = case(39, 16, 333, scale=2.0)
     tokens = columns(reference(hidden, weight, targets, 1.0, None)[0])
 
@@ -424,24 +436,12 @@ def test_an_edit_of_policy_loss_is_what_trains(name, kernel, monkeypatch):
         torch.testing.assert_close(after, 10.0 * before, rtol=1e-4, atol=1e-6)
 
 
-@dataclass
-class Tokens:
-    """Columns in an object of their own, with the names that packing.TokenBatch has."""
-
-    rollout: torch.Tensor
-    weights: torch.Tensor
-    old_logps: torch.Tensor
-
-    def __getitem__(self, rows: slice) -> "Tokens":
-        return Tokens(self.rollout[rows], self.weights[rows], self.old_logps[rows])
-
-
 class Squared:
     """A loss that kernels.py has never heard of."""
 
     per_token = True
 
-    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor]:
+    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor]:
         return (tokens.weights * ((logp_R - tokens.old_logps) ** 2 + 0.1 * logp_R * entropy_R),)
 
 
@@ -450,7 +450,7 @@ class SquaredMean:
 
     per_token = False
 
-    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor]:
+    def __call__(self, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor]:
         _, index_R, count = tokens.rollout.unique_consecutive(return_inverse=True, return_counts=True)
         sums = torch.zeros_like(logp_R[: len(count)]).index_add(0, index_R, logp_R - tokens.old_logps)
         return (tokens.weights * (sums / count)[index_R] ** 2,)
@@ -464,9 +464,8 @@ def test_a_new_loss_trains_under_every_kernel(loss, kernel, monkeypatch):
     banned = torch.tensor([330, 332], device=DEVICE)
     x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logp, entropy = reference(x, w, targets, 0.7, banned)
-    given = columns(logp.detach())
-    tokens = Tokens(given["sequence"], given["weight"], given["old_logp"])
-    exact = Tokens(tokens.rollout, tokens.weights.double(), tokens.old_logps.double())
+    tokens = columns(logp.detach())
+    exact = tokens.map(lambda column: column.double() if column.is_floating_point() else column)
     want = loss(logp, entropy, exact)[0].sum()
     want.backward()
     y, u = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -480,14 +479,16 @@ def test_a_loss_says_whether_it_couples_tokens():
     """No default: a loss of whole sequences that got pieces of them would train on other numbers, and say nothing."""
     hidden, weight, targets, *_ = case(3, 8, 50)
     with pytest.raises(AttributeError, match="per_token"):
-        fused_policy_loss(hidden.requires_grad_(), weight, targets, lambda logp, *_: (logp,), {})
+        fused_policy_loss(hidden.requires_grad_(), weight, targets, lambda logp, *_: (logp,), tokens_of(torch.ones(3)))
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_the_gradient_is_handed_out_once(kernel):
     hidden, weight, targets, *_ = case(3, 8, 50)
     hidden.requires_grad_()
-    total = fused_policy_loss(hidden, weight, targets, PolicyLoss(), tokens_of(3, 1.0), kernel=kernel)[0]
+    total = fused_policy_loss(
+        hidden, weight, targets, PolicyLoss(Algorithm()), tokens_of(torch.ones(3)), kernel=kernel
+    )[0]
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="second backward"):
         total.backward()
@@ -496,12 +497,15 @@ def test_the_gradient_is_handed_out_once(kernel):
 # --- Choosing, refusing, compiling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change,match", [
-    (dict(weight_VH=torch.zeros(7, 5)), "disagree"),
-    (dict(targets_T=torch.zeros(3, dtype=torch.long)), "targets"),
-    (dict(weight_VH=torch.zeros(7, 4, dtype=torch.bfloat16)), "cast"),
-    (dict(temperature=0.0), "temperature"),
-])
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        (dict(weight_VH=torch.zeros(7, 5)), "disagree"),
+        (dict(targets_T=torch.zeros(3, dtype=torch.long)), "targets"),
+        (dict(weight_VH=torch.zeros(7, 4, dtype=torch.bfloat16)), "cast"),
+        (dict(temperature=0.0), "temperature"),
+    ],
+)
 def test_bad_arguments_are_named(change, match):
     targets = torch.zeros(2, dtype=torch.long)
     good = dict(hidden_TH=torch.zeros(2, 4), weight_VH=torch.zeros(7, 4), targets_T=targets)

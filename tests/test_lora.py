@@ -12,7 +12,9 @@ from test_train import TORCHRUN, flags, rows, run, shapes  # noqa: F401
 
 import merge_lora
 import model as M
-import sharding
+import parallel.sharding as sharding
+from layers.lora import Lora, add_lora, lora_layers, read_adapter, without_adapters, write_adapter
+from layers.lora import merge_lora as merge_adapters
 
 
 def logits(hf, processor, picture):
@@ -26,9 +28,9 @@ def logits(hf, processor, picture):
 
 def adapted(path, **more):
     """A model with adapters that do something."""
-    hf = M.add_lora(M.load_hf(str(path)), M.Lora(4, 6.0, **more))
+    hf = add_lora(M.load_hf(str(path)), Lora(4, 6.0, **more))
     generator = torch.Generator().manual_seed(1)
-    for layer in M.lora_layers(hf).values():
+    for layer in lora_layers(hf).values():
         layer.lora_B.data.normal_(0, 0.05, generator=generator)
     return hf
 
@@ -41,68 +43,80 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     ours = adapted(path, vision=True)
     want, plain = logits(ours, processor, picture), logits(loaded[family][0], processor, picture)
     assert (want - plain).abs().max() > 1e-2
-    M.write_adapter(ours, str(path), tmp_path / "ours")
-    wrapped = peft.PeftModel.from_pretrained(getattr(transformers, M.FAMILIES[family].model_class).from_pretrained(path), tmp_path / "ours")
+    write_adapter(ours, str(path), tmp_path / "ours")
+    wrapped = peft.PeftModel.from_pretrained(
+        getattr(transformers, M.FAMILIES[family].model_class).from_pretrained(path), tmp_path / "ours"
+    )
     # transformers' own attention on their side
     torch.testing.assert_close(logits(wrapped, processor, picture), want, rtol=0, atol=1e-5)
     wrapped.save_pretrained(tmp_path / "theirs")
-    again = M.read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
-    assert M.lora_layers(again).keys() == M.lora_layers(ours).keys()
+    again = read_adapter(M.load_hf(str(path)), tmp_path / "theirs", str(path))
+    assert lora_layers(again).keys() == lora_layers(ours).keys()
     assert torch.equal(logits(again, processor, picture), want)
-    with M.without_adapters(again):
+    with without_adapters(again):
         assert torch.equal(logits(again, processor, picture), plain)
     sent = dict(sharding.full_parameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
-    assert sent.keys() == {f"{name}.weight" for name in M.lora_layers(ours)}
+    assert sent.keys() == {f"{name}.weight" for name in lora_layers(ours)}
     engine = M.load_hf(str(path))
     for name, parameter in engine.named_parameters():
         parameter.data.copy_(sent.get(name, parameter.data))
     torch.testing.assert_close(logits(engine, processor, picture), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits(M.merge_lora(again), processor, picture), want, rtol=0, atol=1e-5)
-    assert not M.lora_layers(again)
+    torch.testing.assert_close(logits(merge_adapters(again), processor, picture), want, rtol=0, atol=1e-5)
+    assert not lora_layers(again)
 
 
 def test_language_only_unless_asked_and_only_adapters_train(toys, loaded):
-    hf = M.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), M.Lora(2, 4.0, targets=("q_proj", "up_proj")))
-    assert {n.rsplit(".", 1)[-1] for n in M.lora_layers(hf)} == {"q_proj", "up_proj"} and len(M.lora_layers(hf)) == 4
+    hf = add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0, targets=("q_proj", "up_proj")))
+    assert {n.rsplit(".", 1)[-1] for n in lora_layers(hf)} == {"q_proj", "up_proj"} and len(lora_layers(hf)) == 4
     policy = M.Policy(hf, loaded["qwen2_5_vl"][1])
     assert all((".lora_" in n) == p.requires_grad for n, p in policy.named_parameters())
-    whole = M.lora_layers(M.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), M.Lora(2, 4.0)))
+    whole = lora_layers(add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0)))
     assert len(whole) == 14 and all(name.startswith("model.language_model.layers.") for name in whole)
     assert all(layer.lora_B.abs().max() == 0 for layer in whole.values())
     with pytest.raises(ValueError, match="--lora-targets gate: no such linear layers; .* have down_proj, gate_proj"):
-        M.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), M.Lora(2, 4.0, targets=("gate", "q_proj")))
+        add_lora(M.load_hf(str(toys["qwen2_5_vl"])), Lora(2, 4.0, targets=("gate", "q_proj")))
 
 
 def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
     path = str(toys["qwen2_5_vl"])
-    M.write_adapter(adapted(path), path, tmp_path)
-    tensors, config = load_file(tmp_path / "adapter_model.safetensors"), json.loads((tmp_path / "adapter_config.json").read_text())
+    write_adapter(adapted(path), path, tmp_path)
+    tensors, config = (
+        load_file(tmp_path / "adapter_model.safetensors"),
+        json.loads((tmp_path / "adapter_config.json").read_text()),
+    )
     fresh = lambda: M.load_hf(path)  # noqa: E731
     with pytest.raises(ValueError, match="made for .*qwen2_5_vl', not for .*qwen2_vl'"):
-        M.read_adapter(M.load_hf(str(toys["qwen2_vl"])), tmp_path, str(toys["qwen2_vl"]))
+        read_adapter(M.load_hf(str(toys["qwen2_vl"])), tmp_path, str(toys["qwen2_vl"]))
     key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
     for changed, words in [
-        ({**tensors, key: torch.zeros(4, 65)}, r"up_proj has A \(4, 65\) and B \(192, 4\), where the base needs \(4, 64\)"),
-        ({k: v for k, v in tensors.items() if k != key}, "half an adapter: base_model.model.model.language_model.layers.0.mlp.up_proj"),
+        (
+            {**tensors, key: torch.zeros(4, 65)},
+            r"up_proj has A \(4, 65\) and B \(192, 4\), where the base needs \(4, 64\)",
+        ),
+        (
+            {k: v for k, v in tensors.items() if k != key},
+            "half an adapter: base_model.model.model.language_model.layers.0.mlp.up_proj",
+        ),
         ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "no such linear layer.*layers.7"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=words):
-            M.read_adapter(fresh(), tmp_path, path)
+            read_adapter(fresh(), tmp_path, path)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     data = (tmp_path / "adapter_model.safetensors").read_bytes()
     for damaged in (data[:-100], b"\xff" * 8 + data[8:], b""):
         (tmp_path / "adapter_model.safetensors").write_bytes(damaged)
         with pytest.raises(ValueError, match="adapter_model.safetensors: missing, truncated"):
-            M.read_adapter(fresh(), tmp_path, path)
+            read_adapter(fresh(), tmp_path, path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="use_dora True: only plain LoRA"):
-        M.read_adapter(fresh(), tmp_path, path)
+        read_adapter(fresh(), tmp_path, path)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_path, loaded):  # noqa: F811
-    """On two processes: reference with adapters off, dropout, the tower too; then merged, as an adapter, and back."""
-    more = ["--lora-rank", 4, "--lora-dropout", 0.2, "--lora-vision", "--kl-coef", 0.1, "--lr", 1e-2, "--save-every", 1, "--keep", 9]
+    """On two processes: reference with adapters off, the tower too; then merged, as an adapter, and back."""
+    more = ["--lora-rank", 4, "--train-vision", "tower", "--kl-coef", 0.1, "--lr", 1e-2, "--save-every", 1, "--keep", 9]
 
     def train(out, steps, *extra):
         run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, "--steps", steps, *more, *extra)])
@@ -111,24 +125,47 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
     whole = train(tmp_path / "a", 2)
     train(tmp_path / "b", 1)
     again = train(tmp_path / "b", 2, "--resume", "auto")
-    timeless = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in run_rows] for run_rows in (whole, again)]
+    timeless = [
+        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in run_rows] for run_rows in (whole, again)
+    ]
     assert timeless[0] == timeless[1]
-    assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1  # dropout is no noise
+    assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1
     more[1] = 8
-    done = run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto")],
-               check=False)
-    assert done.returncode == 1 and "it holds ['lora_rank_4'], but" in done.stderr and "--lora-rank 8 need ['lora_rank_8']" in done.stderr
+    done = run(
+        [
+            sys.executable,
+            "train.py",
+            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto"),
+        ],
+        check=False,
+    )
+    assert (
+        done.returncode == 1
+        and "it holds ['lora_rank_4'], but" in done.stderr
+        and "--lora-rank 8 need ['lora_rank_8']" in done.stderr
+    )
     more[1] = 4  # and on one process instead of two
-    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto")])
+    run(
+        [
+            sys.executable,
+            "train.py",
+            *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "b", "--steps", 3, *more, "--resume", "auto"),
+        ]
+    )
     assert [row["step"] for row in rows(tmp_path / "b")] == [1, 2, 3] and rows(tmp_path / "b")[-1]["policy/kl_ref"] > 0
     stored = sum(f.stat().st_size for f in (tmp_path / "a" / "checkpoints" / "step_000002").glob("*.distcp"))
     weights = (toys["qwen2_5_vl"] / "model.safetensors").stat().st_size
-    assert stored < 0.7 * weights  # adapters and their optimizer state alone; at rank 4 of a width of 64 they are not small
+    assert (
+        stored < 0.7 * weights
+    )  # adapters and their optimizer state alone; at rank 4 of a width of 64 they are not small
     for out, extra in (("hf", []), ("adapter", ["--adapter"])):
         merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / out), *extra]))
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "adapter"), "--out", str(tmp_path / "back")]))
     processor = loaded["qwen2_5_vl"][1]
     got = [merge_lora.probe_logprobs(M.load_hf(str(tmp_path / out)), processor) for out in ("hf", "back")]
-    assert torch.equal(*got) and (got[0] - merge_lora.probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max() > 1e-3
+    assert (
+        torch.equal(*got)
+        and (got[0] - merge_lora.probe_logprobs(M.load_hf(str(toys["qwen2_5_vl"])), processor)).abs().max() > 1e-3
+    )
     done = run([sys.executable, "merge_lora.py", toys["qwen2_5_vl"], "--out", tmp_path / "no"], check=False)
     assert done.returncode == 1 and "nor a PEFT adapter" in done.stderr

@@ -16,15 +16,16 @@ from safetensors.torch import load_file, save_file
 import demo
 import merge_lora as G
 import model as M
+from layers import lora
 
 
 def adapter(path, folder, rank, alpha, std, seed=0, vision=True):
     """A PEFT adapter with random weights, as training leaves them."""
-    hf = M.add_lora(M.load_hf(str(path)), M.Lora(rank, alpha, vision=vision, seed=seed))
+    hf = lora.add_lora(M.load_hf(str(path)), lora.Lora(rank, alpha, vision=vision, seed=seed))
     generator = torch.Generator().manual_seed(seed)
-    for layer in M.lora_layers(hf).values():
+    for layer in lora.lora_layers(hf).values():
         layer.lora_B.data.normal_(generator=generator).mul_(std)
-    M.write_adapter(hf, str(path), folder)
+    lora.write_adapter(hf, str(path), folder)
     return folder
 
 
@@ -61,7 +62,8 @@ def sharp(toys, tmp_path_factory):
 def test_sound_merges_are_accepted_and_open_elsewhere(family, sharp, tmp_path, plain_file, capsys):
     rng = random.Random(family)
     for i, (dtype, std) in enumerate([("float32", 1e-2), ("bfloat16", 1.0), ("float32", 1e-5)]):
-        source = adapter(sharp[family], tmp_path / f"adapter{i}", rng.choice([1, 8, 64]), rng.choice([2.0, 32.0]), std, seed=i)
+        rank, alpha = rng.choice([1, 8, 64]), rng.choice([2.0, 32.0])
+        source = adapter(sharp[family], tmp_path / f"adapter{i}", rank, alpha, std, seed=i)
         out = tmp_path / f"out{i}"
         merge(source, out, "--dtype", dtype)
         assert "largest log-probability difference from the run" in capsys.readouterr().out
@@ -69,19 +71,21 @@ def test_sound_merges_are_accepted_and_open_elsewhere(family, sharp, tmp_path, p
         assert {config["dtype"], config["text_config"]["dtype"], config["vision_config"]["dtype"]} == {dtype}
         assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {getattr(torch, dtype)}
         assert {mode(file) for file in out.iterdir()} == {mode(plain_file)} and mode(out) == mode(tmp_path / "plain")
-    hf = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out1")  # in the dtype that the folder states
+    # in the dtype that the folder states
+    hf = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out1")
     assert hf.dtype == torch.bfloat16 and type(hf).__name__ == M.FAMILIES[family].model_class
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out1")
     images = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out1")
     assert tokenizer.chat_template and images.size["longest_edge"] == 512 * 512
-    assert {p.name for p in tmp_path.iterdir()} == {f"{name}{i}" for name in ("adapter", "out") for i in range(3)} | {"plain"}
+    folders = {"adapter0", "adapter1", "adapter2", "out0", "out1", "out2", "plain"}
+    assert {p.name for p in tmp_path.iterdir()} == folders
 
 
 def faulty(fault):
     """merge_lora with one layer's adapter forgotten, at half its weight, transposed or swapped with its neighbour's."""
 
     def broken_merge(hf):
-        layers = list(M.lora_layers(hf).values())
+        layers = list(lora.lora_layers(hf).values())
         layer, other = layers[0], layers[7]  # q_proj, square, of two blocks
         assert layer.weight.shape == other.weight.shape == layer.weight.T.shape
         if fault == "forgotten":
@@ -92,7 +96,7 @@ def faulty(fault):
             layer.lora_A.data, layer.lora_B.data = layer.lora_B.data.T.contiguous(), layer.lora_A.data.T.contiguous()
         else:
             layer.lora_B.data, other.lora_B.data = other.lora_B.data, layer.lora_B.data
-        return M.merge_lora(hf)
+        return lora.merge_lora(hf)
 
     return broken_merge
 
@@ -125,7 +129,8 @@ def test_a_tensor_written_wrongly_is_refused(fault, dtype, toys, tmp_path, monke
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(G, "save_hf", save_wrongly)
-    with pytest.raises(RuntimeError, match=f"{2 if fault == 'swapped' else 1} tensors of the written folder are not the run's: .*layers.0"):
+    wrong = 2 if fault == "swapped" else 1
+    with pytest.raises(RuntimeError, match=f"{wrong} tensors of the written folder are not the run's: .*layers.0"):
         merge(source, tmp_path / "out", "--dtype", dtype)
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
 
@@ -141,7 +146,8 @@ def test_a_folder_that_computes_otherwise_is_refused(toys, tmp_path, monkeypatch
         (folder / "config.json").write_text(json.dumps(config))
 
     monkeypatch.setattr(G, "save_processor", save_and_spoil)
-    with pytest.raises(ValueError, match="log-probabilities differ from those of its weights in memory by .*--tolerance"):
+    told = "log-probabilities differ from those of its weights in memory by .*--tolerance"
+    with pytest.raises(ValueError, match=told):
         merge(source, tmp_path / "out")
     merge(source, tmp_path / "forced", "--tolerance", "10")
     assert not (tmp_path / "out").exists() and (tmp_path / "forced").exists()
@@ -152,7 +158,8 @@ def test_pixel_limits_reach_every_file_that_holds_them(files, toys, tmp_path):
     """transformers 5 writes a processor as one file, in which the image processor's settings are a part."""
     base = shutil.copytree(toys["qwen2_5_vl"], tmp_path / "base")
     own = json.loads((base / "preprocessor_config.json").read_text()) | {"max_pixels": 9000}
-    (base / "processor_config.json").write_text(json.dumps({"image_processor": own, "processor_class": own["processor_class"]}))
+    whole = {"image_processor": own, "processor_class": own["processor_class"]}
+    (base / "processor_config.json").write_text(json.dumps(whole))
     if files == 1:
         (base / "preprocessor_config.json").unlink()
     shutil.copytree(base, tmp_path / "out", ignore=shutil.ignore_patterns("*processor*"))
@@ -175,7 +182,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(more, toys, tmp_path, monkey
         folder = where[-1]
         folder.mkdir()
         (folder / "half").write_text("half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # as it says it
+        # as it says it
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(G, "save_hf", full)
     monkeypatch.setattr(G, "write_adapter", full)

@@ -1,6 +1,7 @@
-"""Processor, positions and the packed forward against transformers, one sample at a time.   pytest tests/test_model.py"""
+"""Processor, positions and the packed forward against transformers, one by one.   pytest tests/test_model.py"""
 
 import json
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -10,83 +11,107 @@ from hypothesis import strategies as st
 
 import demo
 import model as M
-import sharding
+import parallel.sharding as sharding
 from errors import UserError
-from grpo import PolicyLoss, Sample, pack, plant
+from grpo import Algorithm, PolicyLoss
+from layers.attention import PackedAttention, resolve_attention
+from packing import Packer, dense_mask, token_batch
+from rollout import Prompt, Rollout
 
 QUESTION = "What is this odd thing, and why? "
 
 
-def make_samples(processor, images, responses, uid):
-    prompt = processor.encode([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
-    return [
-        Sample(uid, prompt + r, [False] * len(prompt) + [True] * len(r), {"name": [100.0 * ord(uid) + i] * len(r)}, images)
-        for i, r in enumerate(responses)
-    ]
+def make_group(processor, images, responses, uid):
+    """Rollouts of one prompt."""
+    ids = processor.encode([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
+    prompt = Prompt(uid, ids, images, None, [], [])
+    rollouts = []
+    for i, response in enumerate(responses):
+        n = len(response)
+        rollouts.append(Rollout(prompt, i, response, [True] * n, [0.0] * n, "stop", ""))
+    return rollouts
 
 
-def separately(hf, processor, sample, banned):
+def one_micro(rollouts, processor, share=True):
+    """All of them in one micro-batch."""
+    [micro] = Packer(10**6, processor.image_token_id, share=share).pack(rollouts)
+    return micro
+
+
+def separately(hf, processor, rollout, banned):
     """Log-probabilities of one response by transformers' own forward: unpacked, positions and masks of its making."""
-    ids = torch.tensor([list(sample.tokens)])
-    n = sum(sample.scored)
+    ids = torch.tensor([rollout.prompt.token_ids + rollout.response])
+    images = rollout.prompt.images
     extra = {}
-    if sample.images:
-        extra = {"pixel_values": torch.cat([i.pixel_values for i in sample.images]),
-                 "image_grid_thw": torch.tensor([i.grid_thw for i in sample.images]),
-                 "mm_token_type_ids": (ids == processor.image_token_id).int()}
-    hf.model.rope_deltas = None  # transformers would reuse those of the sample before
-    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0, -n - 1 : -1].clone()
+    if images:
+        extra = {"pixel_values": torch.cat([i.pixel_values for i in images]),
+                 "image_grid_thw": torch.tensor([i.grid_thw for i in images]),
+                 "mm_token_type_ids": (ids == processor.image_token_id).int()}  # fmt: skip
+    hf.model.rope_deltas = None  # transformers would reuse those of the sequence before
+    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), **extra).logits[0].clone()
     logits[:, banned] = -torch.inf
-    return logits.log_softmax(-1).gather(1, ids[0, -n:, None])[:, 0]
+    first = len(rollout.prompt.token_ids)
+    at = first + torch.tensor(rollout.response_mask).nonzero()[:, 0]
+    return logits[at - 1].log_softmax(-1).gather(1, ids[0, at, None])[:, 0]
 
 
 @pytest.fixture
-def samples_of(picture):
-    """Groups with 0, 1 and 3 pictures; responses of odd lengths, one of a single token, some that begin alike."""
+def groups_of(picture):
+    """Groups with 0, 1 and 3 images; responses of odd lengths, one of a single token, some that begin the same."""
 
     def make(processor):
-        images = [processor.image(f"i{k}", picture(*size, seed=k)) for k, size in enumerate([(84, 84), (60, 97), (130, 56), (84, 84)])]
+        sizes = [(84, 84), (60, 97), (130, 56), (84, 84)]
+        images = [processor.image(f"i{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
         g = torch.Generator().manual_seed(1)
-        groups = [[torch.randint(0, 250, (n,), generator=g).tolist() for n in lengths] for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4])]
-        groups[0].append(groups[0][2][:6] + [3, 4])  # shares five tokens of another response
-        groups[1].append(list(groups[1][0]))  # and one is sampled twice
-        return [make_samples(processor, pictures, responses, uid) for pictures, responses, uid in
-                zip([[], images[:1], images[1:]], groups, "abc", strict=True)]
+        responses = []
+        for lengths in ([1, 7, 12], [5, 1], [3, 9, 2, 4]):
+            responses.append([torch.randint(0, 250, (n,), generator=g).tolist() for n in lengths])
+        responses[0].append(responses[0][2][:6] + [3, 4])  # shares five tokens of another response
+        responses[1].append(list(responses[1][0]))  # and one is sampled twice
+        chosen = zip([[], images[:1], images[1:]], responses, "abc", strict=True)
+        return [make_group(processor, group_images, group, uid) for group_images, group, uid in chosen]
 
     return make
 
 
+@pytest.fixture
+def rollouts_of(groups_of):
+    return lambda processor: list(chain.from_iterable(groups_of(processor)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch; and so small that a tree is split
-def test_packed_equals_separate(family, budget, loaded, samples_of, toys, monkeypatch):
+@pytest.mark.parametrize("budget", [1000, 105])  # one micro-batch; and so small that a group is split
+def test_packed_equals_separate(family, budget, loaded, rollouts_of, toys, monkeypatch):
     hf, processor = loaded[family]
     if "3_5" in family:
-        # Gradients of decay rates are small sums of large terms: fp32 leaves three digits of them, whatever the order. And
-        # transformers' recurrence asks for fp32 by name.
+        # Gradients of decay rates are small sums of large terms: fp32 leaves three digits of them, whatever the order.
+        # And transformers' recurrence asks for fp32 by name.
         hf = M.load_hf(str(toys[family])).double().eval()
         if "moe" in family:
             hf.set_experts_implementation("eager")  # the grouped product knows no float64
         monkeypatch.setattr(torch, "float32", torch.float64)
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    policy = M.Policy(hf, processor, freeze_vision=False)
-    samples = [s for group in samples_of(processor) for s in group]
-    micros = pack(samples, budget, processor.image_token_id)
+    policy = M.Policy(hf, processor, "all")
+    rollouts = rollouts_of(processor)
+    tokens = token_batch(rollouts)
+    micros = Packer(budget, processor.image_token_id).pack(rollouts)
     assert (len(micros) > 1) == (budget == 105) and all(m.n_tokens <= budget for m in micros)
     policy.zero_grad()
     packed = {}
     for m in micros:
-        logp, _ = policy(m)
-        (logp * torch.sin(m.target_K.float())).sum().backward()  # a weight per token, whatever the order of packing
-        for name in m.values["name"].unique().tolist():
-            assert name not in packed  # each sample is in one micro-batch
-            packed[name] = logp[m.values["name"] == name].detach()
+        logp_K = policy(m).logp_K
+        (logp_K * torch.sin(m.target_K.float())).sum().backward()  # a weight per token, whatever the order of packing
+        rollout_K = tokens[m.token_index_K].rollout
+        for i in rollout_K.unique().tolist():
+            assert i not in packed  # each rollout is in one micro-batch
+            packed[i] = logp_K[rollout_K == i].detach()
     gradients = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    assert len(packed) == len(samples)
-    for sample in samples:
-        want = separately(hf, processor, sample, policy.banned)
-        (want * torch.sin(torch.tensor(sample.tokens[-len(want) :]).float())).sum().backward()
-        torch.testing.assert_close(packed[sample.values["name"][0]], want.detach(), rtol=0, atol=2e-6)
+    assert len(packed) == len(rollouts)
+    for i, rollout in enumerate(rollouts):
+        want = separately(hf, processor, rollout, policy.banned)
+        (want * torch.sin(torch.tensor(rollout.response).float())).sum().backward()
+        torch.testing.assert_close(packed[i], want.detach(), rtol=0, atol=2e-6)
     assert any(n.startswith("hf.model.visual") for n in gradients)
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
@@ -96,111 +121,107 @@ def test_packed_equals_separate(family, budget, loaded, samples_of, toys, monkey
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_forests_equal_separate_forwards(data, loaded, picture):
-    """Any number of prompts, pictures and responses, responses that begin alike, any budget that holds the longest."""
+def test_random_groups_equal_separate_forwards(data, loaded, picture):
+    """Any number of prompts, images and responses, responses that begin the same, any budget that holds the longest."""
     hf, processor = loaded[data.draw(st.sampled_from(FAMILIES))]
-    samples = []
+    rollouts = []
     for uid in "abc"[: data.draw(st.integers(1, 3))]:
         sizes = data.draw(st.lists(st.sampled_from([(84, 84), (60, 97), (130, 56)]), max_size=3))
         images = [processor.image(f"{uid}{k}", picture(*size, seed=k)) for k, size in enumerate(sizes)]
         responses = data.draw(st.lists(st.lists(st.integers(20, 22), min_size=1, max_size=7), min_size=1, max_size=4))
-        samples += make_samples(processor, images, responses, uid)
+        rollouts += make_group(processor, images, responses, uid)
     policy = M.Policy(hf, processor)
-    budget = max(s.n_inputs for s in samples) + data.draw(st.integers(0, 60))
+    tokens = token_batch(rollouts)
+    longest = max(len(r.prompt.token_ids) + len(r.response) - 1 for r in rollouts)
+    packer = Packer(longest + data.draw(st.integers(0, 60)), processor.image_token_id, share=data.draw(st.booleans()))
     with torch.no_grad():
-        for micro in pack(samples, budget, processor.image_token_id):
-            logp, _ = policy(micro)
-            for name in micro.values["name"].unique().tolist():
-                sample = next(s for s in samples if s.values["name"][0] == name)
-                want = separately(hf, processor, sample, policy.banned)
-                torch.testing.assert_close(logp[micro.values["name"] == name], want, rtol=0, atol=2e-6)
+        for micro in packer.pack(rollouts):
+            logp_K = policy(micro).logp_K
+            rollout_K = tokens[micro.token_index_K].rollout
+            for i in rollout_K.unique().tolist():
+                want = separately(hf, processor, rollouts[i], policy.banned)
+                torch.testing.assert_close(logp_K[rollout_K == i], want, rtol=0, atol=2e-6)
 
 
-def test_a_response_sees_its_own_prompt_only(loaded, samples_of):
-    """The comparison above could pass if nothing depended on pictures or neighbours; here it must."""
+def test_a_response_sees_its_own_prompt_only(loaded, groups_of):
+    """The comparison above could pass if nothing depended on images or neighbours; here it must."""
     hf, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(hf, processor)
-    a, b, c = samples_of(processor)
+    a, b, c = groups_of(processor)
     with torch.no_grad():
-        alone = policy(plant(b, processor.image_token_id))[0]
-        together = plant(a + b + c, processor.image_token_id)
-        among = policy(together)[0][together.values["name"] // 100 == ord("b")]
-        torch.testing.assert_close(alone, among, rtol=0, atol=2e-6)
-        image = b[0].images[0]
+        alone = policy(one_micro(b, processor)).logp_K
+        together = one_micro(a + b + c, processor)
+        rollout_K = token_batch(a + b + c)[together.token_index_K].rollout
+        of_b = (rollout_K >= len(a)) & (rollout_K < len(a) + len(b))
+        torch.testing.assert_close(alone, policy(together).logp_K[of_b], rtol=0, atol=2e-6)
+        image = b[0].prompt.images[0]
         blank = M.ImageInput("blank", torch.zeros_like(image.pixel_values), image.grid_thw, image.n_tokens)
-        unseen = policy(plant([Sample("b", s.tokens, s.scored, s.values, [blank]) for s in b], processor.image_token_id))[0]
+        unseen = policy(one_micro(make_group(processor, [blank], [r.response for r in b], "b"), processor)).logp_K
     assert (alone - unseen).abs().max() > 1e-3
 
 
-def test_a_picture_in_a_later_turn_makes_a_deeper_tree(loaded, picture):
-    """Two samples share prompt and first turn, then see different pictures: the trunk splits below the first turn."""
+def test_an_image_in_a_later_turn_shares_what_comes_before_it(loaded, picture):
+    """Rollouts share prompt and first turn, then see different images: what they share ends within a turn."""
     hf, processor = loaded["qwen3_vl"]
     policy = M.Policy(hf, processor)
     first, left, right = (processor.image(str(k), picture(84, 84, seed=k)) for k in range(3))
-    prompt = processor.encode([{"role": "user", "content": "<image>look"}], [first])
+    ids = processor.encode([{"role": "user", "content": "<image>look"}], [first])
     again = processor.encode([{"role": "user", "content": "<image>and now?"}], [left])
     turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
-    samples = []
+    rollouts = []
     for image, answer in [(left, answers[0]), (left, answers[1]), (right, answers[0])]:
-        tokens = prompt + turn + again + answer
-        scored = [False] * len(prompt) + [True] * 4 + [False] * len(again) + [True] * 3
-        samples.append(Sample("deep", tokens, scored, {"name": [float(len(samples))] * 7}, [first, image]))
-    micro = plant(samples, processor.image_token_id)
-    # all up to the second picture once, what follows once per picture, and of each answer all but the last token
-    alike = again.index(processor.image_token_id)
-    assert micro.n_tokens == len(prompt) + 4 + alike + 2 * (len(again) - alike + 2)
+        prompt = Prompt("deep", ids, [first, image], None, [], [])
+        mask = [True] * 4 + [False] * len(again) + [True] * 3
+        rollouts.append(Rollout(prompt, len(rollouts), turn + again + answer, mask, [0.0] * 7, "stop", ""))
+    micro = one_micro(rollouts, processor)
+    # all up to the second image once, what follows once per image, and of each answer all but the last token
+    before_image = again.index(processor.image_token_id)
+    assert micro.n_tokens == len(ids) + 4 + before_image + 2 * (len(again) - before_image + 2)
     assert len(micro.runs) == 2 and len(micro.images) == 3
     with torch.no_grad():
-        logp, _ = policy(micro)
-        for i, sample in enumerate(samples):
-            ids = torch.tensor([sample.tokens])
-            hf.model.rope_deltas = None
-            grids = torch.tensor([x.grid_thw for x in sample.images])
-            logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), image_grid_thw=grids,
-                        pixel_values=torch.cat([x.pixel_values for x in sample.images]),
-                        mm_token_type_ids=(ids == processor.image_token_id).int()).logits[0]
-            logits[:, policy.banned] = -torch.inf
-            at = [t for t, s in enumerate(sample.scored) if s]
-            want = torch.stack([logits[t - 1].log_softmax(-1)[sample.tokens[t]] for t in at])
-            torch.testing.assert_close(logp[micro.values["name"] == i], want, rtol=0, atol=2e-6)
+        logp_K = policy(micro).logp_K
+        rollout_K = token_batch(rollouts)[micro.token_index_K].rollout
+        for i, rollout in enumerate(rollouts):
+            want = separately(hf, processor, rollout, policy.banned)
+            torch.testing.assert_close(logp_K[rollout_K == i], want, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, samples_of):
+def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, rollouts_of):
     hf, processor = loaded[family]
-    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
+    micro = one_micro(rollouts_of(processor), processor)
     assert micro.n_tokens % 128  # so that padding is exercised
     with torch.no_grad():
-        dense, flex = (M.Policy(hf, processor, attention=attention)(micro)[0] for attention in ("sdpa", "flex"))
+        dense, flex = (M.Policy(hf, processor, attention=back_end)(micro).logp_K for back_end in ("sdpa", "flex"))
     torch.testing.assert_close(flex, dense, rtol=0, atol=2e-6)
 
 
 def test_back_ends_that_need_a_gpu_and_unknown_names_are_refused():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert M.resolve_attention("auto", cpu) == "sdpa" and M.resolve_attention("auto", cuda) == "flex"
+    assert resolve_attention("auto", cpu) == "sdpa" and resolve_attention("auto", cuda) == "flex"
     for name in ("flash", "flex"):
-        assert M.resolve_attention(name, cuda) == name
+        assert resolve_attention(name, cuda) == name
         with pytest.raises(ValueError, match=f"--attn {name} trains on CUDA only"):
-            M.resolve_attention(name, cpu)
+            resolve_attention(name, cpu)
     with pytest.raises(ValueError, match="--attn 'eager'"):
-        M.resolve_attention("eager", cpu)
+        resolve_attention("eager", cpu)
 
 
-def test_flash_bounds_are_those_of_the_sequences(loaded, samples_of):
-    """The kernel needs a GPU; what it is given does not. Runs without branches are whole sequences, and the dense mask
-    they stand for is the forest's."""
-    from grpo import dense_mask
-
+def test_flash_bounds_are_those_of_the_sequences(loaded, rollouts_of):
+    """The kernel needs a GPU; what it is given does not. Where nothing is shared runs are whole sequences, and what
+    they stand for is the dense mask."""
     _, processor = loaded["qwen2_5_vl"]
-    singles = [group[0] for group in samples_of(processor)]
-    micro = plant(singles, processor.image_token_id)
-    plan = M.ForestAttention("flash", micro)
+    rollouts = rollouts_of(processor)
+    micro = one_micro(rollouts, processor, share=False)
+    plan = PackedAttention("flash", micro)
     bounds = plan.cu_seqlens.tolist()
-    assert bounds[0] == 0 and bounds[-1] == micro.n_tokens and plan.longest == max(s.n_inputs for s in singles)
-    blocks = torch.block_diag(*(torch.ones(b - a, b - a).tril() for a, b in zip(bounds, bounds[1:], strict=False)))
+    lengths = [len(r.prompt.token_ids) + len(r.response) - 1 for r in rollouts]
+    assert sorted(b - a for a, b in pairwise(bounds)) == sorted(lengths) and plan.longest == max(lengths)
+    assert bounds[0] == 0 and bounds[-1] == micro.n_tokens
+    blocks = torch.block_diag(*(torch.ones(b - a, b - a).tril() for a, b in pairwise(bounds)))
     assert torch.equal(blocks.bool(), dense_mask(micro.end_T))
-    with pytest.raises(AssertionError, match="branches"):
-        M.ForestAttention("flash", plant(samples_of(processor)[2], processor.image_token_id))
+    with pytest.raises(AssertionError, match="shared prefix"):
+        PackedAttention("flash", one_micro(rollouts, processor))
 
 
 def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, picture, monkeypatch):
@@ -218,7 +239,7 @@ def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, pictu
     third = len(plain) // 3
     assert torch.equal(warm[0], plain[third:]) and torch.equal(warm[1][0], deep[0][third:]) and cache.hits == 2
     with pytest.raises(AssertionError, match="stale"):
-        M.Policy(hf, processor, freeze_vision=False, cache=cache)
+        M.Policy(hf, processor, "all", cache=cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -229,7 +250,9 @@ def test_positions_equal_transformers(family, loaded, picture):
     ids = processor.encode([{"role": "user", "content": content}], images) + list(range(9))
     x = torch.tensor([ids])
     grids = [i.grid_thw for i in images]
-    want, _ = hf.model.get_rope_index(x, mm_token_type_ids=(x == processor.image_token_id).int(), image_grid_thw=torch.tensor(grids))
+    want, _ = hf.model.get_rope_index(
+        x, mm_token_type_ids=(x == processor.image_token_id).int(), image_grid_thw=torch.tensor(grids)
+    )
     got = M.mrope_positions(ids, grids, processor.image_token_id, processor.merge_size)
     assert torch.equal(got, want[:, 0])
     assert M.mrope_positions([], [], 5, 2).shape == (3, 0)
@@ -249,7 +272,7 @@ def test_prompt_has_as_many_image_tokens_as_features(family, loaded, picture):
     assert len(deep) == (1 if family.startswith("qwen3_vl") else 0)
 
 
-def test_equal_pictures_are_computed_once(loaded, picture, monkeypatch):
+def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     a, b = processor.image("a", picture(84, 84, 1)), processor.image("b", picture(56, 84, 2))
     seen = []
@@ -282,41 +305,62 @@ def test_banned_ids_are_the_placeholders_and_the_padding_rows(loaded):
     assert not set(banned) & set(processor.eos_ids)
 
 
-def test_frozen_vision_has_no_gradient(loaded, samples_of):
+def test_frozen_vision_has_no_gradient(loaded, rollouts_of):
     hf, processor = loaded["qwen3_vl"]
-    policy = M.Policy(hf, processor, freeze_vision=True)
+    policy = M.Policy(hf, processor, "none")
     policy.zero_grad()
-    policy(plant([s for group in samples_of(processor) for s in group], processor.image_token_id))[0].sum().backward()
+    policy(one_micro(rollouts_of(processor), processor)).logp_K.sum().backward()
     for name, parameter in policy.named_parameters():
         assert (parameter.grad is None) == ("visual" in name), name
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("vision,merger", [(True, None), (True, True), (True, False), (False, None), (False, True), (False, False)])
-def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, vision, merger, loaded, samples_of):
+@pytest.mark.parametrize("train_vision", M.TRAIN_VISION)
+def test_what_is_frozen_has_neither_gradient_nor_optimizer_state(family, train_vision, loaded, rollouts_of):
     hf, processor = loaded[family]
-    policy = M.Policy(hf, processor, freeze_vision=vision, freeze_merger=merger)
+    policy = M.Policy(hf, processor, train_vision)
     policy.zero_grad()
     optimizer = sharding.make_optimizer(policy, 1e-3, 0.0, vision_lr=1e-5)
-    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
-    policy(micro)[0].sum().backward()
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    policy(one_micro(rollouts_of(processor), processor)).logp_K.sum().backward()
+    rates = {}
+    for group in optimizer.param_groups:
+        rates |= {id(p): group["lr"] for p in group["params"]}
     for name, p in policy.named_parameters():
-        frozen = (vision if merger is None else merger) if "visual" in name and "merger" in name else vision if "visual" in name else False
+        part = "merger" if "visual" in name and "merger" in name else "tower" if "visual" in name else "language"
+        frozen = part != "language" and train_vision not in (part, "all")
         assert (p.grad is None) == frozen and (p not in optimizer.state) == frozen, name
-        assert frozen or rates[id(p)] == (1e-5 if "visual" in name else 1e-3)
-    assert sum(s["exp_avg"].nbytes for s in optimizer.state.values()) == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
-    assert policy.vision_frozen == (vision and merger in (None, True))
+        assert frozen or rates[id(p)] == (1e-3 if part == "language" else 1e-5)
+    held = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
+    assert held == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
+    assert policy.vision_frozen == (train_vision == "none")
     policy.zero_grad()
 
 
-def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, samples_of):
+def test_text_only_micro_gives_a_trained_tower_zero_gradients(loaded, groups_of):
     hf, processor = loaded["qwen2_5_vl"]
-    policy = M.Policy(hf, processor, freeze_vision=False)
+    policy = M.Policy(hf, processor, "all")
     policy.zero_grad()
-    policy(plant(samples_of(processor)[0], processor.image_token_id))[0].sum().backward()
+    policy(one_micro(groups_of(processor)[0], processor)).logp_K.sum().backward()
     tower = [p for n, p in policy.named_parameters() if "visual" in n]
     assert tower and all(p.grad is not None and p.grad.abs().max() == 0 for p in tower)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, loaded):
+    """A rank with less work takes part in all that the others do."""
+    hf, processor = loaded[family]
+    policy = M.Policy(hf, processor, "all", value_head=True)
+    packer = Packer(9, processor.image_token_id, processor.eos_ids[0])
+    [micro] = packer.pack([], agree=lambda needed: needed + 1)
+    tokens = token_batch([])
+    tokens.weights = tokens.advantages = torch.zeros(0)
+    policy.zero_grad()
+    out = policy(micro, 1.0, PolicyLoss(Algorithm()), tokens)
+    (out.loss + out.value_K.sum()).backward()
+    assert out.loss.item() == 0 and len(out.logp_K) == len(out.entropy_K) == len(out.value_K) == 0
+    for name, p in policy.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() == 0, name
+    policy.zero_grad()
 
 
 def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
@@ -341,16 +385,23 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
     try:
         good = ("model.visual", "model.language_model")
         found = M.find_family(M.load_config(model, good), model, good)
-        assert (found.model_class, found.mergers, found.vision_blocks, found.blocks) == (row.model_class, row.mergers, "blocks", "layers")
+        assert (found.model_class, found.mergers, found.vision_blocks, found.blocks) == (
+            row.model_class,
+            row.mergers,
+            "blocks",
+            "layers",
+        )
         assert set(found.lora_targets) == set(row.lora_targets)
-        for attrs, words in [
-            (None, "type 'qwen3_vl'; supported: qwen2_vl"), ((good[0], None), "give both or neither"),
-            ((good[0], "model.text.layers"), "'model.text.layers': model has no child 'text'; its children are visual, language_model"),
+        for paths, words in [
+            ((), "type 'qwen3_vl'; supported: qwen2_vl"),
+            (good[:1], "--family-paths model.visual: give two"),
+            ((good[0], "model.text.layers"),
+             "'model.text.layers': model has no child 'text'; its children are visual, language_model"),
             ((good[0], "model.language_model.norm"), "has no list of blocks"),
-            (("visual", good[1]), "--vision-attr 'visual': .* has no child 'visual'; its children are model, lm_head"),
-        ]:
+            (("visual", good[1]), "--family-paths 'visual': .* has no child 'visual'; its children are model, lm_head"),
+        ]:  # fmt: skip
             with pytest.raises(ValueError, match=words):
-                M.load_config(model, attrs)
+                M.load_config(model, paths)
     finally:
         M.FAMILIES["qwen3_vl"] = row
 
@@ -364,29 +415,36 @@ def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, samples_of, tmp_path):
-    """The fused head on a real forest, head and embedding tied or not, with the vocabulary's padding rows banned."""
+def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, rollouts_of, tmp_path):
+    """The fused head on a real micro-batch, head and embedding tied or not, the vocabulary's padding rows banned."""
     demo.make_model(tmp_path, "qwen2_5_vl", seed=1, hidden=64, layers=1, vocab=448, tied=tied)
     hf, processor = M.load_hf(str(tmp_path)), M.load_processor(str(tmp_path))
-    policy = M.Policy(hf, processor, freeze_vision=False, kernel=kernel)
-    micro = plant([s for group in samples_of(processor) for s in group], processor.image_token_id)
-    n = len(micro.target_K)
-    micro.values |= {"advantage": torch.randn(n), "weight": torch.rand(n), "old_logp": torch.randn(n) * 0.1 - 6.0}
-    loss = PolicyLoss(dual_clip=2.0, entropy_coef=0.05)
+    policy = M.Policy(hf, processor, "all", kernel=kernel)
+    rollouts = rollouts_of(processor)
+    micro = one_micro(rollouts, processor)
+    tokens = token_batch(rollouts)
+    tokens.advantages = torch.randn(len(tokens))
+    tokens.weights = torch.rand(len(tokens))
+    tokens.old_logps = torch.randn(len(tokens)) * 0.1 - 6.0
+    tokens_K = tokens[micro.token_index_K]
+    loss = PolicyLoss(Algorithm(dual_clip=2.0, entropy_coef=0.05, epochs=2))
     results = []
     for fused in (True, False):
         policy.zero_grad()
         if fused:
-            total, logp, entropy = policy(micro, 0.9, loss)
+            out = policy(micro, 0.9, loss, tokens_K)
+            total = out.loss
         else:
             policy.kernel = "torch"
-            logp, entropy = policy(micro, 0.9)
-            total = loss(logp, entropy, micro.values)[0].sum()
+            out = policy(micro, 0.9)
+            assert out.loss is None and out.value_K is None
+            total = loss(out.logp_K, out.entropy_K, tokens_K)[0].sum()
         total.backward()
-        results.append((total.detach(), logp.detach(), {name: p.grad.clone() for name, p in policy.named_parameters()}))
-    (total, logp, gradients), (want, want_logp, exact) = results
+        gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+        results.append((total.detach(), out.logp_K.detach(), gradients))
+    (total, logp_K, gradients), (want, want_logp_K, exact) = results
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logp, want_logp, rtol=0, atol=5e-6)
+    torch.testing.assert_close(logp_K, want_logp_K, rtol=0, atol=5e-6)
     head = "hf.model.language_model.embed_tokens.weight" if tied else "hf.lm_head.weight"
     assert exact[head].abs().max() > 0 and ("hf.lm_head.weight" in exact) == (not tied)
     for name, gradient in gradients.items():
@@ -396,8 +454,10 @@ def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, samples_of, 
 def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
     """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
-    for change, match in ((lambda text: text.update(sliding), "1 layers have sliding_attention .a window of 16 tokens"),
-                          (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'")):
+    for change, match in (
+        (lambda text: text.update(sliding), "1 layers have sliding_attention .a window of 16 tokens"),
+        (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'"),
+    ):
         config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
         change(config["text_config"])
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -407,8 +467,8 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
         M.load_config(str(path))
 
 
-def test_deepstack_features_in_one_piece_are_split_by_picture(loaded, picture, monkeypatch):
-    """As transformers 5.17 gives them; later ones give a list of pictures, as for the last layer."""
+def test_deepstack_features_in_one_piece_are_split_by_image(loaded, picture, monkeypatch):
+    """As transformers 5.17 gives them; later ones give a list by image, as for the last layer."""
     hf, processor = loaded["qwen3_vl"]
     images = [processor.image(str(i), picture(64 * (i + 1), 64, i)) for i in range(3)]
     with torch.no_grad():
@@ -417,7 +477,9 @@ def test_deepstack_features_in_one_piece_are_split_by_picture(loaded, picture, m
 
         def whole(*args, **kwargs):
             out = features_of(*args, **kwargs)
-            out.deepstack_features = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in out.deepstack_features]
+            out.deepstack_features = [
+                layer if torch.is_tensor(layer) else torch.cat(layer) for layer in out.deepstack_features
+            ]
             return out
 
         monkeypatch.setattr(hf.model, "get_image_features", whole)
@@ -427,19 +489,21 @@ def test_deepstack_features_in_one_piece_are_split_by_picture(loaded, picture, m
 
 
 @pytest.mark.parametrize("version", ["2.11", "2.12"])
-def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, loaded, samples_of, monkeypatch):
+def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, loaded, groups_of, monkeypatch):
     """torch's own needs a GPU; here a stand-in with its signature, sequence by sequence, against the dense mask."""
     import torch.nn.attention.varlen as varlen
 
-    from grpo import dense_mask
-
-    def dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    def dense(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
         assert window_size == (-1, 0) and cu_seq_q.dtype == torch.int32 and max_q == int(cu_seq_q.diff().max())
         assert query.shape == key.shape == value.shape and all(x.is_contiguous() for x in (query, key, value))
-        parts = [torch.nn.functional.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1)[None] for x in (query, key, value)), is_causal=True, scale=scale)[0].transpose(0, 1)
-            for a, b in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False)]
-        return torch.cat(parts)
+        out = []
+        for a, b in pairwise(cu_seq_q.tolist()):
+            rows = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
+            seen = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)
+            out.append(seen[0].transpose(0, 1))
+        return torch.cat(out)
 
     def grouped(query, key, value, *args, enable_gqa=False, window_size=(-1, -1), scale=None):
         assert enable_gqa and key.shape[1] == 2
@@ -448,11 +512,10 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
 
     monkeypatch.setattr(varlen, "varlen_attn", dense if version == "2.11" else grouped)
     processor = loaded["qwen2_5_vl"][1]
-    apart = [Sample(str(i), s.tokens, s.scored, {}, s.images) for i, s in enumerate(samples_of(processor)[2])]
-    micro = plant(apart, processor.image_token_id)
+    micro = one_micro(groups_of(processor)[2], processor, share=False)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, micro.n_tokens, 16, generator=generator) for heads in (4, 2, 2))
-    got = M.ForestAttention("flash", micro)(0, q, k, v, 0.3)
+    got = PackedAttention("flash", micro)(0, q, k, v, 0.3)
     keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
     want = (q @ keys.transpose(2, 3) * 0.3).masked_fill(~dense_mask(micro.end_T), -torch.inf).softmax(-1) @ values
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

@@ -30,9 +30,13 @@ import prepare_data as pd
 import train
 from errors import UserError
 from model import load_processor
-from prepare_data import Example, count_marks, decode_image, main, parse_args, read_examples, write_examples
+from prepare_data import Example, Raw, Reading, count_marks, decode_image, main, parse_args, write_examples
 from reward import load_reward
-from rollout import drop_long_prompts
+from rollout import drop_long_prompts, load_examples
+from sources import fetch, images
+from sources.fetch import fetch_url, is_public
+from sources.images import image_bytes
+from tasks import geometry, shapes
 
 GEO = Path(__file__).parent / "data" / "geometry3k"
 
@@ -43,11 +47,11 @@ def encode(image: Image.Image, fmt: str = "PNG", **kw) -> bytes:
     return out.getvalue()
 
 
-def picture(color="red", size=(8, 6)) -> bytes:
+def png(color="red", size=(8, 6)) -> bytes:
     return encode(Image.new("RGB", size, color))
 
 
-RED, BLUE = picture("red"), picture("blue")
+RED, BLUE = png("red"), png("blue")
 
 
 def run(*argv) -> None:
@@ -72,9 +76,13 @@ def save(path: Path, rows: list[dict], **kw) -> Path:
     return path
 
 
-def message_of(path, **kw) -> str:
-    with pytest.raises(ValueError) as e:
-        read_examples(path, **kw)
+def read_examples(path, limit=None, **settings) -> tuple[list[Example], list[str]]:
+    return pd.read_examples(path, Reading(**settings), limit)
+
+
+def message_of(path, **settings) -> str:
+    with pytest.raises(UserError) as e:
+        read_examples(path, **settings)
     return str(e.value)
 
 
@@ -93,7 +101,7 @@ def test_geo3k_folders(tmp_path, capsys):
     ]  # fmt: skip
     e = examples[4]
     assert e.uid == "geo3k/train/15" and e.data_source == "geo3k"
-    assert e.messages == [{"role": "user", "content": f"<image>Find y. {pd.GEO3K_INSTRUCTION}"}]
+    assert e.messages == [{"role": "user", "content": f"<image>Find y. {geometry.INSTRUCTION}"}]
     assert e.images == [(GEO / "train/15/img_diagram.png").read_bytes()], "stored byte for byte"
     assert e.extra["answer_type"] == "surd" and e.extra["letter"] == "C" and e.extra["split"] == "train"
     assert e.extra["problem_type_graph"] == ["Triangle"] and e.extra["choices"][3] == "10"
@@ -151,11 +159,11 @@ def test_geo3k_hub_shards(tmp_path):
     run("geo3k", "--input", clone, "--out", out)
     e = read_examples(out)[0][2]
     assert (e.uid, e.ground_truth, e.data_source) == ("geo3k/train/102", "\\frac { 1 } { 2 }", "geo3k")
-    assert e.messages[0]["content"] == f"<image>Find 2. {pd.GEO3K_INSTRUCTION}"
+    assert e.messages[0]["content"] == f"<image>Find 2. {geometry.INSTRUCTION}"
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no parquet file of --split test"):
+    with pytest.raises(ValueError, match="no such file or folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -189,10 +197,10 @@ def test_geo3k_hub_id(tmp_path, monkeypatch):
      ("16 \\pi", "pi"), ("2:3", "other"), ("x < 60", "other"), ("\\frac{x}{2}", "other")],
 )  # fmt: skip
 def test_answer_type(answer, kind):
-    assert pd.answer_type(answer) == kind
+    assert geometry.answer_type(answer) == kind
 
 
-def test_shapes_comes_from_demo(tmp_path, monkeypatch):
+def test_shapes_are_drawn_by_their_task(tmp_path, monkeypatch):
     calls = []
 
     def shapes_rows(n, split, seed):
@@ -201,11 +209,34 @@ def test_shapes_comes_from_demo(tmp_path, monkeypatch):
         for i in range(n):
             yield verl_row(i, data_source="shapes", extra_info=extra | {"index": i})
 
-    monkeypatch.setitem(sys.modules, "demo", types.SimpleNamespace(shapes_rows=shapes_rows))
+    monkeypatch.setattr(shapes, "shapes_rows", shapes_rows)
     run("shapes", "--n", 5, "--split", "test", "--seed", 7, "--out", tmp_path / "s.parquet")
     assert calls == [(5, "test", 7)]
     examples, _ = read_examples(tmp_path / "s.parquet")
     assert [e.uid for e in examples] == [f"shapes/test/{i}" for i in range(5)]
+    run("shapes", "--toy", "--n", 5, "--split", "test", "--seed", 7, "--out", tmp_path / "toy.parquet")
+    assert (tmp_path / "toy.parquet").read_bytes() == (tmp_path / "s.parquet").read_bytes()
+
+
+def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
+    """As README promises of a file in tasks/: names, flags' defaults, instruction and rows come from it alone."""
+
+    def rows(args):
+        """Rows of mine."""
+        for i in range(args.n):
+            yield Raw(f"mine row {i}", i, {"data_source": "mine", "prompt": f"{i}?", "a": i, "toy": args.toy})
+
+    task = types.SimpleNamespace(
+        NAMES=("mine", "my-task"), INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"}, rows=rows
+    )
+    monkeypatch.setattr(pd, "find_tasks", lambda: [task])
+    pd.instruction_of.cache_clear()
+    for name, flags in (("mine", ()), ("my-task", ("--toy",))):
+        run(name, *flags, "--n", 2, "--out", tmp_path / "o.parquet")
+        examples, _ = read_examples(tmp_path / "o.parquet")
+        assert [e.messages[0]["content"] for e in examples] == ["0? Say it.", "1? Say it."]
+        assert [(e.ground_truth, e.extra["toy"]) for e in examples] == [("0", bool(flags)), ("1", bool(flags))]
+    pd.instruction_of.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -238,10 +269,14 @@ def test_relayout_of_parquet(tmp_path, capsys):
     e = read_examples(out)[0][1]
     assert (e.uid, e.images, e.extra["level"], e.extra["choices"]) == ("geo3k/val/easy/1", [RED], 1, ["1", "2"])
     # verl keeps its own split, index and the rest
+    truth = {"style": "rule", "ground_truth": "4", "tolerance": 0.1}
     run("parquet", "--input", save(tmp_path / "v.parquet", [verl_row(4)]), "--split", "test", "--out", out)
     e = read_examples(out)[0][0]
     assert (e.uid, e.extra["question"]) == ("hiyouga/geometry3k/train/v/4", "<image>Find x.")
     assert e.extra["ability"] == "math"
+    run("parquet", "--input", save(tmp_path / "v.parquet", [verl_row(4, reward_model=truth)]), "--out", out)
+    e = read_examples(out)[0][0]
+    assert e.extra["tolerance"] == 0.1 and "style" not in e.extra and e.ground_truth == "4"
 
 
 def test_directories_lists_globs_and_limit(tmp_path):
@@ -257,6 +292,8 @@ def test_directories_lists_globs_and_limit(tmp_path):
     assert order(f"{tmp_path}/part-2.parquet,{tmp_path}/part-0.parquet") == [20, 21, 22, 23, 0, 1, 2, 3]
     assert order([tmp_path / "part-1.parquet"], limit=3) == [10, 11, 12]
     assert "part-0.parquet row 0" in message_of([tmp_path / "part-0.parquet"] * 2), "a shard given twice"
+    for nothing in ([], ",", f"{tmp_path}/x*"):
+        assert "no such file" in message_of(nothing)
 
 
 def test_directory_of_mixed_splits_is_refused(tmp_path):
@@ -273,8 +310,8 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
     assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups == 4
     assert [e.ground_truth for e in read_examples(tmp_path / "x.parquet")[0]] == [str(i) for i in range(180)]
     monkeypatch.setattr(pd, "ROW_GROUP_BYTES", len(RED))
-    pictures = [Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [RED], "1", {}) for i in range(3)]
-    write_examples(pictures, tmp_path / "x.parquet")
+    examples = [Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [RED], "1", {}) for i in range(3)]
+    write_examples(examples, tmp_path / "x.parquet")
     assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups == 3
 
 
@@ -313,7 +350,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path, change, reason):
 def test_many_bad_rows_are_counted_and_none_left_is_an_error(tmp_path):
     path = save(tmp_path / "f.parquet", [verl_row(i, images=[]) for i in range(9)])
     assert "9 of 9 rows are bad" in message_of(path) and "... and 4 more" in message_of(path)
-    assert "none of the 9 rows is usable" in message_of(path, bad_rows="skip")
+    assert "9 of 9 rows are bad" in message_of(path, bad_rows="skip")
     assert "--bad-rows is 'ignore'" in message_of(path, bad_rows="ignore")
 
 
@@ -326,15 +363,17 @@ def test_file_errors(tmp_path):
     assert "--answer-key" in message_of(path, prompt_key="problem")
     message = message_of(path, prompt_key="problem", answer_key="answer", image_key="image")
     assert "no column 'image'" in message and "--image-key" in message
-    assert "no such file" in message_of(tmp_path / "gone.parquet")
+    assert "gone.parquet: no such file" in message_of(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
-    assert "zero.parquet is empty (0 bytes)" in message_of(tmp_path / "zero.parquet")
+    assert "zero.parquet is no parquet file, or is damaged near row 0: Parquet file size is 0" in message_of(
+        tmp_path / "zero.parquet"
+    )
     (tmp_path / "text.parquet").write_text("hello" * 20)
-    assert "text.parquet is not a readable parquet file" in message_of(tmp_path / "text.parquet")
+    assert "text.parquet is no parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "no parquet file" in message_of(tmp_path / "empty")
+    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -344,7 +383,7 @@ def test_damaged_pages_name_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:400] = bytes(396)
     path.write_bytes(data)
-    assert f"{path} is damaged near row 0" in message_of(path)
+    assert f"{path} is no parquet file, or is damaged near row 0" in message_of(path)
 
 
 def test_text_only_file(tmp_path):
@@ -382,21 +421,21 @@ def test_image_cells_of_every_form(tmp_path):
     for cell in (RED, {"bytes": RED, "path": "x"}, {"bytes": None, "path": "pics/red.png"}, "pics/red.png", text,
                  f"data:image/png;base64,{text}", str(tmp_path / "pics/red.png"), f"file://{tmp_path}/pics/red.png",
                  {"bytes": text}, text[:40] + "\n" + text[40:]):  # fmt: skip
-        assert pd.image_bytes(cell, tmp_path) == RED
-    assert pd.image_bytes("iVBORw0KGgo", tmp_path) == BLUE, "an existing file wins over base64"
+        assert image_bytes(cell, tmp_path) == RED
+    assert image_bytes("iVBORw0KGgo", tmp_path) == BLUE, "an existing file wins over base64"
     for cell, reason in ((None, "is empty"), (" ", "is empty"), (5, "is a int"), ("data:image/png,abc", "not base64"),
                          ("a/b", "a/b: No such file"), ("a\0.png", "null byte"),
                          ("no such thing " * 5, "neither an existing file nor valid base64")):  # fmt: skip
-        with pytest.raises(pd.BadRow, match=reason):
-            pd.image_bytes(cell, tmp_path)
+        with pytest.raises(UserError, match=reason):
+            image_bytes(cell, tmp_path)
 
 
 def test_image_columns_of_other_types(tmp_path):
     (tmp_path / "r.png").write_bytes(RED)
     text = base64.b64encode(RED).decode()
     uri = f"data:image/png;base64,{text}"
-    for images in (RED, {"bytes": RED, "path": None}, "r.png", text, [text], ["r.png"], uri):
-        path = save(tmp_path / "f.parquet", [verl_row(0, images=images)])
+    for value in (RED, {"bytes": RED, "path": None}, "r.png", text, [text], ["r.png"], uri, '["r.png"]'):
+        path = save(tmp_path / "f.parquet", [verl_row(0, images=value)])
         assert read_examples(path)[0][0].images == [RED]
 
 
@@ -492,7 +531,7 @@ def test_jsonl(tmp_path):
         {"prompt": "<image>colour?", "images": "a.png", "answer": "red", "level": 1},
         {"prompt": chat, "images": [base64.b64encode(BLUE).decode()], "answer": ["blue", 2], "level": 2.5},
         "\n",
-        {"prompt": "no picture?", "answer": 7, "uid": "mine", "tags": {"k": [1]}, "split": "test"},
+        {"prompt": "no image?", "answer": 7, "uid": "mine", "tags": {"k": [1]}, "split": "test"},
     ]
     out = tmp_path / "o.parquet"
     source = write_jsonl(tmp_path / "q.jsonl", rows)
@@ -518,6 +557,16 @@ def test_jsonl_own_keys_root_and_marks(tmp_path):
     assert read_examples(tmp_path / "o.parquet")[0][0].messages[0]["content"] == "<image><image>same?"
 
 
+def test_jsonl_with_a_reward_model(tmp_path):
+    source = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "q?", "reward_model": {"ground_truth": "1", "unit": "cm"}}])
+    command = ("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / "o.parquet")
+    with pytest.raises(UserError, match="no column 'answer'; it has prompt, reward_model.*--answer-key"):
+        run(*command)
+    run(*command, "--answer-key", "reward_model.ground_truth")
+    e = read_examples(tmp_path / "o.parquet")[0][0]
+    assert e.ground_truth == "1" and e.extra["unit"] == "cm"
+
+
 def test_jsonl_bad_lines(tmp_path, capsys):
     good = {"prompt": "a?", "images": [], "answer": "1"}
     lines = [
@@ -533,9 +582,14 @@ def test_jsonl_bad_lines(tmp_path, capsys):
     run(*command, "--bad-rows", "skip")
     assert "count from 0" not in str(e.value), "lines count from 1"
     said = capsys.readouterr().out
-    assert "wrote 1 rows" in said and "left out 8" in said and said.count("left out: ") == 6 and "left out: ... and 3 more" in said
+    assert (
+        "wrote 1 rows" in said
+        and "left out 8" in said
+        and said.count("left out: ") == 6
+        and "left out: ... and 3 more" in said
+    )
     write_jsonl(tmp_path / "bad.jsonl", lines[1:])
-    with pytest.raises(UserError, match=r"(?s)nothing to write to .*o.parquet: all 8 rows.*line 1: not valid JSON.*\.\.\. and 3 more"):
+    with pytest.raises(UserError, match=r"(?s)8 of 8 rows are bad.*line 1: not valid JSON.*\.\.\. and 3 more"):
         run(*command[:2], tmp_path / "bad.jsonl", *command[3:], "--bad-rows", "skip")
     assert [e.extra["index"] for e in read_examples(tmp_path / "o.parquet")[0]] == [0]
     write_jsonl(source, [good])
@@ -543,13 +597,13 @@ def test_jsonl_bad_lines(tmp_path, capsys):
         run("jsonl", "--input", source, "--out", tmp_path / "p.parquet")
     with pytest.raises(ValueError, match="no column 'question'; it has prompt, images, answer.*--prompt-key"):
         run(*command, "--prompt-key", "question")
-    source.write_bytes(json.dumps(good).encode() + b'\n{"prompt": "\xff"}\n' + b"[" * 10_000)
+    source.write_bytes(json.dumps(good).encode() + b'\n{"prompt": "\xff", "answer": "1"}\n' + b"[" * 10_000)
     with pytest.raises(ValueError, match=r"2 of 3 rows.*") as e:
         run(*command)
-    assert "line 2: not UTF-8 text (byte 0xff)" in str(e.value) and "line 3: not valid JSON: maximum rec" in str(e.value)
+    assert "line 2: text is not UTF-8" in str(e.value) and "line 3: not valid JSON: maximum rec" in str(e.value)
     for data in (b"", json.dumps(good).encode("utf-16")):
         source.write_bytes(data)
-        with pytest.raises(ValueError, match="q.jsonl: no line holds a JSON object"):
+        with pytest.raises(ValueError, match="q.jsonl: no row can be read; (it is empty|line .: not valid JSON)"):
             run(*command)
 
 
@@ -559,6 +613,43 @@ def test_mixed_extra_types_are_said_and_kept_as_text(tmp_path, capsys):
     run("jsonl", "--input", source, "--image-key", "", "--data-source", "t", "--out", tmp_path / "o.parquet")
     assert "mixed types, stored as JSON text: id, none" in capsys.readouterr().out
     assert [e.extra["id"] for e in read_examples(tmp_path / "o.parquet")[0]] == ["1", "two"]
+
+
+def test_text_files_are_combined(tmp_path):
+    for name in "ab":
+        rows = [{"prompt": f"{name}{i}?", "answer": str(i), "level": i} for i in range(2)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    run(
+        "jsonl",
+        "--input",
+        tmp_path / "?.jsonl",
+        "--image-key",
+        "",
+        "--data-source",
+        "t",
+        "--out",
+        tmp_path / "o.parquet",
+    )
+    examples, _ = read_examples(tmp_path / "o.parquet")
+    assert [e.uid for e in examples] == ["t/train/a/0", "t/train/a/1", "t/train/b/2", "t/train/b/3"]
+    assert [e.extra["level"] for e in examples] == [0, 1, 0, 1]
+    write_jsonl(tmp_path / "b.jsonl", [{"question": "?", "answer": "1"}])
+    with pytest.raises(UserError, match="b.jsonl: no column 'prompt'; it has question, answer"):
+        run("jsonl", "--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--image-key", "", "--data-source", "t",
+            "--out", tmp_path / "o.parquet")  # fmt: skip
+    (tmp_path / "c.csv").write_text("prompt,answer\nq?\n")
+    with pytest.raises(UserError, match="c.csv: no row can be read; line 2: 1 cells but the header names 2 columns"):
+        run(
+            "csv",
+            "--input",
+            tmp_path / "c.csv",
+            "--image-key",
+            "",
+            "--data-source",
+            "t",
+            "--out",
+            tmp_path / "o.parquet",
+        )
 
 
 def test_csv(tmp_path):
@@ -583,7 +674,7 @@ def test_csv(tmp_path):
     with pytest.raises(ValueError) as e:
         run("csv", "--input", source, "--data-source", "t", "--out", out)
     assert "q.csv line 2: 2 cells but the header names 3 columns" in str(e.value)
-    assert "q.csv line 3: image cell '[oops' starts like a JSON list" in str(e.value)
+    assert f"q.csv line 3: image 0 {tmp_path}/[oops: No such file" in str(e.value)
     assert len(read_examples(out)[0]) == 4, "a failed run leaves the old file alone"
 
 
@@ -656,7 +747,7 @@ def test_urls_are_fetched_and_stored(tmp_path, server):
         ("drip", ("--url-timeout", 0.3, "--url-tries", 1), "fetched in 1 tries: timed out", 1),
         ("header", ("--url-timeout", 0.3, "--url-tries", 1), "fetched in 1 tries: timed out", 1),
         ("short", ("--url-tries", 1), "fetched in 1 tries: .*9 more expected", 1),
-        ("huge", ("--url-max-mb", 1), "huge.png is larger than 1 MiB; raise --url-max-mb", 1),
+        ("huge", ("--url-max-mb", 1), r"huge.png cannot be fetched: it is larger than 1 MiB \(raise --url-max-mb\)", 1),
     ],
 )
 def test_url_failures(tmp_path, server, name, flags, reason, tries):
@@ -665,17 +756,23 @@ def test_url_failures(tmp_path, server, name, flags, reason, tries):
     started = time.monotonic()
     with pytest.raises(ValueError, match=f"q.jsonl line 1: image 0 .*{reason}"):
         run("jsonl", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--url-private", *flags)
-    assert hits.count(f"/{name}.png") == tries and time.monotonic() - started < 2.0, "the deadline is of the whole fetch"
+    assert hits.count(f"/{name}.png") == tries and time.monotonic() - started < 2.0, (
+        "the deadline is of the whole fetch"
+    )
+    while [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]:
+        assert time.monotonic() - started < 2.0, "a thread that was left behind goes on reading"
+        time.sleep(0.01)
 
 
 def test_a_url_of_any_form_is_its_own_rows_problem(tmp_path, server, capsys):
     url, _ = server
     port = url.rpartition(":")[2]
     urls = {
-        "http://[::1": "Invalid IPv6 URL", f"http://{'a' * 64}.example/x.png": "too long", "http://h:99999/x": "out of range",
-        f"http://a@127.0.0.1:{port}/x": "user name", "http:///x.png": "with a host", "http://a..b/x.png": "label",
-        f"{url}/to?ftp://127.0.0.1/x": "not an http", f"{url}/to?file:///etc/passwd": "not an http",
-        f"{url}/loop.png": "more than 10 redirects", "http://h:0/x.png": "port 0", "http://h:x/": "Port",
+        "http://[::1": "Invalid IPv6 URL", f"http://{'a' * 64}.example/x.png": "too long",
+        "http://h:99999/x": "out of range", f"http://a@127.0.0.1:{port}/x": "user name",
+        "http:///x.png": "with a host", "http://a..b/x.png": "label", f"{url}/to?ftp://127.0.0.1/x": "not an http",
+        f"{url}/to?file:///etc/passwd": "'file:///etc/passwd' is not allowed",
+        f"{url}/loop.png": "HTTP 302 .*infinite loop", "http://h:0/x.png": "port 0", "http://h:x/": "Port",
         "http://\ud800.example/x": "can't encode",
     }  # fmt: skip
     fine = [f"{url}/Gr\u00fc\u00dfe und so.png?\u00e4", f"{url}/to?/ok.png", f"{url}/to?{url}/ok.png"]
@@ -685,26 +782,31 @@ def test_a_url_of_any_form_is_its_own_rows_problem(tmp_path, server, capsys):
     run(*common, "--bad-rows", "skip")
     assert f"wrote {len(fine)} rows" in capsys.readouterr().out
     for u, reason in urls.items():
-        with pytest.raises(pd.BadRow, match=reason):
-            pd.fetch_url(u, tries=1, private=True)
+        with pytest.raises(UserError, match=reason):
+            fetch_url(u, tries=1, private=True)
 
 
 def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatch):
     url, hits = server
-    for u in (f"{url}/private.png", url.replace("127.0.0.1", "localhost"), url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
-              url.replace("127.0.0.1", "0x7f.1")):
-        with pytest.raises(pd.BadRow, match="not public; --url-private allows that"):
-            pd.fetch_url(u, tries=1)
-    public = {"8.8.8.8": True, "10.0.0.1": False, "169.254.169.254": False, "::1": False, "fe80::1": False, "100.64.0.1": False,
-              "2606:4700::1111": True, "2002:7f00:1::": False, "224.0.0.1": False, "0.0.0.0": False}  # fmt: skip
-    assert {ip: pd.is_public(ip) for ip in public} == public
-    monkeypatch.setattr(pd, "is_public", lambda ip: ip == "127.0.0.1")  # stands for the internet; 127.0.0.2 for the inside
+    for u in (
+        f"{url}/private.png",
+        url.replace("127.0.0.1", "localhost"),
+        url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
+        url.replace("127.0.0.1", "0x7f.1"),
+    ):
+        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+            fetch_url(u, tries=1)
+    inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
+    assert not any(is_public(ip) for ip in inside)
+    assert is_public("8.8.8.8") and is_public("2606:4700::1111")
+    # 127.0.0.1 stands for the internet, 127.0.0.2 for the inside
+    monkeypatch.setattr(fetch, "is_public", lambda ip: ip == "127.0.0.1")
     inside = url.replace("127.0.0.1", "127.0.0.2")
-    assert pd.fetch_url(f"{url}/to?{url}/public.png") == RED
-    with pytest.raises(pd.BadRow, match="127.0.0.2 is at 127.0.0.2, not public"):
-        pd.fetch_url(f"{url}/to?{inside}/private.png")
+    assert fetch_url(f"{url}/to?{url}/public.png") == RED
+    with pytest.raises(UserError, match="127.0.0.2 is at 127.0.0.2, not public"):
+        fetch_url(f"{url}/to?{inside}/private.png")
     assert "/private.png" not in hits and "/public.png" in hits
-    asked, real = [], pd.socket.getaddrinfo
+    asked, real = [], fetch.socket.getaddrinfo
 
     def rebinding(host, *args, **kw):
         if host == "rebind.test":
@@ -712,14 +814,17 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
             host = "127.0.0.1" if len(asked) == 1 else "127.0.0.2"
         return real(host, *args, **kw)
 
-    monkeypatch.setattr(pd.socket, "getaddrinfo", rebinding)
-    assert pd.fetch_url(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(asked) == 1, "checked, then used"
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", rebinding)
+    assert fetch_url(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(asked) == 1, (
+        "checked, then used"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- round trip
 
 
-words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20).filter(lambda s: "<image>" not in s)
+words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+words = words.filter(lambda s: "<image>" not in s and "<video>" not in s and not pd.SPECIAL.search(s))
 numbers = st.integers(-9, 9) | st.integers(2**64, 2**70) | st.floats(allow_nan=False)
 values = st.none() | st.booleans() | numbers | words | st.lists(st.integers(-9, 9) | words, max_size=3)
 values |= st.dictionaries(st.sampled_from("xy"), st.integers(-9, 9), max_size=2)
@@ -756,17 +861,16 @@ def test_any_extra_can_be_stored(tmp_path, extras):
         wanted = {k: v for k, v in extra.items() if v is not None}
         kept = {k: v for k, v in example.extra.items() if k != "uid"}
         assert kept == wanted or kept == {
-            k: v if isinstance(v, str) or not isinstance(kept.get(k), str) else json.dumps(v)
-            for k, v in wanted.items()
+            k: v if isinstance(v, str) or not isinstance(kept.get(k), str) else json.dumps(v) for k, v in wanted.items()
         }
 
 
-def test_extra_that_would_lose_digits_is_refused(tmp_path):
+def test_extra_that_would_lose_digits_is_kept_as_text(tmp_path, capsys):
     user = [{"role": "user", "content": "q"}]
     examples = [Example(f"u{i}", "t", user, [], "1", {"a": v}) for i, v in enumerate((2**60 + 1, 0.5))]
-    with pytest.raises(ValueError, match="r.parquet: extra_info does not fit one type.*1152921504606846977"):
-        write_examples(examples, tmp_path / "r.parquet")
-    assert not list(tmp_path.iterdir())
+    write_examples(examples, tmp_path / "r.parquet")
+    assert "mixed types, stored as JSON text: a" in capsys.readouterr().out
+    assert [e.extra["a"] for e in read_examples(tmp_path / "r.parquet")[0]] == ["1152921504606846977", "0.5"]
 
 
 # ---------------------------------------------------------------------------------------------------- inspect, flags
@@ -781,9 +885,13 @@ def test_inspect_with_model(tmp_path, capsys, monkeypatch):
         return load
 
     monkeypatch.setitem(sys.modules, "model", types.SimpleNamespace(load_processor=load_processor))
-    run("geo3k", "--input", GEO, "--out", out, "--inspect", "--rows", 1)
+    run("geo3k", "--input", GEO, "--out", out, "--inspect")
+    written = capsys.readouterr().out
+    assert "wrote 10 rows" in written and "--- geo3k/train/13" in written and "--- geo3k/train/14" not in written
+    run("inspect", out, "--rows", 1)
     said = capsys.readouterr().out
-    assert "geo3k/train/11" in said and "--- geo3k/train/12" not in said
+    assert "--- geo3k/train/11" in said and "--- geo3k/train/12" not in said
+    assert said.split("===")[1] == written.split("===")[1]
     assert "image: 250x251 PNG RGBA, 15160 bytes" in said and "answer: 80" in said
     assert "answer_type: {'integer': 8, 'surd': 2}" in said and "image width: min 214" in said
     pixels = ("--min-pixels", 3136, "--max-pixels", 50000)
@@ -802,23 +910,66 @@ def test_inspect_other_layout(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (("geo3k",), "--out is missing: give the parquet file to write"),
         (("geo3k", "--out", "."), "--out is ."),
-        (("jsonl", "--out", "x.parquet"), "jsonl needs --input"),
-        (("csv", "--input", "a", "b", "--out", "x.parquet"), "takes one --input file, got 2: a b"),
+        (
+            ("csv", "--input", "a", "b", "--out", "x.parquet"),
+            "a: no such file or folder of parquet files; check --data or --input",
+        ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
-        (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "--input gone.jsonl: no such file"),
+        (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
         (("parquet", "--input", "gone.parquet", "--out", "x.parquet"), "gone.parquet: no such file"),
         (("shapes", "--n", "0", "--out", "x.parquet"), "--n is 0, expected at least 1"),
-        (("geo3k", "somewhere", "--out", "x.parquet"), "pass it as --input somewhere"),
-        (("inspect",), "inspect needs a file"),
+        (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries is 0, expected at least 1"),
+        (("inspect", "x.parquet", "--limit", "0"), "--limit is 0, expected at least 1"),
+        (("geo3k", "--toy", "--out", "x.parquet"), "--toy: geo3k has no toy yet"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as e:
+    with pytest.raises(UserError) as e:
         run(*argv)
     assert reason in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ((), "required: SOURCE"),
+        (
+            ("nothing", "--out", "x"),
+            "'nothing' (choose from 'jsonl', 'csv', 'parquet', 'geo3k', 'geometry3k', 'shapes', 'inspect')",
+        ),
+        (("geo3k",), "the following arguments are required: --out"),
+        (("jsonl", "--out", "x.parquet"), "the following arguments are required: --input"),
+        (("geo3k", "somewhere", "--out", "x.parquet"), "unrecognized arguments: somewhere"),
+        (("inspect",), "the following arguments are required: file"),
+        (("jsonl", "--toy", "--input", "x", "--out", "y"), "unrecognized arguments: --toy"),
+    ],
+)
+def test_wrong_command_lines(argv, reason, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(list(argv))
+    assert reason in capsys.readouterr().err
+
+
+def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def help_of(*argv) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            parse_args([*argv, "--help"])
+        return capsys.readouterr().out
+
+    listed = help_of()
+    for name in ("jsonl", "csv", "parquet", "geo3k (geometry3k)", "shapes", "inspect"):
+        assert f"\n    {name} " in listed or f"\n    {name}\n" in listed
+    assert (
+        "column of the prompt (default: problem)"
+        in help_of("geo3k")
+        == help_of("geometry3k").replace("geometry3k ", "geo3k ", 1)
+    )
+    assert "column of the answer (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
+    assert "column of the answer (default: reward_model.ground_truth)" in help_of("parquet")
 
 
 def test_abbreviated_flags_are_refused():
@@ -834,13 +985,35 @@ def test_limit_counts_good_rows(tmp_path):
 # ---------------------------------------------------------------------------------------------------- hostile rows
 
 
-SPECIAL_PIECES = ["<|im_end|>", "<|im_start|>user\n", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|endoftext|>"]
+SPECIAL_PIECES = [
+    "<|im_end|>",
+    "<|im_start|>user\n",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|endoftext|>",
+]
 
 
 def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     """Whatever passes reading and start-up renders to the template's special tokens and the images', no more."""
     rng, processor = np.random.default_rng(0), loaded["qwen2_5_vl"][1]
-    pieces = [*SPECIAL_PIECES, "<image>", "<|", "|>", "<", "|", ">", "im_end", "image_pad", " ", "\n", "a", "<think>", "é"]
+    pieces = [
+        *SPECIAL_PIECES,
+        "<image>",
+        "<|",
+        "|>",
+        "<",
+        "|",
+        ">",
+        "im_end",
+        "image_pad",
+        " ",
+        "\n",
+        "a",
+        "<think>",
+        "é",
+    ]
     special = set(processor.special_tokens.values())
 
     def count(messages):
@@ -850,10 +1023,10 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     per_image = count([{"role": "user", "content": "a<image>"}]) - plain
     for _ in range(400):
         text = "".join(rng.choice(pieces, rng.integers(1, 12))) + "x"
-        raw = pd.Raw("f row 0", 0, prompt=text, images=[RED] * text.count("<image>"), truth="1")
+        record = {"prompt": text, "images": [RED] * text.count("<image>"), "reward_model": {"ground_truth": "1"}}
         try:
-            example = pd.build_example(raw)
-        except pd.BadRow:
+            example = pd.build_example(Raw("f row 0", 0, record), Reading())
+        except UserError:
             refused += 1
             assert "<|" in text
             continue
@@ -861,7 +1034,9 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
             rendered += 1
             assert count(example.messages) == plain + per_image * len(example.images), text
     assert min(refused, rendered) > 50
-    rows = [verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", *SPECIAL_PIECES])]
+    rows = [
+        verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", *SPECIAL_PIECES])
+    ]
     assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
     left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
     assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
@@ -877,16 +1052,25 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
         (tmp_path / "toy" / name).write_bytes((toys["qwen2_5_vl"] / name).read_bytes())
     processor = load_processor(str(tmp_path / "toy"))
     assert "<think>" not in processor.special_tokens and "[STOP]" in processor.special_tokens
-    rows = [verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}]) for i, t in enumerate(["x", "a[STOP]b", "<think>y"])]
+    rows = [
+        verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}])
+        for i, t in enumerate(["x", "a[STOP]b", "<think>y"])
+    ]
     examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
-    with pytest.raises(UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"
+    ):
         drop_long_prompts(examples, processor, 2048)
     kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
-    assert train.load_data(args, tmp_path / "f.parquet", processor, load_reward(None)) == (kept, lengths)
+    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, load_reward(None))
+    assert (loaded, loaded.lengths) == (kept, lengths)
     said = capsys.readouterr().out
-    assert "0 over --max-prompt-tokens 2048, 1 with special tokens" in said and "left out: 'hiyouga/geometry3k/train/f/1'" in said
+    assert (
+        "0 over --max-prompt-tokens 2048, 1 with special tokens" in said
+        and "left out: 'hiyouga/geometry3k/train/f/1'" in said
+    )
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -910,11 +1094,14 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
     bad = {
         png_header(8_000, 8_000): "8000x8000 pixels, at most 50 million pixels",
         png_header(70_000, 400): "70000x400 pixels, at most 50 million pixels and 65535 a side",
-        picture(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
-        picture(size=(200, 1)): "200x1 pixels: one side is 200",
-        **{frames(fmt, 3): "3 frames or pages, and only the first would be seen" for fmt in ("GIF", "WEBP", "PNG", "TIFF")},
+        png(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
+        png(size=(200, 1)): "200x1 pixels: one side is 200",
+        **{
+            frames(fmt, 3): "3 frames or pages, and only the first would be seen"
+            for fmt in ("GIF", "WEBP", "PNG", "TIFF")
+        },
     }
-    fine = [picture(size=(199, 1)), *(frames(fmt, 1) for fmt in ("GIF", "WEBP", "PNG", "TIFF")), frames("MPO", 2)]
+    fine = [png(size=(199, 1)), *(frames(fmt, 1) for fmt in ("GIF", "WEBP", "PNG", "TIFF")), frames("MPO", 2)]
     rows = [verl_row(i, images=[{"bytes": data, "path": None}]) for i, data in enumerate([*bad, *fine])]
     examples, left_out = read_examples(save(tmp_path / "f.parquet", rows), bad_rows="skip")
     assert [e.images[0] for e in examples] == fine
@@ -924,7 +1111,7 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
 
 
 def test_large_images_are_decoded_one_at_a_time(monkeypatch):
-    now, most, real = [], [], pd.to_rgb
+    now, most, real = [], [], images.to_rgb
 
     def to_rgb(image):
         now.append(image)
@@ -933,9 +1120,9 @@ def test_large_images_are_decoded_one_at_a_time(monkeypatch):
         now.pop()
         return real(image)
 
-    monkeypatch.setattr(pd, "to_rgb", to_rgb)
+    monkeypatch.setattr(images, "to_rgb", to_rgb)
     for limit, expected in ((10, {1}), (1000, {1, 2, 3, 4})):
-        monkeypatch.setattr(pd, "LARGE_PIXELS", limit)
+        monkeypatch.setattr(images, "LARGE_PIXELS", limit)
         most.clear()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(decode_image, [RED] * 12))
@@ -963,8 +1150,8 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     cells = {"pipe.png": "no regular file", "/dev/zero": "no regular file", "dir.png": "no regular file",
              "empty.png": "has 0 bytes", "huge.png": "has 21474836480 bytes, expected 1 to"}  # fmt: skip
     for cell, reason in cells.items():
-        with pytest.raises(pd.BadRow, match=reason):
-            pd.image_bytes(cell, tmp_path)
+        with pytest.raises(UserError, match=reason):
+            image_bytes(cell, tmp_path)
     (tmp_path / "g/1").mkdir(parents=True)
     os.mkfifo(tmp_path / "g/1/data.json")
     (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
@@ -975,27 +1162,38 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- instruction, uids
 
 
-def test_readme_flags_for_easyr1_work(tmp_path, loaded):
-    """README's own line, taken from README, on a file of EasyR1's layout."""
-    flags = re.search(r"`(--prompt-key problem [^`]*)`", (Path(__file__).parents[1] / "README.md").read_text())[1].split()
+def test_documented_flags_for_easyr1_work(tmp_path, loaded):
+    """The documents' own line, on a file of EasyR1's layout."""
+    told = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    flags = re.search(r"`(--prompt-key problem [^`]*)`", told)[1].split()
     path = save(tmp_path / "easy.parquet", hub_rows(2))
     args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
-    examples, lengths = train.load_data(args, args.data, loaded["qwen2_5_vl"][1], load_reward(None))
-    assert [e.messages[0]["content"] for e in examples] == [f"<image>Find {i}. {pd.GEO3K_INSTRUCTION}" for i in range(2)]
-    assert "\\boxed{}" in pd.GEO3K_INSTRUCTION and len(lengths) == 2 and examples[0].ground_truth == "\\frac { 1 } { 2 }"
+    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], load_reward(None))
+    assert [e.messages[0]["content"] for e in examples] == [
+        f"<image>Find {i}. {geometry.INSTRUCTION}" for i in range(2)
+    ]
+    assert "\\boxed{}" in geometry.INSTRUCTION and len(examples.lengths) == 2
+    assert examples[0].ground_truth == "\\frac { 1 } { 2 }"
 
 
 def test_instruction_is_put_behind_prompts_that_lack_it(tmp_path):
-    chat = [{"role": "user", "content": "first?"}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "then?"}]
+    chat = [
+        {"role": "user", "content": "first?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "then?"},
+    ]
     rows = [{"prompt": chat, "answer": "1"}, {"prompt": "so? Box it.", "answer": "1"}]
     source, out = write_jsonl(tmp_path / "q.jsonl", rows), tmp_path / "o.parquet"
     flags = ("--image-key", "", "--data-source", "t", "--out", out)
     run("jsonl", "--input", source, *flags, "--instruction", "Box it.")
-    assert [[m["content"] for m in e.messages] for e in read_examples(out)[0]] == [["first?", "1", "then? Box it."], ["so? Box it."]]
+    assert [[m["content"] for m in e.messages] for e in read_examples(out)[0]] == [
+        ["first?", "1", "then? Box it."],
+        ["so? Box it."],
+    ]
     again = read_examples(out, instruction="Box it.")[0]
     assert again == read_examples(out)[0], "put there once"
     run("parquet", "--input", out, "--out", tmp_path / "p.parquet", "--instruction", "geo3k")
-    assert read_examples(tmp_path / "p.parquet")[0][1].messages[0]["content"] == f"so? Box it. {pd.GEO3K_INSTRUCTION}"
+    assert read_examples(tmp_path / "p.parquet")[0][1].messages[0]["content"] == f"so? Box it. {geometry.INSTRUCTION}"
     source.write_text("prompt,answer\nq?,1\n")
     run("csv", "--input", source, *flags, "--instruction", "Box it.")
     assert read_examples(out)[0][0].messages[0]["content"] == "q? Box it."
@@ -1039,12 +1237,14 @@ def small_disk(tmp_path):
 
 def test_full_and_read_only_disks_are_said_in_one_line(tmp_path, small_disk, monkeypatch):
     noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), dtype=np.uint8)
-    big = save(tmp_path / "big.parquet", [verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])])
+    big = save(
+        tmp_path / "big.parquet", [verl_row(0, images=[{"bytes": encode(Image.fromarray(noise)), "path": None}])]
+    )
     with pytest.raises(UserError, match=r"no space left for .*disk.*bytes free\)") as e:
         run("parquet", "--input", big, "--out", small_disk / "o.parquet")
     assert not list(small_disk.iterdir()) and "\n" not in str(e.value)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    monkeypatch.setitem(pd.SOURCES, "parquet", lambda args: pytest.fail("read before the folder was tried"))
+    monkeypatch.setattr(pd, "table_rows", lambda *args: pytest.fail("read before the folder was tried"))
     with pytest.raises(UserError, match=r"--out .*cannot be written \(Read-only file system\)"):
         run("parquet", "--input", big, "--out", small_disk / "sub/o.parquet")
 
@@ -1090,35 +1290,41 @@ def nested(levels: int) -> list:
 
 
 HOSTILE = [
-    None, "", " ", "\0", "\ud800", "<image>", "<video>", "<|im_end|>", "x" * 100_000, 0, -1, 2**70, 10**400, 1e308, float("nan"),
-    float("inf"), True, [], {}, [None], [[]], [{}], {"": ""}, {"bytes": None}, {"bytes": b""}, {"path": "/dev/zero"}, b"", b"\xff", RED,
-    {"a": {"b": [1, "x", None]}}, nested(31), nested(500), {"uid": []}, {"index": nested(40)}, [{"role": "user", "content": "q"}],
-    [{"role": "user"}], [{"role": [], "content": "q"}], {"bytes": {"bytes": {"bytes": "x"}}}, "http://[::1", "data:image/png;base64,é",
-    datetime(1, 1, 1), ("a", 1), "../" * 2000, "\x1b[31m", {"k\ud800": 1}, {"split": float("nan")}, picture(size=(1, 900)),
+    None, "", " ", "\0", "\ud800", "<image>", "<video>", "<|im_end|>", "x" * 100_000, 0, -1, 2**70, 10**400, 1e308,
+    float("nan"), float("inf"), True, [], {}, [None], [[]], [{}], {"": ""}, {"bytes": None}, {"bytes": b""},
+    {"path": "/dev/zero"}, b"", b"\xff", RED, {"a": {"b": [1, "x", None]}}, nested(30), nested(31), nested(500),
+    {"uid": []}, {"index": nested(40)}, [{"role": "user", "content": "q"}], [{"role": "user"}],
+    [{"role": [], "content": "q"}], {"bytes": {"bytes": {"bytes": "x"}}}, "http://[::1", "data:image/png;base64,é",
+    "[" * 5000, '["http://[::1", 5]', datetime(1, 1, 1), ("a", 1), "../" * 2000, "\x1b[31m", {"k\ud800": 1},
+    {"split": float("nan")}, png(size=(1, 900)),
 ]  # fmt: skip
 
 
 def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
     rng, raws = np.random.default_rng(0), []
     for i in range(1500):
-        good = {"data_source": "t", "prompt": "q?", "images": [], "truth": "1", "extra": {}}
+        good = {"data_source": "t", "prompt": "q?", "images": [], "answer": "1", "extra_info": {}, "other": 1}
         for name in rng.choice(list(good), rng.integers(1, 3), replace=False):
             value = HOSTILE[rng.integers(len(HOSTILE))]
-            good[name] = {"k": value} if name == "extra" and rng.random() < 0.5 else value
-        raws.append(pd.Raw(f"f\x1b row {i}", i, tmp_path, **good))
+            good[name] = {"k": value} if name == "extra_info" and rng.random() < 0.5 else value
+        raws.append(Raw(f"f\x1b row {i}", i, good, tmp_path))
     bad: list[str] = []
-    examples = list(pd.checked(raws, lambda raw: pd.build_example(raw, fetch=pd.fetch_url, split="train"), bad))
+    examples = list(pd.checked(raws, Reading(answer_key="answer", fetch=fetch_url, split="train"), bad))
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
     assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
     assert write_examples(examples, tmp_path / "o.parquet") == len(examples)
     back, left_out = read_examples(tmp_path / "o.parquet")
-    assert [(e.uid, e.messages, e.ground_truth) for e in back] == [(e.uid, e.messages, e.ground_truth) for e in examples]
+    assert [(e.uid, e.messages, e.ground_truth) for e in back] == [
+        (e.uid, e.messages, e.ground_truth) for e in examples
+    ]
 
 
 def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
     """In parquet: dates beyond year 9999, bytes that are no UTF-8; in text files: nesting and quotes."""
     when = pa.array([0, 2**62, 0, 0], pa.int64()).cast(pa.timestamp("us"))
-    text = pa.Array.from_buffers(pa.string(), 4, [None, pa.py_buffer(np.array([0, 1, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")])
+    text = pa.Array.from_buffers(
+        pa.string(), 4, [None, pa.py_buffer(np.array([0, 1, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")]
+    )
     extra = pa.StructArray.from_arrays([when, text], ["when", "text"])
     table = pa.table({"prompt": ["q?"] * 4, "answer": ["1"] * 4, "extra_info": extra})
     pq.write_table(table, tmp_path / "f.parquet")
@@ -1130,4 +1336,4 @@ def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
     source.write_bytes(f'prompt,images,answer\nq?,"{deep}",1\nq?,,1\n'.encode() + b"q?,,\xff\n")
     run("csv", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     said = capsys.readouterr().out
-    assert "wrote 1 rows" in said and "line 2: image cell" in said and "line 4: not UTF-8 text (byte 0xff)" in said
+    assert "wrote 1 rows" in said and "line 2: image 0 '[[[[" in said and "line 4: text is not UTF-8" in said

@@ -1,8 +1,12 @@
-"""Tests of reward.py: 92 golden cases, named answers of policies, sympy as the independent judge of values, `re` as that of the format."""
+"""Tests of reward.py and of the rewards in tasks/.
+
+92 golden cases, named answers of policies, sympy as the independent judge of values, `re` as that of the format.
+"""
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +24,8 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import reward  # noqa: E402
+from tasks import geometry, math_verify_worker  # noqa: E402
+from tasks.math_verify_worker import MATH_VERIFY  # noqa: E402
 
 ROWS = [json.loads(line) for line in (ROOT / "tests/data/reward_cases.jsonl").read_text().splitlines()]
 ANSWERS = [row for row in ROWS if row["kind"] == "answer"]
@@ -33,11 +39,11 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
 @pytest.fixture
 def quick_cas(monkeypatch):
     """A one-second math-verify that starts fresh and forgets earlier answers."""
-    monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 1.0)
-    reward._cas.verdicts.clear()
+    monkeypatch.setattr(math_verify_worker, "TIMEOUT_S", 1.0)
+    MATH_VERIFY.verdicts.clear()
     reward.grader_stats.clear()
     yield
-    reward._cas.verdicts.clear()
+    MATH_VERIFY.verdicts.clear()
     reward.close()
 
 
@@ -55,13 +61,13 @@ def test_golden_file_is_whole():
 @pytest.mark.parametrize("row", [row for row in ANSWERS if not row["ambiguous"]], ids=lambda row: row["prediction"])
 def test_golden_answer(row):
     start = time.perf_counter()
-    assert reward.grade_geometry(row["response"], row["ground_truth"]) == bool(row["human_should_accept"])
+    assert geometry.grade_geometry(row["response"], row["ground_truth"]) == bool(row["human_should_accept"])
     assert time.perf_counter() - start < 1.0
 
 
 def test_verdicts_on_ambiguous_rows():
     """Either verdict is defensible; these are ours: exact value decides, a list is no number, names are unknown."""
-    verdicts = {row["prediction"]: reward.grade_geometry(row["response"], row["ground_truth"]) for row in ANSWERS}
+    verdicts = {row["prediction"]: geometry.grade_geometry(row["response"], row["ground_truth"]) for row in ANSWERS}
     ours = {"z=48": True, "48, 48": False, "\\frac{2}{4}": True, "8.660254037844386": False, "0.48": True}
     assert {row["prediction"] for row in ANSWERS if row["ambiguous"]} == set(ours)
     assert {key: verdicts[key] for key in ours} == ours
@@ -320,15 +326,16 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("prediction, truth", pairs(RIGHT))
 def test_right(prediction, truth):
-    assert reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
+    assert geometry.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
 
 
 @pytest.mark.parametrize("prediction, truth", pairs(WRONG))
 def test_wrong(prediction, truth):
-    assert not reward.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
+    assert not geometry.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
 
 
-HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}", "{}"]
+HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}"]
+HOLES += ["{}"]
 BROKEN = ["5 \\sqrt {", "3 +* 4", "\\frac{1}{0}", "0^{-1}", "0:0", "12 34"]
 
 
@@ -336,18 +343,39 @@ BROKEN = ["5 \\sqrt {", "3 +* 4", "\\frac{1}{0}", "0^{-1}", "0:0", "12 34"]
 def test_hole_in_the_data_is_never_right(truth):
     for answer in ("", " ", "{}", "\\text{}", "None", "°", truth):
         for response in (answer, f"\\boxed{{{answer}}}", "<think>a</think>", "I do not know"):
-            assert not reward.grade_geometry(response, truth)
+            assert not geometry.grade_geometry(response, truth)
 
 
 @pytest.mark.parametrize("truth", HOLES + BROKEN)
 def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
-    with pytest.raises(reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"):
+    with pytest.raises(
+        reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"
+    ):
         reward.check_tasks([example("48"), example(truth)])
 
 
 def test_truths_that_are_read():
-    truths = ["48", "m", "B", "(C)", "isosceles, right", "30-60-90 triangle", "x < 60", "m\\angle A = 48", "2:3", "[2, \\infty)"]
-    truths += ["48\\%", "\\sqrt { x - 50 }", "x^2+y^2=4", "\\{3,-3\\}", "5\\sqrt{3} \\approx 8.66", "48 cm^2", "4 \\frac { 4 } { 11 }"]
+    truths = [
+        "48",
+        "m",
+        "B",
+        "(C)",
+        "isosceles, right",
+        "30-60-90 triangle",
+        "x < 60",
+        "m\\angle A = 48",
+        "2:3",
+        "[2, \\infty)",
+    ]
+    truths += [
+        "48\\%",
+        "\\sqrt { x - 50 }",
+        "x^2+y^2=4",
+        "\\{3,-3\\}",
+        "5\\sqrt{3} \\approx 8.66",
+        "48 cm^2",
+        "4 \\frac { 4 } { 11 }",
+    ]
     assert reward.check_tasks(map(example, truths)) == {"geo3k": len(truths)}
     for truth in ("°", " ", "."):
         row = example(truth, "shapes", answer_type="angle")
@@ -362,8 +390,8 @@ def test_boxes():
     assert reward.extract_boxed("\\boxed{47} then \\boxed{48") is None  # cut off: the earlier box does not count
     assert reward.extract_boxed("48 \\boxed48") is None
     for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
-        assert not reward.grade_geometry(response, "48")
-    assert reward.grade_geometry("48", "48") and not reward.grade_geometry("47", "48")  # bare, for calls by hand
+        assert not geometry.grade_geometry(response, "48")
+    assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # bare, for calls by hand
     assert reward.score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
 
 
@@ -399,7 +427,7 @@ def values(draw):
 def test_equal_exactly_when_sympy_says_so(left, right):
     import sympy
 
-    assert reward.same_answer(left[0], right[0]) == (sympy.simplify(left[1] - right[1]) == 0)
+    assert geometry.same_answer(left[0], right[0]) == (sympy.simplify(left[1] - right[1]) == 0)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -409,9 +437,9 @@ def test_sympys_own_latex_of_the_value(pair):
     import sympy
 
     latex, value = pair
-    assert reward.same_answer(sympy.latex(sympy.radsimp(value)), latex)
-    assert not reward.same_answer(sympy.latex(value + sympy.Rational(1, 1000)), latex)
-    assert reward.same_answer(repr(float(value)), latex) == (Fraction(repr(float(value))) == value)
+    assert geometry.same_answer(sympy.latex(sympy.radsimp(value)), latex)
+    assert not geometry.same_answer(sympy.latex(value + sympy.Rational(1, 1000)), latex)
+    assert geometry.same_answer(repr(float(value)), latex) == (Fraction(repr(float(value))) == value)
 
 
 DRESSES = ["{ %s }", "$%s$", "\\(%s\\)", "%s^\\circ", "x = %s", "%s \\text{ cm}", "\\mathbf{%s}", "%s."]
@@ -421,17 +449,19 @@ DRESSES = ["{ %s }", "$%s$", "\\(%s\\)", "%s^\\circ", "x = %s", "%s \\text{ cm}"
 @given(values(), st.sampled_from(DRESSES))
 def test_dress_does_not_matter(pair, dress):
     latex = pair[0]
-    assert reward.same_answer(dress % latex, latex)
-    assert reward.same_answer(latex.replace("{", " { ").replace("}", " } "), latex)
-    assert not reward.same_answer(f"{dress % latex} or {latex}", latex)
+    assert geometry.same_answer(dress % latex, latex)
+    assert geometry.same_answer(latex.replace("{", " { ").replace("}", " } "), latex)
+    assert not geometry.same_answer(f"{dress % latex} or {latex}", latex)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.text(alphabet="0123456789+-*/^(){}[]\\ .,:=<>≈%°√πabxm_|!?&", max_size=60), st.sampled_from(["48", "2x+3"]))
+@given(
+    st.text(alphabet="0123456789+-*/^(){}[]\\ .,:=<>≈%°√πabxm_|!?&", max_size=60), st.sampled_from(["48", "2x+3"])
+)
 def test_no_text_raises_or_takes_long(text, truth):
     start = time.perf_counter()
-    assert reward.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
-    assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 5
+    assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
+    assert time.perf_counter() - start < math_verify_worker.TIMEOUT_S + 5
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -476,7 +506,7 @@ def test_hostile_answer_needs_no_worker_and_no_time(answer):
     before = reward.grader_stats["cas"]
     for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
         for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
-            for grade in (reward.grade_geometry, lambda r, t: reward.score(r, example(t))["accuracy"]):
+            for grade in (geometry.grade_geometry, lambda r, t: reward.score(r, example(t))["accuracy"]):
                 start = time.perf_counter()
                 assert not grade(response, truth)
                 assert time.perf_counter() - start < 1.0
@@ -492,62 +522,63 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 
 def test_cas_decides_what_the_parser_cannot(quick_cas):
-    assert reward.same_answer("\\log_2 8", "3") and not reward.same_answer("\\log_2 8", "4")
-    assert reward.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not reward.same_answer("\\{3,-3\\}", "3")
-    (first,) = reward._cas.workers
-    assert reward.same_answer("|-3|", "3") and list(reward._cas.workers) == [first]  # kept
+    assert geometry.same_answer("\\log_2 8", "3") and not geometry.same_answer("\\log_2 8", "4")
+    assert geometry.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not geometry.same_answer("\\{3,-3\\}", "3")
+    (first,) = MATH_VERIFY.idle
+    assert geometry.same_answer("|-3|", "3") and MATH_VERIFY.idle == [first]  # kept
     assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
 
 
 def test_cas_is_killed_when_late_and_comes_back(quick_cas):
-    assert reward.same_answer("\\log_2 8", "3")
-    (process,) = reward._cas.workers
+    assert geometry.same_answer("\\log_2 8", "3")
+    (process,) = MATH_VERIFY.idle
     start = time.perf_counter()
-    assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")
-    assert time.perf_counter() - start < reward.CAS_TIMEOUT_S + 2
-    assert process.returncode == -signal.SIGKILL and reward.grader_stats["cas_timeout"] == 1
+    assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
+    assert time.perf_counter() - start < math_verify_worker.TIMEOUT_S + 2
+    assert process.returncode == -signal.SIGALRM and reward.grader_stats["cas_timeout"] == 1
     start = time.perf_counter()
-    assert not reward.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
+    assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
     assert time.perf_counter() - start < 0.1
-    assert reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas"] == 3
+    assert geometry.same_answer("\\log_2 16", "4") and reward.grader_stats["cas"] == 3
 
 
 def test_cas_crash_is_counted_and_survived(quick_cas):
-    assert reward.same_answer("\\log_2 8", "3")
-    os.kill(next(iter(reward._cas.workers)).pid, signal.SIGKILL)
-    assert not reward.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
-    assert reward.same_answer("\\log_2 32", "5")
+    assert geometry.same_answer("\\log_2 8", "3")
+    os.kill(MATH_VERIFY.idle[0].pid, signal.SIGKILL)
+    assert not geometry.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
+    assert geometry.same_answer("\\log_2 32", "5")
 
 
 def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
-    monkeypatch.setattr(reward, "CAS_BUDGET_S", 2.0)
+    monkeypatch.setattr(math_verify_worker, "BUDGET_S", 2.0)
     answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4", "\\log_2 8"]
     responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
-    assert reward.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
+    assert geometry.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
     for _ in range(2):  # the second time those that were late are known to be wrong, and the next ones are tried
         before, start = reward.grader_stats.copy(), time.perf_counter()
-        parts = reward.score_batch(responses, rows)
+        rewards = reward.score_batch(responses, rows)
         assert time.perf_counter() - start < 2.0 + 5.0
-        assert [p["accuracy"] for p in parts] == [1.0] + [0.0] * 40 + [1.0, 1.0]
+        assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0, 1.0]
         stats = reward.grader_stats - before
         assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 1 and stats["cas_budget"] > 10
-    assert reward._cas.left == float("inf") and reward._cas.waiting is None
-    assert 2 <= reward.CAS_WORKERS <= 4
+    assert MATH_VERIFY.left == float("inf") and not MATH_VERIFY.waiting and not MATH_VERIFY.collect
+    assert 2 <= math_verify_worker.WORKERS <= 4
 
 
 def test_lists_of_a_batch_are_asked_together(quick_cas, monkeypatch):
     rounds = []
 
-    def ask(questions):
-        rounds.append(len(list(questions)))
-        reward._cas.verdicts.update((q, q[0][-1] == q[1]) for q in questions)
+    def ask():
+        rounds.append(len(MATH_VERIFY.waiting))
+        MATH_VERIFY.verdicts.update((q, q[0][-1] == q[1]) for q in MATH_VERIFY.waiting)
+        MATH_VERIFY.waiting.clear()
 
-    monkeypatch.setattr(reward._cas, "ask", ask)
+    monkeypatch.setattr(MATH_VERIFY, "ask", ask)
     lists = [f"\\log_{n}{{3}}, \\log_{n}{{4}}" for n in "23567"]
-    monkeypatch.setattr(reward, "_cas_same", lambda a, b: reward._cas.same(a.rstrip("}"), b))
+    monkeypatch.setattr(geometry, "same_to_math_verify", lambda a, b: MATH_VERIFY.same(a.rstrip("}"), b))
     for truth, right in (("4, 3", 1.0), ("4, 5", 0.0)):
-        parts = reward.score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
-        assert [part["accuracy"] for part in parts] == [right] * 5
+        rewards = reward.score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
+        assert [r["accuracy"] for r in rewards] == [right] * 5
     assert sum(rounds) >= 20 and set(rounds) <= {0, 5} and len(rounds) <= 10
 
 
@@ -555,14 +586,14 @@ def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkey
     def accuracy():
         return reward.score_batch(["\\boxed{\\log_2 32}"] * 3, [example("5")] * 3)[-1]["accuracy"]
 
-    assert reward.same_answer("\\log_2 8", "3")
+    assert geometry.same_answer("\\log_2 8", "3")
     with monkeypatch.context() as busy:
-        busy.setattr(reward, "CAS_TIMEOUT_S", 0.0)
+        busy.setattr(math_verify_worker, "TIMEOUT_S", 0.001)
         assert accuracy() == 0.0 and reward.grader_stats["cas_timeout"] == 1
     with monkeypatch.context() as short:
-        short.setattr(reward, "CAS_BUDGET_S", 0.0)
+        short.setattr(math_verify_worker, "BUDGET_S", 0.0)
         assert accuracy() == 0.0 and reward.grader_stats["cas_budget"] == 3
-    monkeypatch.setattr(reward, "CAS_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(math_verify_worker, "TIMEOUT_S", 3.0)
     assert accuracy() == 1.0
 
 
@@ -580,14 +611,15 @@ def test_evaluation_has_one_budget_per_chunk(monkeypatch):
 
     class Engine:
         def generate(self, prompts, samples, sampling):
-            texts = [f"\\boxed{{{int(p.ground_truth) + s}}}" for p in prompts for s in range(samples)]
-            return [SimpleNamespace(text=t, finish_reason="stop", response=[1, 2]) for t in texts]
+            answers = [(p, f"\\boxed{{{int(p.ground_truth) + s}}}") for p in prompts for s in range(samples)]
+            ended = {"finish_reason": "stop", "response": [1, 2]}
+            return [SimpleNamespace(text=t, prompt=SimpleNamespace(example=p), **ended) for p, t in answers]
 
+    monkeypatch.setattr(evaluation, "CHUNK", 3)
     monkeypatch.setattr(evaluation, "score_batch", counted)
     monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank: examples)
-    monkeypatch.setattr(evaluation, "gather0", lambda records: records)
-    ctx = SimpleNamespace(rank=0, world=1)
-    records = evaluation.evaluate(Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0), samples=2, chunk=3)
+    ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
+    records = evaluation.evaluate(Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0), samples=2)
     assert calls == [6, 4]
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records] == [(n, str(n), str(n)) for n in range(5)]
     for n, record in enumerate(records):
@@ -599,7 +631,7 @@ def test_cas_from_threads(quick_cas):
     verdicts = {}
 
     def ask(n: int) -> None:
-        verdicts[n] = reward.same_answer(f"\\log_2 {2**n}", str(n if n % 2 else n + 1))
+        verdicts[n] = geometry.same_answer(f"\\log_2 {2**n}", str(n if n % 2 else n + 1))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(1, 9)]
     for thread in threads:
@@ -620,11 +652,12 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
 def test_no_worker_outlives_its_process(ending):
-    code = "import os, sys, signal, threading, time, reward; reward.CAS_TIMEOUT_S = 1.0\n"
-    code += "assert reward.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in reward._cas.workers), flush=True)\n"
+    code = "import os, sys, signal, threading, time\nfrom tasks import geometry, math_verify_worker\n"
+    code += "MATH_VERIFY = math_verify_worker.MATH_VERIFY; math_verify_worker.TIMEOUT_S = 1.0\n"
+    code += "assert geometry.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in MATH_VERIFY.idle), flush=True)\n"
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        code += f"reward.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
+        code += f"geometry.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == (0 if ending == "exit" else -signal.SIGKILL), done.stderr
     deadline = time.monotonic() + 8
@@ -636,25 +669,32 @@ def test_no_worker_outlives_its_process(ending):
 def test_forked_copy_gets_its_own_worker():
     code = """
 import os, reward
-assert reward.same_answer("\\\\log_2 8", "3")
-worker = next(iter(reward._cas.workers)).pid
+from tasks import geometry
+from tasks.math_verify_worker import MATH_VERIFY
+assert geometry.same_answer("\\\\log_2 8", "3")
+worker = MATH_VERIFY.idle[0].pid
 if (pid := os.fork()) == 0:
-    good = reward.same_answer("\\\\log_2 16", "4") and next(iter(reward._cas.workers)).pid != worker
+    good = geometry.same_answer("\\\\log_2 16", "4") and MATH_VERIFY.idle[0].pid != worker
     reward.close()
     os._exit(0 if good else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert reward.same_answer("\\\\log_2 32", "5") and next(iter(reward._cas.workers)).pid == worker
+assert geometry.same_answer("\\\\log_2 32", "5") and MATH_VERIFY.idle[0].pid == worker
 assert reward.grader_stats["cas_crash"] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
+def imported(names, heavy):
+    code = f"import sys, {names}; print([m for m in {heavy!r} if m in sys.modules]"
+    code += ", len(sys.modules['tasks.math_verify_worker'].MATH_VERIFY.idle))"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+
+
 def test_import_is_light():
-    code = "import sys, reward; print([m for m in ('torch', 'numpy', 'sympy', 'math_verify') if m in sys.modules])"
-    code += "; print(len(reward._cas.workers))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.stdout.split() == ["[]", "0"]
+    """What each process that grades imports; and a task's file, whose data recipe needs prepare_data.py."""
+    assert imported("reward, tasks.math_verify_worker", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
+    assert imported("tasks.geometry", ("transformers", "sympy", "math_verify")) == "[] 0\n"
 
 
 # --- format -------------------------------------------------------------------------------------------------------
@@ -667,12 +707,16 @@ PIECES = ["<think>", "</think>", "\\boxed{", "}", "x", "\n", "\\boxed", "{"]
 def test_format_is_verls_regex(pieces):
     response = "<think>" * (len(pieces) % 2) + "".join(pieces)
     expected = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
-    assert reward.format_reward(response) == float(expected)
+    assert geometry.format_reward(response) == float(expected)
 
 
 def test_special_tokens_are_no_text():
-    assert reward.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
-    assert reward.score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {"accuracy": 0.0, "format": 0.0, "reward": 0.0}
+    assert geometry.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
+    assert reward.score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
+        "accuracy": 0.0,
+        "format": 0.0,
+        "reward": 0.0,
+    }
     row = example("red", "shapes", answer_type="colour")
     assert reward.score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
     assert reward.score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
@@ -691,7 +735,7 @@ def test_engines_keep_special_tokens_visible(loaded):
 
 def test_format_is_linear():
     start = time.perf_counter()
-    assert reward.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
+    assert geometry.format_reward("<think>" + "</think>\\boxed{" * 100_000) == 0.0
     assert time.perf_counter() - start < 0.5
 
 
@@ -723,8 +767,8 @@ def test_format_is_linear():
     ],
 )
 def test_shapes(response, truth, accuracy, form):
-    parts = reward.score(response, example(truth, "shapes", answer_type="colour"))
-    assert parts == {"accuracy": accuracy, "format": form, "reward": pytest.approx(0.9 * accuracy + 0.1 * form)}
+    rewards = reward.score(response, example(truth, "shapes", answer_type="colour"))
+    assert rewards == {"accuracy": accuracy, "format": form, "reward": pytest.approx(0.9 * accuracy + 0.1 * form)}
 
 
 def test_shapes_needs_a_known_answer_type():
@@ -747,8 +791,43 @@ def test_unknown_task_names_row_tasks_and_remedy():
         reward.score("x", example("e4", "me/chess"))
 
 
+CHESS = """
+from reward import register
+
+@register("chess", "lichess", answerable=lambda truth, rewards: truth != "")
+def chess(response, example, finish_reason):
+    return {"legal": 1, "reward": float(response == example.ground_truth)}
+"""
+
+
+def test_a_file_in_tasks_is_a_task(tmp_path):
+    for name in ("reward.py", "errors.py", "prepare_data.py", "utils.py"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    for name in ("tasks", "sources"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "tasks" / "chess.py").write_text(CHESS)
+    code = """
+from types import SimpleNamespace
+import reward
+sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
+rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
+print(reward.score_batch(["e4", "d4"], [rows[0]] * 2), reward.check_tasks(rows[:1]))
+for row in rows[1:]:
+    try:
+        reward.check_tasks([row])
+    except reward.UserError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    scored, unknown, hole = done.stdout.splitlines()
+    assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1}"
+    assert "no reward for data_source 'go' (task 'go'); known tasks: chess, geo3k, shapes." in unknown
+    assert hole == "row '': nothing could equal the ground_truth ''; correct or remove the row"
+
+
 def test_register_refuses_a_taken_name(monkeypatch):
-    monkeypatch.setattr(reward, "REWARDS", dict(reward.REWARDS))
+    reward.load_tasks()
+    monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
     reward.register("chess")(lambda response, example, finish_reason: {"reward": float(finish_reason == "length")})
     assert reward.score("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
     with pytest.raises(ValueError, match="'geo3k'"):
@@ -768,6 +847,7 @@ def test_check_tasks(monkeypatch):
         reward.check_tasks([*rows, example(48)])
     assert reward.check_tasks([example("e4", "chess")], lambda response, example: 1.0) == {"chess": 1}
     monkeypatch.setattr(reward.importlib.util, "find_spec", lambda name: None)
+    geometry.require_math_verify.cache_clear()
     with pytest.raises(ValueError, match="math-verify"):
         reward.check_tasks(rows)
 
@@ -818,15 +898,46 @@ def test_reward_parts_are_bounded():
     import torch
 
     def checked(value):
-        return reward._checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+        return reward.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
 
-    good = [True, 3, Fraction(1, 2), Decimal("0.5"), -1e6, numpy.float32(0.5), numpy.int64(2), numpy.bool_(True), torch.tensor(0.5)]
+    good = [
+        True,
+        3,
+        Fraction(1, 2),
+        Decimal("0.5"),
+        -1e6,
+        numpy.float32(0.5),
+        numpy.int64(2),
+        numpy.bool_(True),
+        torch.tensor(0.5),
+    ]
     for value in good:
         assert checked(value) == float(value) and type(checked(value)) is float
-    huge = [10**400, -(10**5000), 1e308, -1e308, 1e6 + 1, float("inf"), Fraction(10**400), Decimal("1e999"), numpy.float64(1e300)]
-    none = [float("nan"), Decimal("NaN"), Decimal("sNaN"), numpy.float32("nan"), torch.tensor(float("inf")), torch.zeros(2), 1j, None]
+    huge = [
+        10**400,
+        -(10**5000),
+        1e308,
+        -1e308,
+        1e6 + 1,
+        float("inf"),
+        Fraction(10**400),
+        Decimal("1e999"),
+        numpy.float64(1e300),
+    ]
+    none = [
+        float("nan"),
+        Decimal("NaN"),
+        Decimal("sNaN"),
+        numpy.float32("nan"),
+        torch.tensor(float("inf")),
+        torch.zeros(2),
+        1j,
+        None,
+    ]
     for value in [*huge, *none, "1" * 9999]:
-        with pytest.raises(reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret") as caught:
+        with pytest.raises(
+            reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret"
+        ) as caught:
             checked(value)
         assert len(str(caught.value)) < 250
 
@@ -834,17 +945,19 @@ def test_reward_parts_are_bounded():
 @pytest.mark.parametrize("name", ["mean", "constant_groups", "unpenalised", "overlong"])
 def test_names_that_train_adds_are_reserved(name):
     with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
-        reward._checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
+        reward.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
 
 
 def test_what_a_reward_raises_says_where(tmp_path):
     (tmp_path / "errors.py").write_text("UserError = None")  # our own modules win
     (tmp_path / "neighbour.py").write_text("WORTH = 0.5")
     path = tmp_path / "mine.py"
-    path.write_text("import errors, neighbour\nseen = []\n"
-                    "def score(response, example):\n    from neighbour import WORTH\n    seen.append(response)\n    return WORTH\n"
-                    "def broken(response, example): return int(example.ground_truth)\n"
-                    "def nan(response, example): return float('nan')\n")
+    path.write_text(
+        "import errors, neighbour\nseen = []\n"
+        "def score(response, example):\n    from neighbour import WORTH\n    seen.append(response)\n    return WORTH\n"
+        "def broken(response, example): return int(example.ground_truth)\n"
+        "def nan(response, example): return float('nan')\n"
+    )
     row = example("four", "chess")
     mine = reward.load_reward(f"{path}:score")
     assert mine("x", row) == {"reward": 0.5} and sys.modules["errors"].UserError is reward.UserError
@@ -875,8 +988,8 @@ def test_custom_reward_result_is_checked(custom, name, message):
 
 def test_score_batch_keeps_order():
     responses = [f"<think>a</think>\\boxed{{{i}}}" for i in range(6)]
-    parts = reward.score_batch(responses, [example(str(i if i != 3 else 9)) for i in range(6)])
-    assert [part["accuracy"] for part in parts] == [1, 1, 1, 0, 1, 1]
-    assert parts[0] == {"accuracy": 1.0, "format": 1.0, "reward": 1.0} and parts[3]["reward"] == pytest.approx(0.1)
+    rewards = reward.score_batch(responses, [example(str(i if i != 3 else 9)) for i in range(6)])
+    assert [r["accuracy"] for r in rewards] == [1, 1, 1, 0, 1, 1]
+    assert rewards[0] == {"accuracy": 1.0, "format": 1.0, "reward": 1.0} and rewards[3]["reward"] == pytest.approx(0.1)
     with pytest.raises(ValueError, match="6 responses, 5 examples"):
         reward.score_batch(responses, [example("1")] * 5)

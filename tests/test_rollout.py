@@ -1,5 +1,6 @@
 """HFEngine against transformers' generate and against full recomputation.   pytest tests/test_rollout.py"""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -9,17 +10,37 @@ from conftest import FAMILIES
 from PIL import Image
 
 import model as M
-from demo import png
+from engines.choose import image_limits, make_engine
+from engines.hf import HFEngine, KVCache, logits_of, sample_tokens
+from engines.vllm import parameter_names
 from errors import UserError
-from grpo import Sample, plant
-from rollout import HFEngine, KVCache, Sampling, drop_long_prompts, logits_of, make_prompts, sample_tokens
+from packing import Packer
+from rollout import Sampling, drop_long_prompts, make_prompts
+from tasks.shapes import png
 
 CPU = torch.device("cpu")
 
 
-def example(uid, content, pictures):
-    return SimpleNamespace(uid=uid, messages=[{"role": "user", "content": content}], images=[png(p) for p in pictures],
-                           ground_truth="x", extra={}, data_source="shapes")
+def example(uid, content, images):
+    messages = [{"role": "user", "content": content}]
+    more = {"ground_truth": "x", "extra": {}, "data_source": "shapes"}
+    return SimpleNamespace(uid=uid, messages=messages, images=[png(i) for i in images], **more)
+
+
+def ids(rollouts):
+    """Prompt and response of each."""
+    return [r.prompt.token_ids + r.response for r in rollouts]
+
+
+def places(rollouts):
+    return [(r.prompt.uid, r.sample) for r in rollouts]
+
+
+@torch.no_grad()
+def trainer_logprobs(policy, r, temperature=1.0):
+    """Of a rollout's response, by the trainer, alone in its micro-batch: (K,)."""
+    [micro] = Packer(10_000, policy.image_token_id).pack([r])
+    return policy(micro, temperature).logp_K
 
 
 @pytest.fixture
@@ -36,29 +57,24 @@ def test_greedy_equals_transformers_generate(family, loaded, examples):
     prompts = make_prompts(examples, processor)
     ours = engine.generate(prompts, 1, Sampling(12, temperature=0.0))
     for prompt, rollout in zip(prompts, ours, strict=True):
-        ids = torch.tensor([prompt.token_ids])
-        extra = {}
+        ids_1T = torch.tensor([prompt.token_ids])
+        more = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": engine.banned.tolist()}
         if prompt.images:
-            extra = {"pixel_values": torch.cat([i.pixel_values for i in prompt.images]),
-                     "image_grid_thw": torch.tensor([i.grid_thw for i in prompt.images]),
-                     "mm_token_type_ids": (ids == processor.image_token_id).int()}
+            more["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images])
+            more["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
+            more["mm_token_type_ids"] = (ids_1T == processor.image_token_id).int()
         hf.model.rope_deltas = None
-        out = hf.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-                          suppress_tokens=engine.banned.tolist(), eos_token_id=processor.eos_ids, **extra)
-        assert rollout.token_ids == out[0].tolist() and rollout.uid == prompt.uid
-        assert rollout.prompt_len == len(prompt.token_ids)
+        mask = torch.ones_like(ids_1T)
+        out = hf.generate(input_ids=ids_1T, attention_mask=mask, eos_token_id=processor.eos_ids, **more)
+        assert ids([rollout]) == out.tolist() and rollout.prompt is prompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_logprobs_equal_the_trainers(family, loaded, examples):
     hf, processor = loaded[family]
-    rollouts = HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 4, Sampling(9, temperature=0.8, seed=3))
-    policy = M.Policy(hf, processor)
-    for r in rollouts:
-        micro = plant([Sample(r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)], processor.image_token_id)
-        with torch.no_grad():
-            logp, _ = policy(micro, temperature=0.8)
-        torch.testing.assert_close(torch.tensor(r.logprobs), logp, rtol=0, atol=5e-6)
+    engine, policy = HFEngine(hf, processor, CPU), M.Policy(hf, processor)
+    for r in engine.generate(make_prompts(examples, processor), 4, Sampling(9, temperature=0.8, seed=3)):
+        torch.testing.assert_close(torch.tensor(r.logprobs), trainer_logprobs(policy, r, 0.8), rtol=0, atol=5e-6)
 
 
 def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
@@ -68,21 +84,26 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     together = HFEngine(hf, processor, CPU).generate(prompts, 3, sampling)
     few_rows = HFEngine(hf, processor, CPU, max_rows=3).generate(prompts, 3, sampling)
     alone = HFEngine(hf, processor, CPU).generate(prompts[2:], 3, sampling)
-    assert [r.token_ids for r in together] == [r.token_ids for r in few_rows]
-    assert [r.token_ids for r in together[6:]] == [r.token_ids for r in alone]
-    assert [(r.uid, r.sample) for r in together] == [(p.uid, i) for p in prompts for i in range(3)]
+    assert ids(together) == ids(few_rows)
+    assert ids(together[6:]) == ids(alone)
+    assert places(together) == list(itertools.product(["one", "none", "two"], range(3)))
     assert len({tuple(r.response) for r in together[:3]}) > 1  # samples of a group differ
     other = HFEngine(hf, processor, CPU).generate(prompts, 3, Sampling(10, seed=6))
     assert [r.response for r in other] != [r.response for r in together]
 
 
-def test_each_prompt_and_picture_is_encoded_once_per_group(loaded, examples, monkeypatch):
+def test_each_prompt_and_image_is_encoded_once_per_group(loaded, examples, monkeypatch):
     hf, processor = loaded["qwen2_5_vl"]
     calls = []
     original = hf.model.get_image_features
-    monkeypatch.setattr(hf.model, "get_image_features", lambda p, g, **k: (calls.append(len(g)), original(p, g, **k))[1])
+
+    def counted(pixels, grids, **more):
+        calls.append(len(grids))
+        return original(pixels, grids, **more)
+
+    monkeypatch.setattr(hf.model, "get_image_features", counted)
     HFEngine(hf, processor, CPU).generate(make_prompts(examples, processor), 8, Sampling(3))
-    assert calls == [3]  # three pictures for 24 rollouts
+    assert calls == [3]  # three images for 24 rollouts
 
 
 def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
@@ -93,15 +114,19 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first}))
     rows = []
     original = type(hf.model.language_model).forward
-    monkeypatch.setattr(type(hf.model.language_model), "forward",
-                        lambda self, *a, **k: (rows.append(k["inputs_embeds"].shape[0]), original(self, *a, **k))[1])
+
+    def counted(self, *args, **more):
+        rows.append(len(more["inputs_embeds"]))
+        return original(self, *args, **more)
+
+    monkeypatch.setattr(type(hf.model.language_model), "forward", counted)
     second = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
     assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
     for a, b in zip(first, second, strict=True):
         ends = [i for i, t in enumerate(a.response) if t in engine.eos.tolist()]
         assert b.response == (a.response[: ends[0] + 1] if ends else a.response)
         assert b.finish_reason == ("stop" if ends else "length")
-        assert len(b.logprobs) == len(b.loss_mask) == len(b.response) and all(b.loss_mask)
+        assert len(b.logprobs) == len(b.response_mask) == len(b.response) and all(b.response_mask)
     assert {r.finish_reason for r in second} == {"stop", "length"}
 
 
@@ -117,7 +142,8 @@ def test_banned_tokens_are_never_sampled(loaded, examples):
     finally:
         with torch.no_grad():
             head.copy_(kept)
-    assert not {t for r in rollouts for t in r.response} & set(engine.banned.tolist())
+    sampled = set(itertools.chain.from_iterable(r.response for r in rollouts))
+    assert not sampled & set(engine.banned.tolist())
 
 
 def test_sampling_follows_the_distribution():
@@ -153,7 +179,8 @@ def test_unknown_weight_names_are_an_error(loaded, toys):
 def test_new_weights_change_what_is_generated(loaded, toys, examples):
     """The stale-weights bug: after a sync the engine must speak as a fresh engine with those weights."""
     _, processor = loaded["qwen2_5_vl"]
-    engine, fresh_hf = HFEngine(M.load_hf(str(toys["qwen2_5_vl"])), processor, CPU), M.load_hf(str(toys["qwen2_5_vl"]))
+    hf, fresh_hf = (M.load_hf(str(toys["qwen2_5_vl"])) for _ in range(2))
+    engine, fresh_engine = HFEngine(hf, processor, CPU), HFEngine(fresh_hf, processor, CPU)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in fresh_hf.parameters():
@@ -161,8 +188,9 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
     prompts, sampling = make_prompts(examples, processor), Sampling(8, seed=2)
     before = engine.generate(prompts, 2, sampling)
     engine.load_weights((n, p.detach()) for n, p in fresh_hf.named_parameters())
-    after, fresh = engine.generate(prompts, 2, sampling), HFEngine(fresh_hf, processor, CPU).generate(prompts, 2, sampling)
-    assert [r.response for r in after] == [r.response for r in fresh] != [r.response for r in before]
+    after = engine.generate(prompts, 2, sampling)
+    fresh = fresh_engine.generate(prompts, 2, sampling)
+    assert ids(after) == ids(fresh) != ids(before)
     assert [r.logprobs for r in after] == [r.logprobs for r in fresh]
 
 
@@ -177,7 +205,7 @@ def test_cache_grows_and_keeps_rows():
     assert torch.equal(keys[:, :, :-1], torch.cat(chunks, dim=2)[[2, 0, 2]])
 
 
-def test_blank_pictures_keep_their_size_and_lose_their_content(loaded, examples):
+def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     real, blank = make_prompts(examples, processor), make_prompts(examples, processor, blank=True)
     assert [p.token_ids for p in real] == [p.token_ids for p in blank]
@@ -199,18 +227,16 @@ def test_a_prompt_that_cannot_be_encoded_names_its_example(loaded):
         make_prompts([example("bad", "<image><image>", [Image.new("RGB", (84, 84))])], processor)
 
 
-
 def test_bfloat16_logits_are_summed_in_fp32(toys, loaded, examples):
-    """The engine's log-probabilities against the trainer's, both in bfloat16: 16-bit logits would be off three times as far."""
+    """The engine's log-probabilities against the trainer's, both in bfloat16: 16-bit logits would be off three times as
+    far."""
     _, processor = loaded["qwen2_5_vl"]
     policy = M.Policy(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor)
     engine = HFEngine(M.load_hf(str(toys["qwen2_5_vl"]), torch.bfloat16), processor, torch.device("cpu"))
-    gaps = []
-    for r in engine.generate(make_prompts(examples, processor), 4, Sampling(12, seed=3)):
-        sample = Sample(r.uid, r.token_ids, [False] * r.prompt_len + r.loss_mask, {}, r.images)
-        with torch.no_grad():
-            gaps.append((policy(plant([sample], processor.image_token_id))[0] - torch.tensor(r.logprobs)).abs())
-    hidden, head = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), policy.hf.lm_head.weight.detach()
+    rollouts = engine.generate(make_prompts(examples, processor), 4, Sampling(12, seed=3))
+    gaps = [(trainer_logprobs(policy, r) - torch.tensor(r.logprobs)).abs() for r in rollouts]
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    head = policy.hf.lm_head.weight.detach()
     exact = hidden.double() @ head.double().t()
     error = (logits_of(hidden, head.t().float()) - exact).abs().max()
     assert error < 1e-6 < (hidden @ head.t() - exact).abs().max() / 100
@@ -231,3 +257,21 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
     engine = HFEngine(hf, loaded["qwen2_5_vl"][1], torch.device("cpu"))
     with pytest.raises(UserError, match="are not finite"):
         engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
+    """Made from the config alone, and those that the trainer's own model has: tied weights once, adapters never."""
+    names = {name for name, _ in loaded[family][0].named_parameters()}
+    assert parameter_names(M.load_config(str(toys[family]))) == names
+
+
+def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
+    hf, processor = loaded["qwen2_5_vl"]
+    more = {"examples": examples, "max_model_len": 1, "settings": {"for": "vllm"}}
+    engine = make_engine("hf", "no folder", processor, CPU, torch.float32, load_hf=lambda: hf, **more)
+    assert isinstance(engine, HFEngine) and engine.hf is hf
+    prompts = make_prompts(examples, processor)
+    sizes = [image.size for image in itertools.chain.from_iterable(p.pil_images for p in prompts)]
+    assert image_limits(examples, processor) == (2, max(sizes, key=math.prod)) and len(set(map(math.prod, sizes))) == 3
+    assert image_limits(examples[1:2], processor) == (0, (0, 0))

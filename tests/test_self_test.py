@@ -4,56 +4,181 @@ pytest tests/test_self_test.py
 """
 
 import importlib.util
+import itertools
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rollout import example
-from test_train import flags, run, shapes, without_time  # noqa: F401  (shapes is a fixture)
+from test_rollout import example, trainer_logprobs
+from test_train import TORCHRUN, flags, run, without_time, write_parquet
 
+import engines.hf
+import engines.self_test as S
 import model as M
 import rollout
-import self_test as S
 import train
-from rollout import HFEngine
+from engines import choose
+from engines.hf import HFEngine
+from errors import UserError
+from layers.attention import PackedAttention
+from layers.lora import Lora, add_lora, lora_layers
+from packing import Packer
+from parallel.sharding import full_parameters
+from rollout import Examples, make_prompts, written
+from tasks.shapes import shapes_rows
 
 
 @pytest.fixture
 def pair(toys, picture):
-    """(policy, engine, examples, lengths, processor, args) that agree."""
+    """(policy, engine, examples, processor) that agree."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     folder = str(toys["qwen3_vl"])
     processor = M.load_processor(folder)
-    examples = [example("one", "<image>What is it?", [picture(90, 84, 1)]), example("none", "Tell me something, please?", []),
-                example("two", "Compare <image> with <image>.", [picture(60, 97, 2), picture(130, 56, 3)])]
-    lengths = [len(p.token_ids) for p in rollout.make_prompts(examples, processor)]
-    args = train.parse_args("--model m --data d --out o --steps 1 --micro-tokens 600 --max-new-tokens 20 --rollout hf".split())
-    args.attn = "sdpa"
+    examples = [
+        example("one", "<image>What is it?", [picture(90, 84, 1)]),
+        example("none", "Tell me something, please?", []),
+        example("two", "Compare <image> with <image>.", [picture(60, 97, 2), picture(130, 56, 3)]),
+    ]
+    lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
     engine = HFEngine(M.load_hf(folder), processor, torch.device("cpu"))
-    yield M.Policy(M.load_hf(folder), processor), engine, examples, lengths, processor, args
+    yield M.Policy(M.load_hf(folder), processor), engine, Examples(examples, lengths), processor
     torch.distributed.destroy_process_group()
 
 
+def self_test(policy, engine, examples, processor, seed=0):
+    packer = Packer(600, processor.image_token_id)
+    return S.self_test(policy, engine, examples, processor, packer, max_new_tokens=20, temperature=1.0, seed=seed)
+
+
 def test_a_sound_pair_passes_and_says_what_was_compared(pair):
-    line = S.self_test(*pair)
-    assert line.startswith("self-test: 3 prompts (2 with pictures) tokenised alike") and line.endswith("weight tensors equal")
+    line = self_test(*pair)
+    assert line.startswith("self-test: 3 prompts (2 with images) tokenised the same")
+    assert float(line.split("moved them by ")[1]) > 0.05
 
 
-def test_a_stale_tensor_is_named(pair):
+def without(engine, name):
+    """The engine, deaf to new weights of this name."""
+    original = engine.load_weights
+    engine.load_weights = lambda named: original((n, tensor) for n, tensor in named if n != name)
+    return engine
+
+
+# --- the sync ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", M.FAMILIES)
+def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
+    """Whatever is trained, tower included, and whichever of its tensors it is, in bfloat16 too."""
+    folder = str(toys[family])
+    processor = M.load_processor(folder)
+    policy = M.Policy(M.load_hf(folder, dtype), processor, "all")
+    engine = HFEngine(M.load_hf(folder, dtype), processor, torch.device("cpu"))
+    prompts, packer = make_prompts(pair[2], processor), Packer(600, processor.image_token_id)
+
+    def gap():
+        """Of engine and trainer, of what the engine samples."""
+        rollouts = engine.generate(prompts, S.SAMPLES, rollout.Sampling(S.NEW_TOKENS, seed=3))
+        theirs = torch.tensor(list(itertools.chain.from_iterable(r.logprobs for r in rollouts)))
+        return S.Gap(S.trainer_logprobs(policy, packer, rollouts, 1.0), theirs).mean
+
+    arrived = dict(engine.hf.named_parameters())
+    stale = {name: tensor.clone() for name, tensor in arrived.items()}
     with torch.no_grad():
-        pair[1].hf.model.language_model.layers[1].mlp.up_proj.weight[0, 0] += 0.5
-    with pytest.raises(ValueError, match="1 of [0-9]+ weight tensors differ .*layers.1.mlp.up_proj.weight by 5.00e-01"):
-        S.self_test(*pair)
+        tolerated = S.stale_tolerance(gap())
+        with S.nudged(policy):
+            engine.load_weights(full_parameters(policy))
+            assert gap() < 0.9 * tolerated
+            for name, tensor in full_parameters(policy):
+                arrived[name].copy_(stale[name])
+                found = gap()
+                assert found > tolerated, (name, found, tolerated)
+                arrived[name].copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_raises_no_alarm(dtype, pair, toys):
+    policy, hf = (M.load_hf(str(toys["qwen3_vl_moe"]), dtype) for _ in range(2))
+    policy, engine = M.Policy(policy, pair[3], "all"), HFEngine(hf, pair[3], torch.device("cpu"))
+    for seed in range(4):
+        assert self_test(policy, engine, *pair[2:], seed=seed)
+
+
+def test_an_engine_with_one_stale_tensor_is_refused(pair):
+    policy, engine = pair[:2]
+    original = engine.load_weights
+    names = [name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad]
+    told = "of engine and trainer under new weights differ by .*does not bring all weights"
+    for name in names:
+        engine.load_weights = original
+        engine.load_weights(full_parameters(policy))
+        with pytest.raises(UserError, match=told) as failure:
+            self_test(policy, without(engine, name), *pair[2:])
+        assert "log-probabilities of" in str(failure.value) and str(failure.value).count("log-probabilities") == 1
+    assert len(names) >= 25
+
+
+def test_two_tensors_that_change_places_are_seen(pair):
+    """Norms begin with the same ones: only in that each moves in its own way are they told apart."""
+    engine, original = pair[1], pair[1].load_weights
+    ab = [f"model.language_model.layers.{i}.input_layernorm.weight" for i in range(2)]
+    assert torch.equal(*(engine.hf.get_parameter(name) for name in ab))
+    other = dict(zip(ab, reversed(ab), strict=True))
+    engine.load_weights = lambda named: original((other.get(name, name), tensor) for name, tensor in named)
+    with pytest.raises(UserError, match="does not bring all weights to their places"):
+        self_test(*pair)
+
+
+def test_adapters_reach_the_engine_or_the_run_is_refused(pair, toys):
+    """They begin as nothing, and travel merged into the layers they adapt."""
+    hf = add_lora(M.load_hf(str(toys["qwen3_vl"])), Lora(4, 8))
+    policy, engine = M.Policy(hf, pair[3]), pair[1]
+    engine.load_weights(full_parameters(policy))
+    assert engine.complete and self_test(policy, *pair[1:])
+    original = engine.load_weights
+    for name in [f"{name}.weight" for name in lora_layers(hf) if "layers.1." in name]:
+        engine.load_weights = original
+        engine.load_weights(full_parameters(policy))
+        with pytest.raises(UserError, match="under new weights differ"):
+            self_test(policy, without(engine, name), *pair[2:])
+
+
+def test_weights_come_back_to_the_last_bit(pair, toys):
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = M.Policy(M.load_hf(str(toys["qwen3_vl"]), dtype), pair[3], "all")
+        engine = HFEngine(M.load_hf(str(toys["qwen3_vl"]), dtype), pair[3], pair[1].device)
+        before = {name: parameter.detach().clone() for name, parameter in policy.hf.named_parameters()}
+        with pytest.raises(RuntimeError, match="on the way"), S.nudged(policy):
+            assert not any(torch.equal(before[name], parameter) for name, parameter in policy.hf.named_parameters())
+            raise RuntimeError("on the way")
+        assert self_test(policy, engine, *pair[2:])
+        for model in (policy.hf, engine.hf):
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_nudge_that_moves_nothing_says_nothing(pair, monkeypatch):
+    monkeypatch.setattr(S, "NUDGE", 1e-7)
+    told = "new weights moved log-probabilities by [0-9.]+e-0[5-9] only, which says nothing of the sync"
+    with pytest.raises(UserError, match=told):
+        self_test(*pair)
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_mistake_that_engine_and_trainer_share_is_named(pair, monkeypatch):
-    """Pictures placed as if they were text: both compute with the same code, so only transformers' own forward can tell."""
-    as_text = lambda ids, grids, image_token, merge: torch.arange(len(ids)).expand(3, -1)  # noqa: E731
+    """Images placed as if they were text: both compute with the same code, so only transformers' own forward tells."""
+
+    def as_text(ids, grids, image_token, merge):
+        return torch.arange(len(ids)).expand(3, -1)
+
     monkeypatch.setattr(M, "mrope_positions", as_text)
-    monkeypatch.setattr(rollout, "mrope_positions", as_text)
-    with pytest.raises(ValueError, match="of the trainer and of transformers' own forward differ by .*positions, embeddings or attention"):
-        S.self_test(*pair)
+    monkeypatch.setattr(engines.hf, "mrope_positions", as_text)
+    told = "of the trainer and of transformers' own forward differ by .*positions, embeddings or attention"
+    with pytest.raises(ValueError, match=told):
+        self_test(*pair)
 
 
 @pytest.mark.parametrize("mistake", ["swapped sides", "text off by one"])
@@ -70,26 +195,25 @@ def test_mistakes_in_positions_are_seen_in_bfloat16_too(mistake, pair, toys, mon
 
     folder = str(toys["qwen3_vl"])
     policy, hf = (M.load_hf(folder, torch.bfloat16) for _ in range(2))
-    policy, engine = M.Policy(policy, pair[4]), HFEngine(hf, pair[4], pair[1].device)
-    assert S.self_test(policy, engine, *pair[2:])
-    for module in (M, rollout):
+    policy, engine = M.Policy(policy, pair[3]), HFEngine(hf, pair[3], pair[1].device)
+    assert self_test(policy, engine, *pair[2:])
+    for module in (M, engines.hf):
         monkeypatch.setattr(module, "mrope_positions", wrong)
-    with pytest.raises(ValueError, match=r"positions \(t, h, w\) of example '(one|two)' differ from transformers' from token"):
-        S.self_test(policy, engine, *pair[2:])
+    told = r"positions \(t, h, w\) of example '(one|two)' differ from transformers' from token"
+    with pytest.raises(ValueError, match=told):
+        self_test(policy, engine, *pair[2:])
 
 
 @pytest.mark.parametrize("family", M.FAMILIES)
 def test_our_forward_is_transformers_own_for_every_family(family, loaded, picture):
     hf, processor = loaded[family]
     images = [processor.image(f"{i}", picture(90 + 40 * i, 84, i)) for i in range(2)]
-    prompt = processor.encode([{"role": "user", "content": "Compare <image> with <image>."}], images)
-    ids = prompt + [5, 6, 7, 8]
+    prompt_ids = processor.encode([{"role": "user", "content": "Compare <image> with <image>."}], images)
+    r = written("x", prompt_ids, [5, 6, 7, 8], images)
     policy = M.Policy(hf, processor)
     with torch.no_grad():
-        sample = S.grpo.Sample("x", ids, [False] * len(prompt) + [True] * 4, {}, images)
-        ours = policy(S.grpo.plant([sample], processor.image_token_id), 0.7)
-        theirs = policy.plain_logprobs(ids, images, len(prompt), 0.7)
-    torch.testing.assert_close(ours[0], theirs, rtol=0, atol=5e-6)
+        theirs = policy.plain_logprobs(r.prompt, r.response, 0.7)
+    torch.testing.assert_close(trainer_logprobs(policy, r, 0.7), theirs, rtol=0, atol=5e-6)
 
 
 def test_another_function_is_named(pair):
@@ -102,22 +226,25 @@ def test_another_function_is_named(pair):
         return rollouts
 
     pair[1].generate = hotter
-    with pytest.raises(ValueError, match=r"engine \(hf\) and trainer differ by 1.00e-02 nats a token .*1e-04 is tolerated; .*--attn"):
-        S.self_test(*pair)
+    told = r"engine \(HFEngine\) and trainer differ by 1.00e-02 nats a token .*1e-04 is tolerated; .*--attn"
+    with pytest.raises(ValueError, match=told):
+        self_test(*pair)
 
 
 def test_a_leak_between_packed_samples_is_named(pair, monkeypatch):
-    original = M.ForestAttention.__init__
+    original = PackedAttention.__init__
 
     def leaky(self, backend, micro):
         original(self, backend, micro)
-        # the first tree is seen by the last run too
-        self.ways = [(self.ways[0][0] + way, own) if i > 2 else (way, own) for i, (way, own) in enumerate(self.ways)]
+        first = self.prefixes[0][0]
+        for i, (prefix, own) in enumerate(self.prefixes[3:], 3):  # the first prompt is seen by the last runs too
+            self.prefixes[i] = (first + prefix, own)
 
-    monkeypatch.setattr(M.ForestAttention, "__init__", leaky)
-    with pytest.raises(ValueError, match="packed and separate, differ by .*samples of a micro-batch see each other") as failure:
-        S.self_test(*pair)
-    assert "engine (hf)" not in str(failure.value)
+    monkeypatch.setattr(PackedAttention, "__init__", leaky)
+    told = "packed and separate, differ by .*samples of a micro-batch see each other"
+    with pytest.raises(ValueError, match=told) as failure:
+        self_test(*pair)
+    assert "engine (HFEngine)" not in str(failure.value)
 
 
 def test_another_prompt_is_named(pair):
@@ -125,12 +252,14 @@ def test_another_prompt_is_named(pair):
 
     def shifted(*arguments):
         rollouts = original(*arguments)
-        rollouts[-1].token_ids[3] += 1
-        return rollouts
+        last = rollouts[-1]
+        other = list(last.prompt.token_ids)
+        other[3] += 1
+        return [*rollouts[:-1], replace(last, prompt=replace(last.prompt, token_ids=other))]
 
     pair[1].generate = shifted
     with pytest.raises(ValueError, match="they differ from token 3; check --min-pixels"):
-        S.self_test(*pair)
+        self_test(*pair)
 
 
 def test_prompts_are_unlike_and_fit_together():
@@ -144,22 +273,33 @@ def test_prompts_are_unlike_and_fit_together():
     assert S.choose(examples, lengths, 10, 1) == [examples[1]]
 
 
-def test_with_and_without_it_a_run_is_the_same(toys, shapes, tmp_path):  # noqa: F811
-    for name, more in (("with", []), ("without", ["--no-self-test"])):
-        done = run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / name, "--steps", 3, *more)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launch,layout", [([sys.executable], []), ([*TORCHRUN, 2], []), ([*TORCHRUN, 2], ["--tp", 2])])
+def test_with_and_without_it_a_run_is_the_same(launch, layout, toys, tmp_path):
+    """Also where the weights are in shards, of which FSDP keeps some gathered: the nudge must not miss those."""
+    data = write_parquet(tmp_path / "train.parquet", shapes_rows(24, "train", 0))
+    for name, more in (("with", layout), ("without", [*layout, "--no-self-test"])):
+        given = flags(toys["qwen2_5_vl"], data, tmp_path / name, "--steps", 3, *more)
+        done = run([*launch, "train.py", *given])
         assert ("self-test: " in done.stdout) == (name == "with")
     assert without_time(tmp_path / "with") == without_time(tmp_path / "without")
 
 
 def test_vllm_where_it_is_not_installed_is_one_line_before_anything_is_loaded(monkeypatch):
-    original = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else original(name, *more))
+    def find(found):
+        original = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: found if name == "vllm" else original(name))
+
+    find(None)
     monkeypatch.setattr(train, "load_config", None)  # would fail if it came to that
+    told = "--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt"
     try:
-        with pytest.raises(ValueError, match="--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt"):
+        with pytest.raises(ValueError, match=told):
             train.main(train.parse_args("--model m --data d --out o --steps 1 --rollout vllm".split()))
     finally:
         torch.distributed.destroy_process_group()
-    assert rollout.resolve_engine("auto", torch.device("cuda")) == rollout.resolve_engine("auto", torch.device("cpu")) == "hf"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else original(name, *more))
-    assert rollout.resolve_engine("auto", torch.device("cuda")) == "vllm" and rollout.resolve_engine("auto", torch.device("cpu")) == "hf"
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose.resolve_engine("auto", cuda) == choose.resolve_engine("auto", cpu) == "hf"
+    find(object())
+    assert choose.resolve_engine("auto", cuda) == "vllm"
+    assert choose.resolve_engine("auto", cpu) == "hf"

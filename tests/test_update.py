@@ -2,6 +2,9 @@
 
 import math
 import random
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +13,16 @@ from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
-from model import Critic, Lora, Policy, add_lora, load_hf, load_processor, lora_layers
-from rollout import Rollout
-from sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
-from utils import Context
+from layers.lora import Lora, add_lora, lora_layers
+from model import Critic, Policy, load_hf, load_processor
+from packing import FlopRates, Packer
+from parallel.models import Models
+from parallel.sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
+from report.log import Skipped, describe
+from report.metrics import sampling_metrics
+from reward import give_rewards, load_reward
+from rollout import GroupPool, Prompt, Rollout, written
+from utils import Context, Meter
 
 
 @pytest.fixture
@@ -23,7 +32,7 @@ def ctx():
     dist.destroy_process_group()
 
 
-def parse(flags: str):
+def parse(flags: str) -> train.Config:
     return train.parse_args(f"--model m --data d --out o --steps 9 --group-size 4 --max-new-tokens 8 {flags}".split())
 
 
@@ -32,35 +41,67 @@ def make_rollouts(rewards_PG, seed=0, length=None):
     rng = random.Random(seed)
     rollouts = []
     for p, rewards in enumerate(rewards_PG):
-        prompt = [rng.randrange(200) for _ in range(5)]
+        example = SimpleNamespace(uid=f"p{p}")
+        prompt = Prompt(f"p{p}", [rng.randrange(200) for _ in range(5)], [], example, [], [])
         for g, reward in enumerate(rewards):
             n = length or rng.randint(1, 8)
-            rollouts.append(Rollout(f"p{p}", g, prompt + [rng.randrange(200) for _ in range(n)], 5, [True] * n, [-6.0] * n, [],
-                                    "length" if g == len(rewards) - 1 else "stop", f"text {g}", {"reward": reward}))
+            response = [rng.randrange(200) for _ in range(n)]
+            finish_reason = "length" if g == len(rewards) - 1 else "stop"
+            scored = {"reward": reward}
+            rollouts.append(Rollout(prompt, g, response, [True] * n, [-6.0] * n, finish_reason, f"text {g}", scored))
     return rollouts
 
 
-def one_update(args, ctx, policy, optimizer, rollouts, reference=None, critic=None, critic_optimizer=None, warming=False):
-    """The parts 3 to 5 of a step of train.py, in one minibatch."""
-    processor = load_processor(policy.path)
-    micros = []
-    if train.scores_first(args):
-        micros = train.pack_minibatch(rollouts, args, processor, ctx.device)
-        train.score([micros], args, policy, reference, critic)
-    m = train.set_advantages(rollouts, args, args.kl_coef)
-    for micro in micros:
-        for name in ("advantage", "return") if args.adv == "gae" else ("advantage",):
-            micro.take(name)
-    micros = micros or train.pack_minibatch(rollouts, args, processor, ctx.device)
-    m |= train.update(policy, optimizer, [micros], args, ctx, args.kl_coef, reference, critic, critic_optimizer, warming)
-    return m, micros
+def make_batch(cfg, ctx, rollouts, image_token=-1):
+    """Packed by train.make_batch, as if these were all that a step sampled."""
+    pool = GroupPool(cfg.algo, len(rollouts) // cfg.algo.group_size, 0, ctx)
+    pool.add(rollouts)
+    packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
+    return train.make_batch(pool, cfg, packer, lambda uids: [], ctx, Meter())
 
 
-def make_policy(path, args, kind=Policy):
-    extra = {"value_head": args.adv == "gae" and args.critic == "head"} if kind is Policy else {}
-    policy = kind(load_hf(str(path)), load_processor(str(path)), **extra)
-    policy.path = str(path)
-    return policy.train()
+def one_update(cfg, ctx, models, rollouts, step=9):
+    """The parts 3 to 6 of a step of train.py."""
+    meter = Meter()
+    batch = make_batch(cfg, ctx, rollouts)
+    train.compute_before_update(batch, models, cfg)
+    train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
+    state = train.State(step=step, kl_coef=cfg.algo.kl_coef)
+    train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
+    if models.critic:
+        train.update_critic(models, batch, cfg, ctx, meter, Skipped(Path("-"), ctx))
+    return meter.reduce(ctx), batch
+
+
+def advantages_of(cfg, ctx, rollouts, **columns):
+    """The batch with its advantages, from columns that are given: a list of numbers for each rollout."""
+    batch = make_batch(cfg, ctx, rollouts)
+    for name, values in columns.items():
+        setattr(batch.tokens, name, torch.tensor(list(chain(*values)), dtype=torch.float64))
+    meter = Meter()
+    train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
+    return batch, meter.reduce(ctx)
+
+
+def by_rollout(batch, column):
+    """A column of the tokens as a list for each rollout."""
+    return column.split([sum(r.response_mask) for r in batch.rollouts])
+
+
+def make_policy(path, cfg, kind=Policy):
+    extra = {"value_head": cfg.algo.needs_values and cfg.algo.critic == "head"} if kind is Policy else {}
+    return kind(load_hf(str(path)), load_processor(str(path)), **extra).train()
+
+
+def make_models(path, cfg, weight_decay=0.0):
+    """Policy and critic of the settings; no reference."""
+    policy = make_policy(path, cfg)
+    optim = cfg.optim
+    models = Models(policy, make_optimizer(policy, optim.lr, weight_decay, optim.critic_lr))
+    if cfg.algo.needs_values and cfg.algo.critic == "separate":
+        models.critic = make_policy(path, cfg, Critic)
+        models.critic_optimizer = make_optimizer(models.critic, optim.critic_lr, weight_decay)
+    return models
 
 
 def weights(policy):
@@ -70,57 +111,60 @@ def weights(policy):
 UNEVEN = [[0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 0.0], [0.3, 0.3, 0.3, 0.3]]
 
 
-@pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++ --kl-coef 0"])
+@pytest.mark.parametrize(
+    "algo", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce++ --kl-coef 0"]
+)
 def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
-    args = parse(f"--algo {algo} --lr 1e-2")
-    policy = make_policy(toys["qwen2_5_vl"], args)
-    optimizer, before = make_optimizer(policy, args.lr, args.weight_decay), weights(policy)
-    m, micros = one_update(args, ctx, policy, optimizer, make_rollouts([[0.1] * 4, [0.1] * 4]))
-    assert micros == [] and m["policy/grad_norm"] == 0 and m["update/empty"] == 1 and m["update/skipped"] == 0
+    cfg = parse(f"--algo {algo} --lr 1e-2")
+    models = make_models(toys["qwen2_5_vl"], cfg, cfg.optim.weight_decay)
+    policy = models.policy
+    before = weights(policy)
+    m, batch = one_update(cfg, ctx, models, make_rollouts([[0.1] * 4, [0.1] * 4]))
+    assert m["policy/grad_norm"] == 0 and m["update/empty"] == 1 and m["update/skipped"] == m["update/steps"] == 0
+    assert algo.startswith("reinforce") or batch.minibatches == [[]]
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
     measured = {"policy/entropy", "policy/clipped", "policy/kl_old", "rollout/kl", "rollout/max_abs_dlogp"}
-    assert not measured & m.keys()  # of nothing
-    m, micros = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN))
+    assert algo.startswith("reinforce") or not measured & m.keys()  # of nothing
+    m, batch = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert measured <= m.keys() and m["update/steps"] == 1
-    uids = {s.uid for micro in micros for s in micro.samples}
-    assert uids == ({"p0", "p1", "p2"} if "reinforce" in algo else {"p0", "p1"}) and m["policy/grad_norm"] > 0
+    assert batch.uids(0) == (["p0", "p1", "p2"] if "reinforce" in algo else ["p0", "p1"]) and m["policy/grad_norm"] > 0
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters())
 
 
 @pytest.mark.parametrize("more", ["--entropy-coef 0.1", "--kl-coef 0.1"])
 def test_with_entropy_or_kl_constant_groups_have_a_gradient(more, toys, ctx):
-    args = parse(f"--algo grpo {more}")
-    policy = make_policy(toys["qwen2_5_vl"], args)
-    reference = None
-    if args.kl_coef:
-        reference = make_policy(toys["qwen2_5_vl"], args)
+    cfg = parse(f"--algo grpo {more} --lr 1e-3")
+    models = make_models(toys["qwen2_5_vl"], cfg)
+    if cfg.algo.needs_reference:
+        models.reference = make_policy(toys["qwen2_5_vl"], cfg)
         with torch.no_grad():
-            for p in reference.parameters():
+            for p in models.reference.parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    m, micros = one_update(args, ctx, policy, make_optimizer(policy, 1e-3, 0.0), make_rollouts([[0.1] * 4]), reference)
-    assert sum(len(micro.target_K) for micro in micros) == m["update/tokens"] > 4 and m["policy/grad_norm"] > 1e-4
+    m, batch = one_update(cfg, ctx, models, make_rollouts([[0.1] * 4]))
+    trained = sum(len(micro.target_K) for micro in batch.minibatches[0])
+    assert trained == m["update/tokens"] > 4 and m["policy/grad_norm"] > 1e-4
     assert m.get("policy/kl_ref", 1.0) > 1e-4
 
 
 def test_a_reference_equal_to_the_policy_is_at_distance_zero_until_the_policy_moves(toys, ctx):
-    args = parse("--algo grpo --kl-coef 0.1 --lr 1e-2")
-    policy, reference = (make_policy(toys["qwen2_5_vl"], args) for _ in range(2))
+    cfg = parse("--algo grpo --kl-coef 0.1 --lr 1e-2")
+    policy, reference = (make_policy(toys["qwen2_5_vl"], cfg) for _ in range(2))
     reference.requires_grad_(False)
     for model, frozen in ((policy, False), (reference, True)):
         shard(model, ctx.device, torch.float32, frozen=frozen)
-    optimizer = make_optimizer(policy, args.lr, 0.0)
-    first, _ = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), reference)
-    second, _ = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), reference)
+    models = Models(policy, make_optimizer(policy, cfg.optim.lr, 0.0), reference=reference)
+    first, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
+    second, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert first["policy/kl_ref"] == 0 and second["policy/kl_ref"] > 1e-5 and second["kl/coef"] == 0.1
     copy_weights(policy, reference)
-    third, _ = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), reference)
+    third, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert third["policy/kl_ref"] == 0
     assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
 
 
 def test_towers_are_told_apart(toys, ctx):
-    args = parse("--algo grpo --kl-coef 0.1")
-    policy, reference = (make_policy(toys["qwen2_5_vl"], args) for _ in range(2))
+    cfg = parse("--algo grpo --kl-coef 0.1")
+    policy, reference = (make_policy(toys["qwen2_5_vl"], cfg) for _ in range(2))
     with torch.no_grad():
         next(p for n, p in reference.named_parameters() if "visual" in n).view(-1)[3] += 1e-3
     for model, frozen in ((policy, False), (reference, True)):
@@ -132,212 +176,239 @@ def test_towers_are_told_apart(toys, ctx):
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
 def test_critic_warm_up_leaves_the_policy_as_it_is(critic_kind, toys, ctx):
-    args = parse(f"--algo ppo --critic {critic_kind} --epochs 2 --lr 1e-2 --critic-lr 1e-2")
-    policy = make_policy(toys["qwen2_5_vl"], args)
-    optimizer = make_optimizer(policy, args.lr, args.weight_decay, args.critic_lr)
-    critic = critic_optimizer = None
-    if critic_kind == "separate":
-        critic = make_policy(toys["qwen2_5_vl"], args, Critic)
-        critic_optimizer = make_optimizer(critic, args.critic_lr, args.weight_decay)
-    model = critic or policy
+    cfg = parse(f"--algo ppo --critic {critic_kind} --epochs 2 --lr 1e-2 --critic-lr 1e-2 --critic-warmup-steps 1")
+    models = make_models(toys["qwen2_5_vl"], cfg, cfg.optim.weight_decay)
+    policy = models.policy
+    model = models.critic or policy
     before, head = weights(policy), weights(model.value_head)
-    m, _ = one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), None, critic, critic_optimizer, warming=True)
+    m, _ = one_update(cfg, ctx, models, make_rollouts(UNEVEN), step=0)
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters() if n.startswith("hf."))
     assert not torch.equal(model.value_head.weight, head["weight"]) and m["update/skipped"] == 0
-    one_update(args, ctx, policy, optimizer, make_rollouts(UNEVEN), None, critic, critic_optimizer)
+    one_update(cfg, ctx, models, make_rollouts(UNEVEN), step=1)
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_parameters() if n.startswith("hf."))
     names = [name for name, _ in full_parameters(policy)]
     assert names and not any("value_head" in name for name in names)  # no engine knows it
 
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
-def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
+def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx, monkeypatch):
     """Rewards that the prompt determines: all of the return can be explained, and soon most of it is."""
-    args = parse(f"--algo ppo --critic {critic_kind} --critic-lr 3e-3 --lr 1e-4 --gamma 1 --value-clip 0 --epochs 4")
-    policy = make_policy(toys["qwen2_5_vl"], args)
-    optimizer = make_optimizer(policy, args.lr, 0.0, args.critic_lr)
-    critic = make_policy(toys["qwen2_5_vl"], args, Critic) if critic_kind == "separate" else None
-    critic_optimizer = make_optimizer(critic, 1e-3, 0.0) if critic else None
+    monkeypatch.setattr(grpo, "VALUE_CLIP", 0.0)
+    critic_lr = "3e-3" if critic_kind == "head" else "1e-3"
+    cfg = parse(
+        f"--algo ppo --critic {critic_kind} --critic-lr {critic_lr} --lr 1e-4 --gamma 1 --epochs 4 "
+        f"--critic-warmup-steps 9"
+    )
+    models = make_models(toys["qwen2_5_vl"], cfg)
     explained = []
-    for _ in range(12):
+    for step in range(9):
         rollouts = make_rollouts([[1.0] * 4, [0.0] * 4, [0.5] * 4], length=6)
-        m, _ = one_update(args, ctx, policy, optimizer, rollouts, None, critic, critic_optimizer, warming=True)
+        m, _ = one_update(cfg, ctx, models, rollouts, step=min(step, 8))
         explained.append(m["value/explained_variance"])
     assert explained[0] == pytest.approx(0.0, abs=1e-9) and explained[-1] > 0.8, explained  # the head starts at 0
 
 
-def test_updates_end_once_the_policy_has_moved_too_far(toys, ctx):
-    far, near = ({}, {})
-    for target, m in ((1e-6, far), (1e3, near)):
-        args = parse(f"--algo grpo --epochs 4 --target-kl {target} --lr 1e-2")
-        policy = make_policy(toys["qwen2_5_vl"], args)
-        m |= one_update(args, ctx, policy, make_optimizer(policy, args.lr, 0.0), make_rollouts(UNEVEN))[0]
-    assert far["update/stopped"] == 3 and near["update/stopped"] == 0 and near["policy/kl_old"] > far["policy/kl_old"] > 1e-6
-
-
-@pytest.mark.parametrize("flags", ["--algo ppo --gamma 0.9 --lam 0.8 --kl-coef 0.3 --kl k2 --kl-in reward --norm-std none",
-                                   "--algo ppo", "--algo reinforce++ --kl-coef 0.2", "--algo rloo --kl-coef 0.2 --kl abs --kl-in reward"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--algo ppo --gamma 0.9 --lam 0.8 --kl-coef 0.3 --kl k2 --kl-in reward --norm-std none",
+        "--algo ppo",
+        "--algo reinforce++ --kl-coef 0.2",
+        "--algo rloo --kl-coef 0.2 --kl k3 --kl-in reward",
+    ],
+)
 @pytest.mark.parametrize("truncated", ["keep", "mask"])
 def test_advantages_with_values_and_penalties_equal_plain_loops(flags, truncated, ctx):
-    args, rollouts, rng = parse(f"{flags} --truncated {truncated}"), make_rollouts(UNEVEN), random.Random(3)
-    for r in rollouts:
-        for name in ("value", "old_logp", "ref_logp"):
-            r.columns[name] = [rng.gauss(0, 1) for _ in r.response]
-    m = train.set_advantages(rollouts, args, args.kl_coef)
+    cfg, rollouts, rng = parse(f"{flags} --truncated {truncated}"), make_rollouts(UNEVEN), random.Random(3)
+    algo = cfg.algo
+    names = ("values", "old_logps", "ref_logps")
+    columns = {name: [[rng.gauss(0, 1) for _ in r.response] for r in rollouts] for name in names}
+    batch, m = advantages_of(cfg, ctx, rollouts, **columns)
+    assert batch.rollouts == rollouts
+    penalties = []  # of each token
+    for old, ref in zip(columns["old_logps"], columns["ref_logps"], strict=True):
+        pairs = zip(old, ref, strict=True)
+        penalties.append([algo.kl_coef * slow_kl(a, b, algo.kl) if algo.kl_in_reward else 0.0 for a, b in pairs])
     want = []
-    for r in rollouts:
-        penalties = [args.kl_coef * slow_kl(a, b, args.kl) if args.kl_in == "reward" else 0.0
-                     for a, b in zip(r.columns["old_logp"], r.columns["ref_logp"], strict=True)]
-        rewards = [-p for p in penalties]
+    for i, r in enumerate(rollouts):
+        rewards = [-p for p in penalties[i]]
         rewards[-1] += r.rewards["reward"]
-        if args.adv == "rloo":
-            group = [q for q in rollouts if q.uid == r.uid and q is not r]
-            scores = {q.sample: q.rewards["reward"] - sum(args.kl_coef * slow_kl(a, b, args.kl) for a, b in zip(
-                q.columns["old_logp"], q.columns["ref_logp"], strict=True)) for q in [*group, r]}
-            want.append([scores[r.sample] - sum(scores[q.sample] for q in group) / 3] * len(rewards))
+        if algo.adv == "rloo":
+            others = [j for j, q in enumerate(rollouts) if q.prompt.uid == r.prompt.uid and j != i]
+            totals = [rollouts[j].rewards["reward"] - sum(penalties[j]) for j in others]
+            want.append([sum(rewards) - sum(totals) / 3] * len(rewards))
         else:
-            values, gamma, lam = (r.columns["value"], args.gamma, args.lam) if args.adv == "gae" else ([0.0] * len(rewards), 1.0, 1.0)
+            values, gamma, lam = [0.0] * len(rewards), 1.0, 1.0
+            if algo.needs_values:
+                values, gamma, lam = columns["values"][i], algo.gamma, algo.lam
             advantages, returns = slow_gae(rewards, values, [True] * len(rewards), gamma, lam)
             want.append(advantages)
-            assert r.columns["return"] == pytest.approx(returns, abs=1e-9)
-    if args.norm_std == "batch":
-        counted = [a for r, part in zip(rollouts, want, strict=True) for a in part if truncated == "keep" or r.finish_reason != "length"]
+            assert by_rollout(batch, batch.tokens.returns)[i].tolist() == pytest.approx(returns, abs=1e-6)
+    if algo.std == "batch":
+        kept = [
+            part for r, part in zip(rollouts, want, strict=True) if truncated == "keep" or r.finish_reason != "length"
+        ]
+        counted = list(chain(*kept))
         mean = sum(counted) / len(counted)
         std = math.sqrt(sum((a - mean) ** 2 for a in counted) / (len(counted) - 1))
         want = [[(a - mean) / std for a in part] for part in want]
-    for r, advantages in zip(rollouts, want, strict=True):
-        assert r.columns["advantage"] == pytest.approx(advantages, abs=1e-9)
-    assert ("value/explained_variance" in m) == (args.adv == "gae")
+    for got, advantages in zip(by_rollout(batch, batch.tokens.advantages), want, strict=True):
+        assert got.tolist() == pytest.approx(advantages, abs=1e-6)
+    assert ("value/explained_variance" in m) == algo.needs_values
 
 
-def test_truncated_responses_are_kept_masked_or_penalised(toys, ctx):
-    processor = load_processor(str(toys["qwen2_5_vl"]))
+def test_truncated_responses_are_kept_masked_or_penalised(ctx):
     packed = {}
     for how in ("keep", "mask", "penalise"):
-        args, rollouts = parse(f"--truncated {how}"), make_rollouts(UNEVEN, length=8)
-        train.set_advantages(rollouts, args, 0.0)
-        samples = [s for micro in train.pack_minibatch(rollouts, args, processor, ctx.device) for s in micro.samples]
-        packed[how] = len(samples)
-        assert sum(x for s in samples for x in s.values["weight"]) == pytest.approx(8 / 12 if how != "mask" else 6 / 9)  # p2 is constant
+        cfg, rollouts = parse(f"--truncated {how}"), make_rollouts(UNEVEN, length=8)
+        batch, _ = advantages_of(cfg, ctx, rollouts)
+        rows = torch.cat([micro.token_index_K for micro in batch.minibatches[0]])
+        packed[how] = len(batch.tokens.rollout[rows].unique())
+        trained = batch.tokens.weights[rows].sum().item()
+        assert trained == pytest.approx(8 / 12 if how != "mask" else 6 / 9)  # p2 is constant
+        cut = torch.tensor([r.finish_reason == "length" for r in batch.rollouts])[batch.tokens.rollout]
+        assert bool((batch.tokens.weights[cut] == 0).all()) == (how == "mask")
     assert packed == {"keep": 8, "penalise": 8, "mask": 6}
-    example = type("E", (), {"uid": "p0"})
-    for how, expected in (("keep", {"reward": 0.5}), ("penalise", {"reward": -0.5, "overlong": -1.0, "unpenalised": 0.5})):
+    for how, expected in (
+        ("keep", {"reward": 0.5}),
+        ("penalise", {"reward": -0.5, "overlong": -1.0, "unpenalised": 0.5}),
+    ):
         rollouts = make_rollouts([[0.0, 0.0]], length=8)[:1]
-        train.give_rewards(rollouts, {"p0": example}, lambda r, e, finish_reason: {"reward": 0.5}, parse(f"--truncated {how}"))
+        give_rewards(rollouts, lambda r, e, finish_reason: {"reward": 0.5}, parse(f"--truncated {how}").algo, 8)
         assert rollouts[0].rewards == expected
 
 
 def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_are(ctx):
     """Seven wrong answers and one that is wrong and too long: DAPO's filter is for correctness."""
-    args = parse("--group-size 8 --algo dapo --overlong-buffer 4")
+    cfg = parse("--group-size 8 --algo dapo --max-new-tokens 20")  # the penalty begins at 16
     rollouts = make_rollouts([[0.0] * 8, [0.0] * 7 + [1.0]], length=3)
     for long in (rollouts[0], rollouts[8]):
-        long.token_ids, long.loss_mask = long.token_ids + [7] * 5, [True] * 8
-    example = type("E", (), {"uid": "p"})
-    given = {id(r): r.rewards["reward"] for r in rollouts}
-    scores = iter([given[id(r)] for r in rollouts])
-    train.give_rewards(rollouts, dict.fromkeys(("p0", "p1"), example), lambda r, e, finish_reason: {"reward": next(scores)}, args)
+        long.response, long.response_mask, long.logprobs = [7] * 20, [True] * 20, [-6.0] * 20
+    scores = iter([r.rewards["reward"] for r in rollouts])
+    give_rewards(rollouts, lambda r, e, finish_reason: {"reward": next(scores)}, cfg.algo, 20)
     assert rollouts[0].rewards["reward"] == -1 and {r.task_reward for r in rollouts[:8]} == {0.0}
-    train.set_advantages(rollouts, args, 0.0)  # the first group is one that was kept for want of others
-    assert [r.advantage for r in rollouts[:8]] == [0.0] * 8 and rollouts[8].advantage < 0 < rollouts[15].advantage
+    batch, _ = advantages_of(cfg, ctx, rollouts)  # the first group is one that was kept for want of others
+    got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
+    assert got[:8] == [0.0] * 8 and got[8] < 0 < got[15]
 
 
-@pytest.mark.parametrize("flags", ["--algo grpo --norm-std batch --kl k1 --kl-in reward --kl-coef 0.01",
-                                   "--algo reinforce++ --kl-coef 0.01"])
+@pytest.mark.parametrize(
+    "flags", ["--algo grpo --norm-std batch --kl k1 --kl-in reward --kl-coef 0.01", "--algo reinforce++ --kl-coef 0.01"]
+)
 def test_penalties_alone_stay_as_small_as_they_are(flags, ctx):
     """Where all of a step earned the same, dividing by the std of penalties of 1e-6 would make them advantages of 1."""
     rng, largest = random.Random(0), {}
     for rewards in ([[1.0] * 4] * 2, UNEVEN):
-        args, rollouts = parse(flags), make_rollouts(rewards)
-        for r in rollouts:
-            r.columns |= {"old_logp": [rng.gauss(0, 1e-4) for _ in r.response], "ref_logp": [0.0] * len(r.response)}
-        train.set_advantages(rollouts, args, args.kl_coef)
-        largest[len(rewards)] = max(abs(a) for r in rollouts for a in r.columns["advantage"])
+        rollouts = make_rollouts(rewards)
+        old = [[rng.gauss(0, 1e-4) for _ in r.response] for r in rollouts]
+        ref = [[0.0] * len(r.response) for r in rollouts]
+        batch, _ = advantages_of(parse(flags), ctx, rollouts, old_logps=old, ref_logps=ref)
+        largest[len(rewards)] = batch.tokens.advantages.abs().max().item()
     assert 0 < largest[2] < 1e-4 and largest[3] > 0.5
 
 
+@pytest.mark.parametrize(
+    "flags,rewards",
+    [  # each group agrees with itself, but not with the other; those that count all earn the same (the last is cut)
+        ("--algo grpo --norm-std batch --kl k1 --kl-in reward --kl-coef 0.01", [[0.0] * 4, [1.0] * 4]),
+        ("--algo reinforce++ --kl-coef 0.01 --truncated mask", [[1.0, 1.0, 1.0, 0.0]] * 2),
+    ],
+)
+def test_rewards_that_tell_nothing_apart_leave_penalties_small(flags, rewards, ctx):
+    rng = random.Random(1)
+    rollouts = make_rollouts(rewards)
+    old = [[rng.gauss(0, 1e-4) for _ in r.response] for r in rollouts]
+    ref = [[0.0] * len(r.response) for r in rollouts]
+    cfg = parse(flags)
+    batch, _ = advantages_of(cfg, ctx, rollouts, old_logps=old, ref_logps=ref)
+    columns = by_rollout(batch, batch.tokens.advantages)
+    counted = [c for c, r in zip(columns, rollouts, strict=True) if cfg.algo.counts(r.finish_reason)]
+    assert 0 < max(column.abs().max().item() for column in counted) < 1e-4
+
+
 def test_groups_without_a_signal_do_not_count_in_the_steps_std(ctx):
-    args = parse("--algo dapo --norm-std batch --overlong-buffer 4")
+    cfg = parse("--algo dapo --norm-std batch")
     live, dead = [[0.0, 1.0, 1.0, 0.0]], [[0.0, -1.0, 0.0, 0.0]]  # the second differs by a penalty alone
     alone, both = make_rollouts(live), make_rollouts(live + dead)
     for r in both[4:]:
         r.rewards["unpenalised"] = 0.0
+    spread = []
     for rollouts in (alone, both):
-        train.set_advantages(rollouts, args, 0.0)
-    assert [r.advantage for r in both[4:]] == [0.0] * 4
-    scale = (sum(r.advantage**2 for r in alone) / 3) ** 0.5, (sum(r.advantage**2 for r in both) / 7) ** 0.5
-    assert scale == pytest.approx((1.0, 1.0))
+        batch, _ = advantages_of(cfg, ctx, rollouts)
+        got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
+        assert got[4:] == [0.0] * len(got[4:])
+        spread.append((sum(a**2 for a in got) / (len(got) - 1)) ** 0.5)
+    assert spread == pytest.approx([1.0, 1.0])
 
 
-def test_dropout_leaves_the_ratio_and_the_engines_metrics_alone(toys, ctx):
-    """One update with adapters and heavy dropout: what is compared with the engine is scored without it, the ratio is 1."""
+def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, ctx):
+    """One update with adapters: the ratio is 1, and nothing is capped or left out."""
     processor = load_processor(str(toys["qwen2_5_vl"]))
-    made = {}
-    for dropout in (0.0, 0.5):
-        args = parse(f"--lora-rank 4 --lora-dropout {dropout} --tis-cap 1.05 --tis-mask 0.9,1.1")
-        hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), Lora(4, 32.0, dropout))
-        for layer in lora_layers(hf).values():
-            torch.nn.init.constant_(layer.lora_B, 0.02)
-        policy = Policy(hf, processor)
-        policy.path = str(toys["qwen2_5_vl"])
-        policy.train()
-        rollouts = make_rollouts(UNEVEN)
-        for r in rollouts:  # an engine that computes just what the trainer does
-            micro = grpo.plant([grpo.Sample("x", r.token_ids, [False] * 5 + r.loss_mask, {})], processor.image_token_id)
-            with torch.no_grad():
-                r.logprobs = policy(micro)[0].tolist()
-        torch.manual_seed(0)
-        made[dropout], _ = one_update(args, ctx, policy, make_optimizer(policy, 1e-3, 0.0), rollouts)
-    assert made[0.5]["policy/grad_norm"] != made[0.0]["policy/grad_norm"]  # there was dropout
-    for m in made.values():
-        assert m["rollout/max_abs_dlogp"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
-        assert m["policy/kl_old"] == 0 and m["policy/clipped"] == 0
+    cfg = parse("--lora-rank 4 --tis-cap 1.05 --tis-mask 0.9,1.1 --lr 1e-3")
+    hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), Lora(4, 32.0))
+    for layer in lora_layers(hf).values():
+        torch.nn.init.constant_(layer.lora_B, 0.02)
+    policy = Policy(hf, processor).train()
+    rollouts = make_rollouts(UNEVEN)
+    for r in rollouts:
+        [micro] = Packer(99, processor.image_token_id).pack([r])
+        with torch.no_grad():
+            r.logprobs = policy(micro).logp_K.tolist()
+    m, _ = one_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
+    assert m["policy/grad_norm"] > 0
+    assert m["rollout/max_abs_dlogp"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
+    assert m["policy/kl_old"] == 0 and m["policy/clipped"] == 0
 
 
 def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def score(response, example):\n    return float('nan') if response == 'text 2' else 1.0\n")
-    rollouts, examples = make_rollouts([[0.0] * 4]), {"p0": type("E", (), {"uid": "p0"})}
     with pytest.raises(ValueError, match="row 'p0': reward part 'reward' is nan .* for the response 'text 2'"):
-        train.give_rewards(rollouts, examples, train.load_reward(f"{file}:score"), parse(""))
+        give_rewards(make_rollouts([[0.0] * 4]), load_reward(f"{file}:score"), parse("").algo, 8)
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
     signals = {(0, 0): True, (0, 1): False, (0, 2): False, (1, 0): True, (1, 1): True, (1, 2): True}
-    assert train.choose_groups(signals, 3) == [(0, 0), (1, 0), (1, 1)]
-    assert train.choose_groups(signals, 5) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
-    assert train.sampling_metrics(signals, train.choose_groups(signals, 3)) == {
-        "sampling/rounds": 2, "sampling/equal": 2, "sampling/surplus": 1, "sampling/filled": 0}
-    assert train.sampling_metrics(signals, train.choose_groups(signals, 5)) == {
-        "sampling/rounds": 2, "sampling/equal": 1, "sampling/surplus": 0, "sampling/filled": 1}
+    expected = {
+        3: ([(0, 0), (1, 0), (1, 1)], {"rounds": 2, "equal": 2, "surplus": 1, "filled": 0}),
+        5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 1, "surplus": 0, "filled": 1}),
+    }
+    for wanted, (chosen, counts) in expected.items():
+        pool = GroupPool(parse("--sample-rounds 3").algo, wanted, 0, Context(0, 1, torch.device("cpu")))
+        pool.has_signal, pool.round = dict(signals), 2
+        assert pool.chosen() == chosen
+        assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}
+        assert pool.full() == (wanted == 3)
+        pool.round = 3
+        assert pool.full()
 
 
 def test_presets_are_resolved_when_parsed_and_shown():
-    args = parse("--algo dapo --clip-low 0.1")
-    assert (args.clip_low, args.clip_high, args.sample_rounds, args.truncated, args.overlong_buffer) == (0.1, 0.28, 10, "penalise", 1)
-    shown = train.describe_algorithm(args)
-    assert "algorithm dapo: " in shown and "clip-low 0.1 (preset: 0.2)" in shown and "clip-high 0.28," in shown
-    ppo = parse("--algo ppo")
-    recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, ppo.value_coef, ppo.entropy_coef, ppo.gamma, ppo.lam)
+    algo = parse("--algo dapo --clip-low 0.1").algo
+    assert (algo.clip_low, algo.clip_high, algo.sample_rounds, algo.truncated) == (0.1, 0.28, 10, "penalise")
+    shown = describe(algo)
+    assert "algorithm dapo: " in shown and "--clip-low 0.1 (preset: 0.2)" in shown and "--clip-high 0.28," in shown
+    assert algo.std == "group" and parse("--algo ppo").algo.std == "batch"
+    ppo = parse("--algo ppo").algo
+    recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, grpo.VALUE_COEF, ppo.entropy_coef, ppo.gamma, ppo.lam)
     assert recipe == (4, 0.2, 0.2, 0.5, 0.01, 0.99, 0.95)
     for algo in grpo.PRESETS:
-        train.validate(parse(f"--algo {algo}"), 1)
+        parse(f"--algo {algo}").algo.check()
 
 
 def test_a_value_head_reads_the_state_before_each_token(toys):
     """Values do not change the policy, and depend on nothing but what comes before the token."""
-    args = parse("--algo ppo")
-    plain, valued = make_policy(toys["qwen2_5_vl"], parse("")), make_policy(toys["qwen2_5_vl"], args)
+    plain, valued = (make_policy(toys["qwen2_5_vl"], parse(flags)) for flags in ("", "--algo ppo"))
     torch.nn.init.normal_(valued.value_head.weight)
-    processor = load_processor(valued.path)
+    processor = load_processor(str(toys["qwen2_5_vl"]))
     prompt = processor.encode([{"role": "user", "content": "What now?"}], [])
-    a, b = (grpo.plant([grpo.Sample("u", prompt + r, [False] * len(prompt) + [True] * 3, {})], processor.image_token_id)
-            for r in ([5, 6, 7], [5, 9, 8]))
-    logp, entropy = plain(a)
-    got = valued(a)
-    assert torch.equal(got[0], logp) and torch.equal(got[1], entropy)
-    torch.testing.assert_close(got[2][:2], valued(b)[2][:2])
-    assert (got[2][2] - valued(b)[2][2]).abs() > 1e-4
+    packer = Packer(99, processor.image_token_id)
+    a, b = (packer.pack([written("u", prompt, response)])[0] for response in ([5, 6, 7], [5, 9, 8]))
+    out, got, other = plain(a), valued(a), valued(b)
+    assert torch.equal(got.logp_K, out.logp_K) and torch.equal(got.entropy_K, out.entropy_K) and out.value_K is None
+    torch.testing.assert_close(got.value_K[:2], other.value_K[:2])
+    assert (got.value_K[2] - other.value_K[2]).abs() > 1e-4
     with torch.no_grad():  # against transformers' own forward
-        states = valued.hf(torch.tensor([prompt + [5, 6, 7]]), output_hidden_states=True).hidden_states[-1][0, len(prompt) - 1 : -1]
-    torch.testing.assert_close(got[2], valued.value_head(states)[:, 0], rtol=1e-4, atol=1e-5)
+        hidden = valued.hf(torch.tensor([prompt + [5, 6, 7]]), output_hidden_states=True).hidden_states[-1]
+        want = valued.value_head(hidden[0, len(prompt) - 1 : -1])[:, 0]
+    torch.testing.assert_close(got.value_K, want, rtol=1e-4, atol=1e-5)

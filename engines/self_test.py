@@ -1,0 +1,220 @@
+"""Before the first step: do engine and trainer mean the same by the same prompt, weights and tokens?
+
+What goes wrong between two implementations of one model goes wrong silently: images expanded to another number of
+tokens, positions counted otherwise, samples of a packed batch seeing each other, weights that arrive under a name
+nobody reads. Training then runs, and learns less. Here each of these is measured on real prompts, and a run that fails
+does not start. It leaves no trace: metrics are bit for bit the same without it. (That the fullest micro-batch fits in
+the GPU's memory is tried by parallel.models.probe_memory, also before the first step.)
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import model
+from errors import UserError
+from model import Policy, Processor
+from packing import Packer
+from parallel.sharding import full_parameters, reshard
+from prepare_data import Example
+from rollout import Engine, Examples, Prompt, Rollout, Sampling, difference, make_prompts
+from utils import derive_seed
+
+# Mean |difference| of a token's log-probability, in nats. In fp32 it is rounding, some 1e-7, and any mistake is far
+# above this; in bfloat16 rounding alone makes 0.003 to 0.02.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+SAMPLES = 2
+NEW_TOKENS = 16
+# The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
+# tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
+# or a layer of a toy, is taken for as large as would matter: a vector for 1, a matrix for one that keeps the size of
+# what it multiplies. What is kept to undo it is 1 / STRIDE of what is trained.
+NUDGE = 0.5
+STRIDE = 31
+
+
+def choose(examples: Sequence[Example], lengths: Sequence[int], room: int, copies: int) -> list[Example]:
+    """A few unlike prompts that fit into one micro-batch together: the one with the most images, one without, the
+    shortest, the longest."""
+    order = sorted(range(len(examples)), key=lambda i: lengths[i])
+    wanted = [max(order, key=lambda i: (len(examples[i].images), -lengths[i]))]
+    wanted += [i for i in order if not examples[i].images][:1] + [order[0], order[-1]]
+    chosen = []
+    for i in dict.fromkeys(wanted):
+        cost = copies * lengths[i] + SAMPLES * NEW_TOKENS
+        if not chosen or cost <= room:
+            chosen.append(examples[i])
+            room -= cost
+    return chosen
+
+
+def trainer_logprobs(
+    policy: Policy, packer: Packer, rollouts: Sequence[Rollout], temperature: float
+) -> torch.Tensor:
+    """Log-probabilities of the responses' tokens, computed in one micro-batch, in the order of the rollouts."""
+    [micro] = packer.pack(rollouts)
+    logp_K = policy(micro, temperature).logp_K.float().cpu()
+    return logp_K[micro.token_index_K.argsort()]
+
+
+def stale_tolerance(rounding: float) -> float:
+    """Of engine and trainer under new weights, where it was `rounding` under the old ones. It grows where weights make
+    less sense: in bfloat16 4.6 times in toys of 2 layers, 3.3 times in one of 12. One stale tensor makes 9 times."""
+    return 1e-5 + 6.5 * rounding
+
+
+@contextmanager
+def nudged(policy: Policy) -> Iterator[None]:
+    """Every trained tensor changed a little, each in its own way, and put back to the last bit. What several processes
+    hold they all change the same: the change is a function of the tensor's name and of the place in the shard."""
+    reshard(policy)
+    kept = []
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and not name.startswith("value_head."):  # which no engine has
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            stride = STRIDE if local.numel() > 100 * STRIDE else 1
+            some = local.view(-1)[::stride]
+            kept.append((some, some.clone()))
+            noise = torch.randn(len(some), generator=torch.Generator().manual_seed(derive_seed("nudge", name)))
+            inputs = parameter.shape[1:].numel() if parameter.dim() == 2 else parameter.shape[-1]
+            least = 1.0 if parameter.dim() == 1 else inputs**-0.5
+            size = max(least, some.float().square().mean().sqrt().item())
+            some += (NUDGE * stride**0.5 * size * noise).to(some)
+    try:
+        yield
+    finally:
+        reshard(policy)
+        for some, original in kept:
+            some.copy_(original)
+
+
+def check_prompts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[str]:
+    """Is the prompt that was answered the one that will be trained on?"""
+    for i, r in enumerate(rollouts):
+        answered, prompt = r.prompt.token_ids, prompts[i // SAMPLES].token_ids
+        if answered != prompt:
+            advice = "check --min-pixels, --max-pixels and the model's preprocessor_config.json"
+            return [f"example {r.prompt.uid!r}: {difference(answered, prompt)}; {advice}"]
+    return []
+
+
+def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
+    """Are the positions that we give to a prompt's tokens those that transformers gives them? Of text they are a
+    count."""
+    for prompt in prompts:
+        if not prompt.images or not hasattr(policy.hf.model, "get_rope_index"):
+            continue
+        ids, grids = torch.tensor([prompt.token_ids]), [image.grid_thw for image in prompt.images]
+        kinds = (ids == policy.image_token_id).int()
+        theirs, _ = policy.hf.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
+        ours = model.mrope_positions(prompt.token_ids, grids, policy.image_token_id, policy.merge_size)
+        wrong = (ours != theirs[:, 0].to(ours)).any(0).nonzero()[:, 0].tolist()
+        if wrong:
+            a, b = ours[:, wrong[0]].tolist(), theirs[:, 0, wrong[0]].tolist()
+            return [
+                f"positions (t, h, w) of example {prompt.uid!r} differ from transformers' from token {wrong[0]}: {a}, "
+                f"and {b} there; this model is no such family as model.FAMILIES lists"
+            ]
+    return []
+
+
+class Gap:
+    """Mean and largest |difference| of two computations of the same log-probabilities."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor):
+        self.mean = (a - b).abs().mean().item()
+        self.max = (a - b).abs().max().item()
+
+    def check(self, what: str, tolerance: float, advice: str) -> list[str]:
+        if self.mean <= tolerance:  # a NaN is not
+            return []
+        gap = f"differ by {self.mean:.2e} nats a token on average, {self.max:.2e} at most"
+        return [f"log-probabilities of {what} {gap}, where {tolerance:.0e} is tolerated; {advice}"]
+
+
+@torch.no_grad()
+def self_test(
+    policy: Policy,
+    engine: Engine,
+    examples: Examples,
+    processor: Processor,
+    packer: Packer,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
+    rank does the same work on the same prompts, so that collectives match."""
+    tolerance = TOLERANCE[engine.dtype]
+    copies = 1 if packer.share else SAMPLES
+    prompts = make_prompts(choose(examples, examples.lengths, packer.max_tokens, copies), processor)
+    sampling = Sampling(min(NEW_TOKENS, max_new_tokens), temperature, seed=derive_seed(seed, "self-test"))
+    compute = partial(trainer_logprobs, policy, packer, temperature=temperature)
+
+    def sync() -> None:
+        engine.load_weights(full_parameters(policy, trainable_only=engine.complete, dtype=engine.dtype))
+
+    def sample() -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
+        """Rollouts, and the log-probabilities of their tokens by the engine and by the trainer, one at a time."""
+        rollouts = engine.generate(prompts, SAMPLES, sampling)
+        if policy.tp_group is not None:  # they compute together, so their samples must be the same to the last token
+            dist.broadcast_object_list(rollouts, group=policy.tp_group, group_src=0)
+        theirs = torch.cat([torch.tensor(r.logprobs) for r in rollouts])
+        return rollouts, theirs, torch.cat([compute([r]) for r in rollouts])
+
+    rollouts, theirs, ours = sample()
+    both = Gap(theirs, ours)
+    packed = Gap(compute(rollouts), ours)
+    plain = [policy.plain_logprobs(r.prompt, r.response, temperature).cpu() for r in rollouts]
+    plain = Gap(torch.cat(plain), ours)
+    with nudged(policy):
+        sync()
+        rollouts_nudged, theirs, ours = sample()
+    sync()
+    synced = Gap(theirs, ours)
+    moved = Gap(torch.cat([compute([r]) for r in rollouts_nudged]), ours)
+
+    failures = check_prompts(rollouts, prompts) + check_positions(policy, prompts)
+    failures += both.check(
+        f"engine ({type(engine).__name__}) and trainer",
+        tolerance,
+        "the engine computes another function: try --rollout hf, another --attn, --dtype float32, or compare the "
+        "versions in requirements.txt",
+    )
+    # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what.
+    # Rounding hides such mistakes in bfloat16, but not from what it makes of engine and trainer themselves.
+    failures += plain.check(
+        "the trainer and of transformers' own forward",
+        min(tolerance, 1e-4 + 3 * both.mean),
+        "positions, embeddings or attention are computed otherwise here; this model is no such family as "
+        "model.FAMILIES lists",
+    )
+    failures += packed.check(
+        "the trainer, packed and separate,",
+        tolerance,
+        f"samples of a micro-batch see each other, or positions are off: try another --attn than {policy.attention}",
+    )
+    failures += synced.check(
+        "engine and trainer under new weights",
+        stale_tolerance(both.mean),
+        "a sync does not bring all weights to their places; the engine would sample from stale ones",
+    )
+    if not moved.mean > 3 * stale_tolerance(both.mean):
+        failures.append(f"new weights moved log-probabilities by {moved.mean:.2e} only, which says nothing of the sync")
+
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [f"{line} (rank {dist.get_rank()})" for line in failures])
+    if any(everywhere):
+        failed = "; ".join(sum(everywhere, []))
+        raise UserError(f"self-test before the first step (--no-self-test trains all the same): {failed}")
+    with_images = sum(len(p.images) > 0 for p in prompts)
+    return (
+        f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of engine and "
+        f"trainer {both.mean:.1e} (at most {both.max:.1e}), of packed and separate {packed.mean:.1e}, of the trainer "
+        f"and transformers' own forward {plain.mean:.1e}; of engine and trainer under new weights {synced.mean:.1e}, "
+        f"which moved them by {moved.mean:.1e}"
+    )

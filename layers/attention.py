@@ -1,0 +1,155 @@
+"""Attention of a packed micro-batch: each token sees its prefix and itself.
+
+`register_attention` makes it transformers' attention "planned": a forward that is given a `plan` calls it in each layer
+as plan(layer, query, key, value, scale); any other forward gets transformers' own sdpa.
+"""
+
+import functools
+import importlib.util
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from errors import UserError
+
+ATTENTION = ("sdpa", "flex", "flash")
+
+
+def resolve_attention(choice: str, device: torch.device) -> str:
+    """Turn --attn auto|sdpa|flex|flash into the back end of the run; called once, at start-up."""
+    if choice == "auto":
+        return "flex" if device.type == "cuda" else "sdpa"
+    if choice not in ATTENTION:
+        raise UserError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
+    if choice != "sdpa" and device.type != "cuda":
+        raise UserError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
+    return choice
+
+
+class PackedAttention:
+    """How the tokens of one packing.MicroBatch attend, prepared once for all layers.
+
+    sdpa   torch's own, run by run against its prefix: no masked pair is computed. For the CPU.
+    flex   torch's flex_attention with a block mask: blocks without a visible pair are skipped. Compiled on a GPU.
+    flash  variable-length flash attention over whole sequences; only where no prefix is shared.
+
+    `pieces` are lengths: the packed tokens are cut wherever a run starts or another run leaves it, so that the prefix
+    of a run is a list of whole pieces. `prefixes` has, for each run, the pieces from the first token of its sequence to
+    its own end, and how many of them are its own. """
+
+    def __init__(self, backend: str, micro: Any):
+        self.backend = backend
+        n = len(micro.end_T)
+        starts = [start for start, _ in micro.runs]
+        bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
+        self.pieces = [b - a for a, b in pairwise(bounds)]
+        piece_at = {a: i for i, a in enumerate(bounds)}
+        prefix_to: dict[int, list[int]] = {-1: []}  # last position of a piece -> the pieces that lead through it
+        self.prefixes: list[tuple[list[int], int]] = []
+        for (start, before), stop in zip(micro.runs, [*starts[1:], n], strict=True):
+            own = range(piece_at[start], piece_at[stop])
+            for p in own:
+                prefix_to[bounds[p + 1] - 1] = [*prefix_to[before], *range(own[0], p + 1)]
+            self.prefixes.append(([*prefix_to[before], *own], len(own)))
+        if backend == "sdpa":
+            self.causal: dict[tuple[int, int], Tensor] = {}
+        elif backend == "flex":
+            self.mask, self.padded = block_mask(micro.end_T)
+        else:
+            assert all(before < 0 for _, before in micro.runs), "a shared prefix needs --attn flex or sdpa"
+            bounds_S = torch.tensor([*starts, n], dtype=torch.int32)
+            self.longest = int(bounds_S.diff().max())
+            self.cu_seqlens = bounds_S.to(micro.end_T.device)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""
+        if self.backend == "sdpa":
+            return self._by_runs(query, key, value, scale)
+        if self.backend == "flex":
+            n = query.shape[2]
+            padded = (F.pad(x, (0, 0, 0, self.padded - n)) for x in (query, key, value))
+            return _flex(query.device.type)(*padded, block_mask=self.mask, scale=scale, enable_gqa=True)[:, :, :n]
+        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
+        return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
+
+    def _by_runs(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        # split and cat rather than slices, whose backward would fill a tensor of all T tokens for each
+        queries, keys, values = (x.split(self.pieces, dim=2) for x in (query, key, value))
+        groups = query.shape[1] // key.shape[1]
+        out = []
+        for prefix, own in self.prefixes:
+            q = torch.cat([queries[i] for i in prefix[-own:]], dim=2)
+            k = repeat_kv(torch.cat([keys[i] for i in prefix], dim=2), groups)
+            v = repeat_kv(torch.cat([values[i] for i in prefix], dim=2), groups)
+            mask = self._below(q.shape[2], k.shape[2], q.device)
+            out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale))
+        return torch.cat(out, dim=2)
+
+    def _below(self, rows: int, columns: int, device: torch.device) -> Tensor | None:
+        """The mask of a run after its prefix: all of that, and the run up to each token. None: there is no prefix."""
+        if rows == columns:
+            return None
+        if (rows, columns) not in self.causal:
+            whole = torch.ones(rows, columns, dtype=torch.bool, device=device)
+            self.causal[rows, columns] = whole.tril_(columns - rows)
+        return self.causal[rows, columns]
+
+
+def block_mask(end_T: Tensor) -> tuple[Any, int]:
+    """flex_attention's mask, and the length it is for: whole blocks, whose padding sees itself only."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n = len(end_T)
+    padded = -(-n // 128) * 128
+    ends = torch.cat([end_T, torch.arange(n + 1, padded + 1, device=end_T.device)])
+
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < ends[k])
+
+    return create_block_mask(sees, None, None, padded, padded, device=end_T.device), padded
+
+
+@functools.cache
+def _flex(device_type: str):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # On the CPU it has no backward; uncompiled it still lets the tests compare values.
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    lengths = (cu_seqlens, cu_seqlens, longest, longest)
+    if importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=True)
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 has a window, 2.12 grouped heads too
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return varlen_attn(query, key, value, *lengths, scale=scale, **options)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, plan=None, **kwargs):
+    """What transformers calls in each layer, by the name "planned"."""
+    if plan is None:
+        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **plain)
+    return plan(module.layer_idx, query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> None:
+    transformers.AttentionInterface.register("planned", _attention)
+    transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan

@@ -1,0 +1,550 @@
+"""Rollouts to micro-batches: prompts shared by their responses, and work balanced over ranks and micro-batches.
+
+A micro-batch holds each prompt with its images once, followed by its responses. Whatever else responses of a prompt
+have in common, such as equal first tokens or earlier turns, is shared in the same way. A token attends to its prefix
+and itself, nothing else, so log-probabilities and gradients are those of separate sequences.
+
+Axes: N trained tokens of a step on this rank, T packed tokens of a micro-batch, K trained tokens among them; in balance
+N items, B bins, D divisions of a few items between two bins.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from errors import UserError
+from utils import Context
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The records: what the loss reads, and how it is laid out
+
+
+@dataclass(eq=False, slots=True)
+class TokenBatch:
+    """One row for each token that the policy produced, (N,) each, rollout by rollout. A column that was not computed is
+    None: to use it is an error, and so is a name that is not here."""
+
+    rollout: torch.Tensor  # int64, index of its rollout in the batch
+    rollout_logps: torch.Tensor  # the engine's log-probabilities; this and the rest fp32
+    has_image: torch.Tensor  # 1 where the prompt has an image
+    weights: torch.Tensor | None = None  # see grpo.token_weights; 0: not trained on
+    old_logps: torch.Tensor | None = None  # the trainer's, under the weights before the update
+    ref_logps: torch.Tensor | None = None  # of the reference policy
+    values: torch.Tensor | None = None  # expected returns, under the weights before the update
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
+        columns = (getattr(self, field.name) for field in fields(self))
+        return TokenBatch(*(None if column is None else function(column) for column in columns))
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> "TokenBatch":
+        return self.map(lambda column: column[rows])
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    def fill(self, name: str, rows: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Some rows of a column, made where it is not there; NaN where nothing was computed. None: nothing to fill."""
+        if values is None:
+            return
+        if getattr(self, name) is None:
+            setattr(self, name, torch.full((len(self),), torch.nan))
+        getattr(self, name)[rows] = values.float().cpu()
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        return self.map(lambda column: column.to(device))
+
+
+def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
+    """The tokens of rollouts, with the weight of each token of a rollout if given."""
+    counts = torch.tensor([sum(r.response_mask) for r in rollouts], dtype=torch.long)
+    has_image = torch.tensor([float(len(r.prompt.images) > 0) for r in rollouts])
+    return TokenBatch(
+        rollout=torch.arange(len(rollouts)).repeat_interleave(counts),
+        rollout_logps=torch.tensor(list(chain.from_iterable(r.logprobs for r in rollouts)), dtype=torch.float32),
+        has_image=has_image.repeat_interleave(counts),
+        weights=None if weights is None else torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
+    )
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """The layout of T tokens, depth first: a prompt, a response of it, the next response of it, the next prompt.
+
+    The tokens that continue the one at k are positions k + 1 to end_T[k] - 1, so query q sees key k exactly if
+    k <= q < end_T[k]: one integer per token holds the whole mask. Trained token j has id target_K[j], is predicted by
+    the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch.
+    """
+
+    ids_T: torch.Tensor  # int64, as all here
+    end_T: torch.Tensor
+    runs: list[tuple[int, int]]  # unbroken stretches: (first position, position of the token before it; -1: none)
+    images: list[Any]  # in the order of their tokens in ids_T
+    source_K: torch.Tensor
+    target_K: torch.Tensor
+    token_index_K: torch.Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids_T)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        moved = (x.to(device) for x in (self.source_K, self.target_K, self.token_index_K))
+        return MicroBatch(self.ids_T.to(device), self.end_T.to(device), self.runs, self.images, *moved)
+
+
+@dataclass(eq=False)
+class Batch:
+    """What a step trains on, on this rank: whole groups, their tokens, and for each minibatch (optimizer step of a
+    pass) the layout of those that can have a gradient."""
+
+    rollouts: list[Any]
+    tokens: TokenBatch
+    minibatches: list[list[MicroBatch]]
+
+    def uids(self, minibatch: int) -> list[str]:
+        """Of the prompts that a minibatch trains on."""
+        uids: set[str] = set()
+        for micro in self.minibatches[minibatch]:
+            chosen = self.tokens.rollout[micro.token_index_K].unique().tolist()
+            uids |= {self.rollouts[i].prompt.uid for i in chosen}
+        return sorted(uids)
+
+
+def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
+    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
+    against."""
+    position_T = torch.arange(len(end_T), device=end_T.device)
+    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+@dataclass(frozen=True)
+class Packer:
+    """How micro-batches are made: of at most max_tokens tokens, balanced by `rates` (flop_rates; None: by tokens).
+    Without `share` each response has a prompt of its own (--attn flash)."""
+
+    max_tokens: int
+    image_token: int
+    pad_token: int = 0
+    rates: "FlopRates | None" = None
+    share: bool = True
+
+    def pack(
+        self, rollouts: Sequence[Any], chosen: Sequence[int] | None = None, agree: Callable[[int], int] = lambda n: n
+    ) -> list[MicroBatch]:
+        """Micro-batches of the chosen rollouts (default: all), each rollout in exactly one.
+
+        There are as few as best-fit decreasing needs, or `agree(needed)` of them: the largest number over all ranks, as
+        collectives must match. Where there are fewer groups than that, the rest hold one token and train nothing.
+        UserError for a response that cannot fit alone, ValueError for images that disagree with their tokens.
+        """
+        first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))
+        groups: dict[Any, list[_Input]] = {}
+        for i in range(len(rollouts)) if chosen is None else chosen:
+            key = rollouts[i].prompt.uid if self.share else i
+            groups.setdefault(key, []).append(_Input(rollouts[i], key, first_rows[i], self.image_token))
+        units = [unit for group in groups.values() for unit in self._split(group)]
+        sizes = [size for _, size in units]
+        needed = bins_needed(sizes, self.max_tokens)
+        wanted = agree(needed)
+        bins: list[list[int]] = []
+        if units:
+            costs = sizes if self.rates is None else [_flops(inputs, self.rates) for inputs, _ in units]
+            bins = balance(costs, min(max(wanted, needed), len(units)), sizes=sizes, max_size=self.max_tokens)
+        micros = []
+        for indices in bins:
+            micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in indices))))
+        return micros + [self._idle() for _ in range(wanted - len(micros))]
+
+    def _split(self, group: list["_Input"]) -> list[tuple[list["_Input"], int]]:
+        """Responses of a prompt in units of at most max_tokens tokens, with their sizes: a group over the budget
+        repeats what it shares."""
+        units: list[tuple[list[_Input], int]] = []
+        before: tuple[int, ...] = ()
+        for one in sorted(group, key=lambda one: one.ids):
+            if len(one.ids) > self.max_tokens:
+                prompt, response = len(one.rollout.prompt.token_ids), len(one.rollout.response)
+                raise UserError(
+                    f"prompt {one.rollout.prompt.uid!r} of {prompt} tokens with a response of {response} needs "
+                    f"{len(one.ids)} tokens, over --micro-tokens {self.max_tokens}; raise that, or lower "
+                    "--max-prompt-tokens or --max-new-tokens"
+                )
+            new = len(one.ids) - common_prefix(before, one.ids)
+            if units and units[-1][1] + new <= self.max_tokens:
+                units[-1] = (units[-1][0] + [one], units[-1][1] + new)
+            else:
+                units.append(([one], len(one.ids)))
+            before = one.ids
+        return units
+
+    def _idle(self) -> MicroBatch:
+        nothing = torch.zeros(0, dtype=torch.long)
+        return MicroBatch(torch.tensor([self.pad_token]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
+
+
+class _Input:
+    """A rollout as packing sees it; those of a `group` share what they have in common. `ids` are the tokens that are
+    inputs, each image token replaced by a negative number for its image, so that responses share a token only if all
+    before it is the same, images included. The last trained token is a target and never an input, and what follows it
+    predicts nothing."""
+
+    def __init__(self, rollout: Any, group: str | int, first_row: int, image_token: int):
+        self.rollout = rollout
+        self.group = group
+        self.first_row = first_row
+        prompt = rollout.prompt
+        self.tokens = prompt.token_ids + list(rollout.response)
+        self.trained = [len(prompt.token_ids) + t for t, produced in enumerate(rollout.response_mask) if produced]
+        assert self.trained and self.trained[0] > 0, f"response of {prompt.uid!r}: no token after the first is trained"
+        ids = self.tokens[: self.trained[-1]]
+        self.image_starts = []
+        at = 0
+        for image in prompt.images:
+            at = ids.index(image_token, at) if image_token in ids[at:] else len(ids)
+            found = ids[at : at + image.n_tokens].count(image_token)
+            if found != image.n_tokens:
+                raise ValueError(
+                    f"response of {prompt.uid!r}: image {len(self.image_starts)} needs {image.n_tokens} image tokens "
+                    f"at token {at} of {len(ids)}, found {found}; prompt and images disagree"
+                )
+            number = -1 - int.from_bytes(hashlib.sha1(image.key.encode()).digest()[:7])
+            ids[at : at + image.n_tokens] = [number] * image.n_tokens
+            self.image_starts.append(at)
+            at += image.n_tokens
+        if image_token in ids:
+            raise ValueError(
+                f"response of {prompt.uid!r}: token {ids.index(image_token)} of {len(ids)} is an image token that none "
+                f"of its {len(prompt.images)} images accounts for; was a placeholder sampled?"
+            )
+        self.ids = tuple(ids)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning, by bisection: slices compare at C speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
+    """One MicroBatch, each token that several responses of a group share only once.
+
+    Sorted, a response shares with all before it just what it shares with the last one: the tokens beyond the common
+    beginning are appended, the others are where the last response has them.
+    """
+    ids: list[int] = []
+    end: list[int] = []
+    runs: list[tuple[int, int]] = []
+    images: list[Any] = []
+    source: list[int] = []
+    target: list[int] = []
+    rows: list[int] = []
+    path: list[int] = []  # positions of the last response's inputs
+    last: _Input | None = None
+    for one in sorted(inputs, key=lambda one: (one.group, one.ids)):
+        shared = common_prefix(last.ids, one.ids) if last is not None and last.group == one.group else 0
+        for position in path[shared:]:  # what is not shared ends here
+            end[position] = len(ids)
+        if shared < len(one.ids):
+            runs.append((len(ids), path[shared - 1] if shared else -1))
+            pairs = zip(one.rollout.prompt.images, one.image_starts, strict=True)
+            images += [image for image, start in pairs if start >= shared]
+        new = one.tokens[shared : len(one.ids)]
+        path = path[:shared] + list(range(len(ids), len(ids) + len(new)))
+        ids += new
+        end += [0] * len(new)
+        source += [path[t - 1] for t in one.trained]
+        target += [one.tokens[t] for t in one.trained]
+        rows += range(one.first_row, one.first_row + len(one.trained))
+        last = one
+    for position in path:
+        end[position] = len(ids)
+    ids_T, end_T = (torch.tensor(x, dtype=torch.long) for x in (ids, end))
+    columns = (torch.tensor(x, dtype=torch.long) for x in (source, target, rows))
+    return MicroBatch(ids_T, end_T, runs, images, *columns)
+
+
+def _flops(inputs: Sequence[_Input], rates: "FlopRates") -> float:
+    return rollouts_flops([one.rollout for one in inputs], rates)
+
+
+def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
+    """Forward FLOPs of the rollouts of one prompt, taken to part at its end."""
+    prompt = rollouts[0].prompt
+    patches = [math.prod(image.grid_thw) for image in prompt.images]
+    inputs = [max(t for t, produced in enumerate(r.response_mask) if produced) for r in rollouts]
+    return group_flops(rates, len(prompt.token_ids), patches, inputs, sum(sum(r.response_mask) for r in rollouts))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Balance over ranks
+
+
+def balance_over_ranks(
+    groups: dict[Any, list[Any]],
+    chosen: Sequence[Any],
+    minibatches: int,
+    rates: "FlopRates",
+    ctx: Context,
+    make_prompts: Callable[[list[str]], list[Any]],
+) -> tuple[list[list[Any]], dict[str, float]]:
+    """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
+    after.
+
+    `groups` are the ones this process sampled, by a key that orders them over all processes; `chosen` are the keys of
+    those to train on, of all processes. What travels is token ids and numbers: prompts and their images are made again,
+    by uid, where they arrive. The processes of a tensor-parallel group get the same rollouts.
+    """
+    wanted = set(chosen)
+    costs: dict[Any, float] = {}
+    sampled_by: dict[Any, int] = {}
+    for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(g, rates) for k, g in groups.items() if k in wanted})):
+        costs |= theirs
+        sampled_by |= dict.fromkeys(theirs, rank // ctx.tp)
+    flops = [costs[key] for key in chosen]
+    minibatch = [i % minibatches for i in range(len(chosen))]
+    owner = assign_to_ranks(flops, minibatch, ctx.data_world)
+    mine = [key for key, rank in zip(chosen, owner, strict=True) if rank == ctx.data_rank]
+    stays = set(mine) if ctx.tp == 1 else set()
+    leaving = {}
+    for key in (groups.keys() & wanted) - stays:
+        leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None) for r in groups[key]]
+    arrived: dict[Any, tuple[str, list[Any]]] = {}
+    for theirs in ctx.gather(leaving):
+        arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
+    prompts = make_prompts([uid for uid, _ in arrived.values()])
+    for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
+        groups = groups | {key: [replace(r, prompt=prompt) for r in rollouts]}
+    split: list[list[Any]] = [[] for _ in range(minibatches)]
+    for key, rank, number in zip(chosen, owner, minibatch, strict=True):
+        if rank == ctx.data_rank:
+            split[number] += groups[key]
+    return split, {
+        "balance/sampled": heaviest(flops, [sampled_by[key] for key in chosen], minibatch, ctx.data_world),
+        "balance/trained": heaviest(flops, owner, minibatch, ctx.data_world),
+    }
+
+
+def heaviest(costs: Sequence[float], rank_N: Sequence[int], minibatch_N: Sequence[int], ranks: int) -> float:
+    """The largest total of a rank, over the mean; each summed over minibatches, where ranks wait for each other."""
+    cells = np.array(minibatch_N) * ranks + np.array(rank_N)
+    loads = np.bincount(cells, costs, minlength=ranks * (max(minibatch_N) + 1)).reshape(-1, ranks)
+    return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
+
+
+def assign_to_ranks(flops_N: Sequence[float], minibatch_N: Sequence[int], n_ranks: int) -> list[int]:
+    """The rank of each group of a step, (N,). Groups keep their minibatch, and each minibatch is even over the ranks on
+    its own: ranks wait for each other at its optimizer step, so what a later minibatch makes up for is lost already.
+    No rank goes without a group of a minibatch that has one for each."""
+    rank_N = [0] * len(flops_N)
+    for minibatch in set(minibatch_N):
+        members = [i for i, m in enumerate(minibatch_N) if m == minibatch]
+        for rank, chosen in enumerate(balance([flops_N[i] for i in members], n_ranks)):
+            for j in chosen:
+                rank_N[members[j]] = rank
+    return rank_N
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Balance: N items of known cost into B bins
+
+# [n]: (D, n) of 0 and 1, every way to divide n items between two bins that leaves neither without any
+DIVISIONS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in range(11)]
+
+
+def balance(
+    costs: list[float], k: int, cap: float | None = None, sizes: list[int] | None = None, max_size: int | None = None
+) -> list[list[int]]:
+    """Partition the indices of `costs` into k bins so that the largest total cost is small. Every index is in one bin,
+    a bin's indices ascend, and bins are empty only where there are fewer items than bins. Deterministic.
+
+    `cap` bounds a bin's cost and `max_size` its total of `sizes` (say tokens, where costs are FLOPs). Neither is ever
+    exceeded: ValueError for an item that exceeds one alone, and where no partition is found. Without `cap` one is found
+    wherever k >= bins_needed(sizes, max_size).
+
+    Starts from longest first (Graham 1969) and, unless that ends even, from best fit of the largest; see `even_out`.
+    """
+    if k < 1 or (sizes is None) != (max_size is None) or (sizes is not None and len(sizes) != len(costs)):
+        got = f"k={k}, {len(costs)} costs, {'no' if sizes is None else len(sizes)} sizes, max_size={max_size}"
+        raise ValueError(f"balance: got {got}; need k >= 1, and a size for each cost if there is a max_size, else none")
+    cap = np.inf if cap is None else cap
+    room = np.inf if max_size is None else max_size
+    cost_N = checked("cost", costs, "cap", cap)
+    size_N = checked("size", [0] * len(costs) if sizes is None else sizes, "max_size", room)
+    target = (1 + 5e-4) * max(cost_N.max(initial=0.0), cost_N.sum() / k)  # 5e-4 over what is possible at best will do
+    best: tuple[float, list[list[int]]] = (np.inf, [])
+    for load_N in (cost_N, -size_N):
+        bin_N = place(load_N, size_N, k, room) if best[0] > target else None
+        if bin_N is not None:
+            best = min(best, even_out(bin_N, cost_N, size_N, k, room, target))
+    if not best[1] or best[0] > cap:
+        items = f"{len(costs)} items of cost {cost_N.sum():.12g} and size {size_N.sum():.12g}"
+        bounds = f"cost <= {cap} and size <= {room}"
+        raise ValueError(f"balance: found no way to put {items} into {k} bins of {bounds}; use more bins or raise them")
+    return best[1]
+
+
+def bins_needed(sizes: Sequence[int], max_size: int) -> int:
+    """How few bins of `max_size` hold items of these sizes, by best fit of the largest first."""
+    size_N = checked("size", sizes, "max_size", max_size)
+    return len(np.unique(place(-size_N, size_N, len(sizes), max_size)))
+
+
+def checked(what: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
+    for i, value in enumerate(values):
+        if not (math.isfinite(value) and 0 <= value <= limit):
+            raise ValueError(f"balance: item {i} has {what} {value:.12g}, not in 0 to {bound} {limit}; raise {bound}?")
+    return np.asarray(values, dtype=np.float64)
+
+
+def place(load_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float) -> np.ndarray | None:
+    """bin_N: the items, the largest first, each in the bin of the least load that has room; None where none has. Loads
+    that are costs spread the items over the bins, loads that are -sizes fill one bin after the other."""
+    bin_N = np.zeros(len(load_N), dtype=int)
+    load_B = np.zeros(k)
+    size_B = np.zeros(k)
+    for i in np.argsort(-np.abs(load_N), kind="stable"):
+        bin_N[i] = np.where(size_B + size_N[i] <= max_size, load_B, np.inf).argmin()
+        load_B[bin_N[i]] += load_N[i]
+        size_B[bin_N[i]] += size_N[i]
+    return bin_N if size_B.max(initial=0.0) <= max_size else None
+
+
+def even_out(
+    bin_N: np.ndarray, cost_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float, target: float
+) -> tuple[float, list[list[int]]]:
+    """The heaviest load and the bins, after lowering loads for as long as that goes, at most some 0.1 s: two bins
+    divide ten of their items anew, drawn at random, in the best of all ways. The heaviest and the lightest come first;
+    after a failure the heaviest and the second lightest and so on, after all of these the second heaviest and each
+    other."""
+    for empty in np.flatnonzero(np.bincount(bin_N, minlength=k) == 0)[: len(bin_N)]:
+        # Gets an item of the bin with the most: alone it is within every bound. No division leaves a bin empty again.
+        bin_N[bin_N.tolist().index(np.bincount(bin_N).argmax())] = empty
+    rng = np.random.default_rng(0)
+    failures = 0
+    for _ in range(2000):
+        load_B = np.bincount(bin_N, cost_N, minlength=k)
+        size_B = np.bincount(bin_N, size_N, minlength=k)
+        if load_B.max() <= target or failures == max(100, 2 * k):
+            break
+        heavy, light = load_B.argsort(kind="stable")[[-1 - failures // k % k, failures % k]]
+        some = rng.permutation(np.flatnonzero((bin_N == heavy) | (bin_N == light)))[:10]
+        to_heavy_D = DIVISIONS[len(some)]
+        moved_D = to_heavy_D - (bin_N[some] == heavy)
+        top_D = np.maximum(load_B[heavy] + moved_D @ cost_N[some], load_B[light] - moved_D @ cost_N[some])
+        size_D = np.maximum(size_B[heavy] + moved_D @ size_N[some], size_B[light] - moved_D @ size_N[some])
+        top_D[size_D > max_size] = np.inf
+        failures += 1
+        if top_D.min(initial=np.inf) < max(load_B[heavy], load_B[light]) * (1 - 1e-9):
+            bin_N[some] = np.where(to_heavy_D[top_D.argmin()], heavy, light)
+            failures = 0
+    return load_B.max(), [np.flatnonzero(bin_N == b).tolist() for b in range(k)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a group costs: forward FLOPs, 2 per multiply-add
+
+
+class FlopRates(NamedTuple):
+    token: float  # a language token through all layers' matrices
+    pair: float  # a token and one that it attends to
+    trained_token: float  # a row of logits
+    patch: float  # a patch through the vision tower's matrices
+    image_pair: float  # two patches of an image, in the tower's layers that see it whole
+    window_pair: float  # two patches of a window, in the others
+    window: int  # patches of a window
+
+
+def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
+    """For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL (deepstack), Qwen3.5 (recurrent
+    layers) and their mixtures of experts, of which those count that a token passes. Norms, activations, rotary
+    embeddings and softmax are left out: they multiply no matrices.
+
+    Balance wants what an update costs, which is three forwards: one, and two for the backward. `vision` is the tower's
+    share of that: 1 where it is trained, 1/3 where it is frozen, 0 where its features are cached.
+    """
+    text = config.text_config
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    per_head = 3 if hasattr(text, "linear_num_key_heads") else 2  # query and output, and Qwen3.5's gate of the output
+    attention = text.hidden_size * head_dim * (per_head * heads + 2 * text.num_key_value_heads)
+    n_full = len(kinds) - kinds.count("linear_attention")
+    token = n_full * attention + sum(mlp_multiplications(text, layer) for layer in range(len(kinds)))
+    if n_full < len(kinds):
+        token += (len(kinds) - n_full) * recurrent_multiplications(text)
+
+    tower = config.vision_config
+    width = getattr(tower, "embed_dim", tower.hidden_size)  # Qwen2-VL alone calls its output hidden_size
+    inner = getattr(tower, "intermediate_size", None) or int(width * tower.mlp_ratio)
+    has_windows = hasattr(tower, "fullatt_block_indexes")  # and with them a gated MLP
+    n_whole = len(set(tower.fullatt_block_indexes)) if has_windows else tower.depth
+    embedding = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2 * width
+    block = 4 * width * width + (3 if has_windows else 2) * width * inner
+    n_mergers = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
+    merge = tower.spatial_merge_size
+    merger = width * (width * merge**2 + getattr(tower, "out_hidden_size", tower.hidden_size))
+    patch = embedding + tower.depth * block + n_mergers * merger
+    side = tower.window_size // tower.patch_size // merge * merge if has_windows else 0
+    text_rates = (2.0 * token, 4.0 * n_full * heads * head_dim, 2.0 * text.hidden_size * text.vocab_size)
+    tower_rates = (2.0 * patch, 4.0 * n_whole * width, 4.0 * (tower.depth - n_whole) * width)
+    return FlopRates(*text_rates, *(vision * rate for rate in tower_rates), window=side**2)
+
+
+def mlp_multiplications(text: Any, layer: int) -> int:
+    """Of a token in a layer's MLP; in a mixture of experts in the router and the experts chosen."""
+    n_experts = getattr(text, "num_experts", 0)
+    every = getattr(text, "decoder_sparse_step", 1)
+    if not n_experts or layer in (getattr(text, "mlp_only_layers", None) or ()) or (layer + 1) % every:
+        return text.hidden_size * 3 * text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", 0)
+    chosen = 3 * text.num_experts_per_tok * text.moe_intermediate_size
+    return text.hidden_size * (n_experts + chosen + (3 * shared + 1 if shared else 0))
+
+
+def recurrent_multiplications(text: Any) -> int:
+    """Of a token in a layer of linear attention, in chunks of 64 tokens: two products of keys and one of values within
+    a chunk, three with the state, and two triangular systems."""
+    key_dim = text.linear_key_head_dim
+    value_dim = text.linear_value_head_dim
+    n_values = text.linear_num_value_heads
+    keys = text.linear_num_key_heads * key_dim
+    values = n_values * value_dim
+    projections = text.hidden_size * (2 * keys + 3 * values + 2 * n_values)
+    convolution = (2 * keys + values) * text.linear_conv_kernel_dim
+    chunk = 64 * (2 * key_dim + value_dim) + 32 * (key_dim + value_dim)
+    return projections + convolution + n_values * (3 * key_dim * value_dim + chunk)
+
+
+def group_flops(
+    rates: "FlopRates", prompt_tokens: int, image_patches: list[int], response_lengths: list[int], trained_tokens: int
+) -> float:
+    """Forward FLOPs of a prompt with its images, counted once, and of its responses. `prompt_tokens` include the image
+    tokens; a response attends to the prompt and itself; the head runs on `trained_tokens` of them all. One sequence of
+    n tokens is a prompt of n tokens without responses.
+
+    Windows are taken as full, so images whose sides are not whole windows count slightly too much.
+    """
+    pairs = prompt_tokens * (prompt_tokens + 1) / 2
+    pairs += sum(n * prompt_tokens + n * (n + 1) / 2 for n in response_lengths)
+    text = rates.token * (prompt_tokens + sum(response_lengths)) + rates.pair * pairs
+    vision = 0.0
+    for n in image_patches:
+        vision += n * (rates.patch + rates.image_pair * n + rates.window_pair * min(n, rates.window))
+    return text + rates.trained_token * trained_tokens + vision

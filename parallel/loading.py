@@ -1,0 +1,298 @@
+"""A model's files into shards, each process reading its own part of each tensor; and a model's folder out of a
+model."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import cached_file
+
+from errors import UserError, check_writable, writing
+from layers.attention import register_attention
+from model import Policy, find_family, load_config, load_hf, prepare
+from utils import print0
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights, as safetensors calls them
+LARGEST = 1e20  # of a weight: products with 1e38 overflow
+BAD = f"holds NaN, an infinity, or a value above {LARGEST:.0e}"
+
+
+def meta_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
+    """The model of a folder or hub id without its weights: they are on the meta device until load_sharded. Only a
+    model whose files hold weights in ways that load_sharded does not know comes with them, each process reading all
+    of it."""
+    config = load_config(path, paths)
+    family = find_family(config, path, paths)
+    register_attention()
+    with _parameters_on_meta():
+        hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
+    strange = [converter for converter in converters_of(hf) if not understood(converter)]
+    if strange:
+        patterns = ", ".join(strange[0].source_patterns)
+        print0(f"{path}: its files hold {patterns} in a form that only transformers reads; each process does, whole")
+        return load_hf(path, dtype, paths)
+    return prepare(hf, family)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters without memory; buffers, such as rotary frequencies, are no part of a checkpoint and are made for
+    real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the files hold
+
+
+def converters_of(hf: nn.Module) -> list[WeightConverter]:
+    """What transformers does, beyond renaming, to the tensors of this model's files."""
+    return [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightConverter)]
+
+
+def understood(converter: WeightConverter) -> bool:
+    """Experts of a mixture: in one tensor whose last two axes may be the other way round, or in one or two tensors
+    each."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    if steps == [("Transpose", None)]:
+        transpose = converter.operations[0]
+        return {transpose.dim0, transpose.dim1} == {1, 2} and transpose.check_dims
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model folder or hub id; a UserError for one that is missing."""
+    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
+    files = {name: cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names}
+    missing = [name for name, file in files.items() if file is None]
+    if missing:
+        raise UserError(
+            f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)"
+        )
+    return [Path(file) for file in files.values()]
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[safe_open]:
+    """A safetensors file, of which no tensor is read yet; its header must agree with itself and with the file's
+    size."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: truncated, damaged or no safetensors file ({error}); fetch it again") from error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, and what it is of a parameter: all of it, or one of the equal parts of one expert's rows."""
+
+    file: Path
+    key: str
+    transposed: bool = False  # the file has the last two axes the other way round
+    expert: int | None = None
+    part: int = 0
+    n_parts: int = 1
+
+
+def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[str, list[Stored]]:
+    """For each parameter, by name and shape, the tensors that it is made of. All files are checked; a UserError
+    names what is damaged, missing or of another shape."""
+    files, converters, known = weight_files(path), converters_of(hf), dict(hf.state_dict())
+    renamings = [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightRenaming)]
+    found: dict[str, list[Stored]] = {name: [] for name in shapes}
+    left = {name: math.prod(shape) for name, shape in shapes.items()}  # numbers of it that are still to be found
+    unused = []
+    for file in files:
+        with opened(file) as tensors:
+            for key in tensors.keys():
+                name, pattern = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
+                if name not in shapes:
+                    unused += [] if name in known else [key]
+                    continue
+                tensor = tensors.get_slice(key)
+                dtype, shape = tensor.get_dtype(), tensor.get_shape()
+                if dtype not in FLOATS:
+                    raise UserError(
+                        f"{file}: {key} is of dtype {dtype}, not one of {', '.join(FLOATS)}: quantised weights"
+                    )
+                stored = place(file, key, shape, shapes[name], pattern, converters)
+                if stored is None:
+                    raise UserError(
+                        f"{file}: {key} has shape {shape}, the config asks {shapes[name]} of {name}: files of another "
+                        f"model, or damaged; fetch them again with their config.json"
+                    )
+                found[name].append(stored)
+                left[name] -= math.prod(shape)
+    if unused:
+        print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
+    missing = [name for name, n in left.items() if n > 0]
+    if missing:
+        names = ", ".join(file.name for file in files)
+        raise UserError(
+            f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: "
+            f"{', '.join(missing[:3])}; fetch it again"
+        )
+    return found
+
+
+def place(
+    file: Path, key: str, shape: list[int], want: list[int], pattern: str | None, converters: list[WeightConverter]
+) -> Stored | None:
+    """Where a tensor of a file belongs in its parameter, of shape `want`; None if it does not fit there. The pattern
+    is that of the converter that its name matches."""
+    if pattern is not None and "*" in pattern:
+        patterns = next(converter.source_patterns for converter in converters if pattern in converter.source_patterns)
+        expert = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)[1])
+        fits = expert < want[0] and shape == [want[1] // len(patterns), *want[2:]]
+        return Stored(file, key, expert=expert, part=patterns.index(pattern), n_parts=len(patterns)) if fits else None
+    if shape == want:
+        return Stored(file, key)
+    if pattern is not None and shape == [want[0], *want[:0:-1]]:
+        return Stored(file, key, transposed=True)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@torch.no_grad()
+def load_sharded(policy: Policy, path: str) -> None:
+    """Fill a policy that was built by meta_hf and sharded: each process reads its own part of each tensor. All files
+    are checked before a byte is read into the model."""
+    hf = policy.hf
+    waiting = {name: list(p.shape) for name, p in hf.named_parameters() if p.is_meta}
+    found = find_stored(hf, path, waiting) if waiting else {}
+    tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    device = policy.banned.device if not policy.offloaded else torch.device("cpu")
+    policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    if tied:  # each module has got a tensor of its own
+        hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
+    for name, parameter in hf.named_parameters():
+        # Files are opened anew for each parameter: what was read stays in a process's memory as long as they are open
+        for file, tensors_of_file in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            _, offset = compute_local_shape_and_global_offset(waiting[name], mesh, placements)
+            with opened(file) as tensors:
+                for stored in tensors_of_file:
+                    read_stored(stored, tensors, parameter.to_local(), offset)
+    bad = find_bad(dict(hf.named_parameters()))
+    if bad:
+        files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
+        raise UserError(
+            f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged; fetch it again"
+        )
+
+
+def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset: Sequence[int]) -> None:
+    """Into a process's part of a parameter, which begins at `offset` of the whole: what the file's tensor has of it."""
+    if stored.transposed:
+        local, offset = local.transpose(1, 2), (offset[0], offset[2], offset[1])
+    if stored.expert is not None:
+        if not 0 <= stored.expert - offset[0] < len(local):
+            return
+        expert = local[stored.expert - offset[0]]  # whole: a mixture is sharded by experts, and never divided
+        local, offset = expert.chunk(stored.n_parts)[stored.part], (0,) * expert.ndim
+    if local.numel():
+        rows = tuple(slice(start, start + n) for start, n in zip(offset, local.shape, strict=True))
+        local.copy_(tensors.get_slice(stored.key)[rows])
+
+
+@torch.no_grad()
+def find_bad(tensors: dict[str, torch.Tensor], largest: float = LARGEST) -> str | None:
+    """The first tensor with a value that is NaN or above `largest`, whichever rank holds it; the same answer on all
+    of them."""
+    names, first = list(tensors), torch.tensor(len(tensors))
+    for i, tensor in enumerate(tensors.values()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # the largest absolute value, or NaN where there is one
+        if (
+            local.numel()
+            and local.is_floating_point()
+            and not torch.linalg.vector_norm(local, math.inf).item() <= largest
+        ):
+            first.fill_(i)
+            break
+    if dist.is_initialized():
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    return names[first] if first < len(names) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing a folder
+
+
+def save_hf(hf: nn.Module, folder: Path) -> None:
+    """The model's folder, as transformers writes it but for experts: it reads them either way round, but writes them
+    as it holds them. The hub has, and vLLM reads, those of some families with inputs before outputs."""
+    for config in filter(None, (hf.config, *(getattr(hf.config, name) for name in hf.config.sub_configs))):
+        config.dtype = hf.dtype  # transformers leaves the inner ones as they were read
+    hf.save_pretrained(folder)
+    transposes = [converter for converter in converters_of(hf) if type(converter.operations[0]).__name__ == "Transpose"]
+    names = tuple(pattern for converter in transposes for pattern in converter.source_patterns)
+    for file in folder.glob("*.safetensors") if names else ():
+        tensors = load_file(file)
+        tensors |= {
+            name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name.endswith(names)
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def check_new_folder(out: Path) -> None:
+    """Before any work: a UserError where whole_folder would fail."""
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        raise UserError(f"--out {out} is a file, or is not empty; choose another folder or remove it")
+    check_writable(out.parent, f"--out {out}")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which is called `out` once all is in it: neither an error nor a full disk leaves half of
+    one."""
+    with writing(out, f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+            folder = Path(temporary) / out.name
+            try:
+                yield folder
+            except SafetensorError as error:  # its own class also for what the system says
+                number = re.search(r"os error (\d+)", str(error))
+                if number is None:
+                    raise
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            for file in folder.glob("*.safetensors"):  # written for their owner's eyes alone, unlike all others
+                shutil.copymode(next(folder.glob("*config.json")), file)
+            if out.exists():
+                out.rmdir()
+            folder.rename(out)

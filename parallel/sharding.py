@@ -1,0 +1,223 @@
+"""A model over processes: FSDP2, its optimizer, and its weights gathered again.
+
+A policy is built without weights (loading.meta_hf), sharded (shard) and filled (loading.load_sharded): no process ever
+holds all of it.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
+
+from layers.lora import lora_layers
+from model import Policy
+from parallel.tensor_parallel import divide_blocks
+
+
+def shard(
+    policy: Policy,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    frozen: bool = False,
+    offload: bool = False,
+    replicate: int = 1,
+    tp: int = 1,
+) -> None:
+    """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; also on one rank, so that
+    there is a single code path.
+
+    Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
+    norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
+    forward and backward: tied weights stay tied, and a micro-batch without images skips no collective. What is `frozen`
+    has no backward after which to free that unit, so it is freed after the forward; with `offload` shards wait in the
+    memory of the CPU.
+
+    With `tp` above 1, attention and MLPs are divided over groups of `tp` neighbours (tensor_parallel.py), and are units
+    of their own, sharded over the processes that hold the same part. The rest is sharded over all processes, as it is
+    without, and so has one copy, which cannot drift apart. Its gradient comes from each process of a group, so it is
+    divided by their number.
+    """
+    policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    n_shards, family = dist.get_world_size() // replicate, policy.hf.family
+    plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
+    # Gradients are reduced in fp32. Inputs stay as they are given: FSDP would round each float in them, the tokens'
+    # numbers and the rotary tables of a tower included, and then no ratio is 1 on policy.
+    mixed = (
+        MixedPrecisionPolicy()
+        if plain
+        else MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    )
+    policy.offloaded = offload and device.type == "cuda"
+    common = {"mp_policy": mixed, "offload_policy": CPUOffloadPolicy() if policy.offloaded else OffloadPolicy()}
+    blocks = policy.hf.get_submodule(f"{family.language}.{family.blocks}")
+    if len(blocks) == 0:
+        raise ValueError("shard: the language model has no blocks")
+    units: list[nn.Module] = list(blocks)
+    if tp > 1:
+        mesh = _mesh(device, replicate, shard=n_shards // tp, tp=tp)
+        divided, units = divide_blocks(policy, blocks, mesh["tp"])
+        for module in divided:
+            fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], **common).set_gradient_divide_factor(1.0)
+    if not policy.vision_frozen:
+        units += policy.visual[0].get_submodule(family.vision_blocks)
+    mesh = _mesh(device, replicate, shard=n_shards)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **common).set_gradient_divide_factor(float(tp))
+    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, **common).set_gradient_divide_factor(float(tp))
+    # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
+    # both calls are needed, on every unit: the factor alone leaves the averaging to a reduce op that gloo lacks.
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(policy, "plain_logprobs")
+
+
+def _mesh(device: torch.device, replicate: int, **sizes: int) -> DeviceMesh:
+    """A mesh with these dimensions, below one of replicas if there are several."""
+    sizes = ({"replicate": replicate} if replicate > 1 else {}) | sizes
+    return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def reshard(policy: Policy) -> None:
+    """Drop what FSDP keeps gathered after a forward that no backward followed: it would not follow the shards, and a
+    parameter is then not the one that the optimizer knows."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their global L2 norm is at most max_norm; returns the norm before. It is the same
+    number on all ranks, to the last bit, or else the copies of a replicated parameter would drift apart. (torch's
+    own wants all parameters on one mesh, which tensor parallelism has not.)"""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for gradient in gradients:
+        copies = 1
+        if isinstance(gradient, DTensor):
+            mesh = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            copies = math.prod(size for placement, size in mesh if placement.is_replicate())
+        square += torch.linalg.vector_norm(_local(gradient)).double() ** 2 / copies
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        for gradient in gradients:
+            _local(gradient).mul_(factor)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def full_parameters(
+    policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before
+    it travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers
+    that have one. All ranks must consume it together."""
+    layers = lora_layers(policy.hf)
+    for name, parameter in policy.hf.named_parameters():
+        layer = layers.get(name.removesuffix(".weight"))
+        if ".lora_" in name or (trainable_only and layer is None and not parameter.requires_grad):
+            continue
+        if layer is None:
+            yield name, full(parameter, dtype)
+        else:
+            tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
+            yield name, tensor.to(dtype or parameter.dtype)
+
+
+def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Gathered from all ranks, without gradient, cast before it travels."""
+    tensor = parameter.detach()
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for i in range(tensor.device_mesh.ndim):  # first the shards of what tensor parallelism divides, then the whole
+        placements = [Replicate()] * (i + 1) + list(tensor.placements[i + 1 :])
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """Weights of one model into another, shard by shard; both are sharded in the same way. A value head is left out."""
+    found = dict(source.hf.named_parameters())
+    for name, parameter in target.hf.named_parameters():
+        parameter.to_local().copy_(found[name].to_local())
+
+
+@torch.no_grad()
+def same_tower(a: Policy, b: Policy) -> bool:
+    """Are the vision towers of two models, sharded in the same way, equal on all ranks? Then they can share a cache
+    of features."""
+    differ = torch.zeros((), dtype=torch.int32, device=a.banned.device)
+    for p, q in zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True):
+        differ |= not torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device))
+    dist.all_reduce(differ, dist.ReduceOp.MAX)
+    return not differ.item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+def make_optimizer(
+    policy: Policy, lr: float, weight_decay: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> torch.optim.AdamW:
+    """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written
+    before one (every update skipped, say) would have none, and could not be resumed. A value head and the vision
+    tower are groups of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            vision = name.startswith(f"hf.{policy.hf.family.vision}.")
+            kind = "head" if name.startswith("value_head.") else "vision" if vision else "language"
+            # operations on lists of tensors want all of a list on the same mesh
+            layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+            groups.setdefault((kind, layout), []).append(p)
+    # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
+    listed = [{"params": parameters} for parameters in groups.values()]
+    optimizer = torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    optimizer.kinds = [kind for kind, _ in groups]  # what each group holds
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()  # at learning rate 0
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    set_learning_rate(optimizer, lr, head_lr, vision_lr)
+    return optimizer
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None, vision_lr: float | None = None
+) -> None:
+    rates = {
+        "language": lr,
+        "head": lr if head_lr is None else head_lr,
+        "vision": lr if vision_lr is None else vision_lr,
+    }
+    for group, kind in zip(optimizer.param_groups, optimizer.kinds, strict=True):
+        group["lr"] = rates[kind]

@@ -1,0 +1,308 @@
+"""What a run tells: run.json, metrics.jsonl and tensorboard/ in its directory, a line a step, and warnings."""
+
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from errors import UserError, writing
+from grpo import PRESETS, Algorithm
+from utils import Context, Meter, flag_of
+
+
+def lock_folder(out: Path, patience: float = 5.0) -> object:
+    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the
+    holder. `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are
+    killed."""
+    with writing(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "a+")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(
+                    f"--out {out}: another run writes there ({file.read().strip()}); wait for it, or choose another "
+                    "folder"
+                ) from error
+            time.sleep(0.2)
+        except OSError as error:  # some network file systems have no locks
+            print(f"--out {out} cannot be locked ({error.strerror}): take care that no other run writes "
+                  "there", file=sys.stderr)
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line that was cut off is none."""
+    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.endswith("\n") else []
+        except ValueError as error:
+            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
+    return rows
+
+
+def describe_run(args: dict) -> dict:
+    """What a reader of a run directory needs to know to run it again."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    import transformers
+
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "args": args,
+        "git": git.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "") if git.returncode == 0 else "unknown",
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        },
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, "
+                                                                                   f"{os.cpu_count()} cores",
+        "world": dist.get_world_size() if dist.is_initialized() else 1,
+    }
+
+
+def json_line(row: dict[str, float]) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    finite = {key: x if x is not None and math.isfinite(x) else None for key, x in row.items()}
+    return json.dumps(finite) + "\n"
+
+
+class RunLog:
+    """run.json, metrics.jsonl, tensorboard/ (where it is installed) and the terminal. Only rank 0 writes."""
+
+    def __init__(self, out: Path, cfg: Any, ctx: Context, start: int):
+        self.out = out
+        self.path = out / "metrics.jsonl"
+        self.cfg = cfg
+        self.ctx = ctx
+        self.start = start
+        self.board = None
+        self.flat_steps = 0
+        self.began = time.perf_counter()
+        self.step_began = self.began
+        self.described = False
+        if not ctx.main:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        if start == 0:
+            self._describe()
+        # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
+        kept = [row for row in read_rows(self.path) if start and row["step"] <= start]
+        write_text(self.path, "".join(map(json_line, kept)))
+        if importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out / "tensorboard", purge_step=start + 1)
+        self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Of an evaluation before the first step, or one that the run was interrupted in: part of that step's row."""
+        rows = read_rows(self.path) if self.ctx.main else []
+        if rows and rows[-1]["step"] == step:
+            write_text(self.path, "".join(map(json_line, [*rows[:-1], rows[-1] | metrics])))
+        else:
+            self._write(step, metrics)
+        self.step_began = time.perf_counter()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A row, a line on the terminal, and a warning where nothing is learnt."""
+        now = time.perf_counter()
+        metrics = metrics | {"time/step": now - self.step_began}
+        self.step_began = now
+        if self.ctx.device.type == "cuda":
+            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self.ctx.main:
+            self._describe()
+        self._write(step, metrics)
+        if self.ctx.main:
+            eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
+            tqdm.write(step_line(step, self.cfg.run.steps, metrics, eta))
+            self._warn_if_flat(metrics)
+            self.bar.update()
+
+    def _describe(self) -> None:
+        """run.json. A run that goes on has its settings there once they have made a step: a start that fails leaves
+        those before it."""
+        if not self.described:
+            write_text(self.out / "run.json", json.dumps(describe_run(self.cfg.flat()), indent=2) + "\n")
+        self.described = True
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        if not self.ctx.main:
+            return
+        with writing(self.path, "--out"), open(self.path, "a") as f:
+            f.write(json_line({"step": step, **metrics}))
+        if self.board:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+
+    def _warn_if_flat(self, m: dict[str, float]) -> None:
+        # groups of one are compared with the step
+        flat = m["reward/constant_groups"] == 1 and (self.cfg.algo.group_size > 1 or m.get("update/empty", 0) > 0)
+        self.flat_steps = self.flat_steps + 1 if flat else 0
+        if self.flat_steps == FLAT_STEPS:
+            tqdm.write(
+                f"warning: in the last {FLAT_STEPS} steps all samples of a prompt got the same reward (mean "
+                f"{m['reward/mean']:.3g}), so nothing is learnt; look at the samples in {self.out / 'rollouts'}, at "
+                "what the reward expects, and at --temperature"
+            )
+
+    def close(self, checkpoint: Path | None) -> None:
+        if not self.ctx.main:
+            return
+        self.bar.close()
+        if self.board:
+            self.board.close()
+        steps = self.cfg.run.steps
+        if self.start >= steps:
+            print(f"nothing to do: {checkpoint} is of step {self.start}, and --steps is {steps}", flush=True)
+        else:
+            print(f"done: {steps} steps, newest checkpoint in {self.out / 'checkpoints'}", flush=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
+    with writing(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the text
+        os.replace(temporary, path)
+
+
+FLAT_STEPS = 5  # without a signal, before a warning
+
+
+def step_line(step: int, steps: int, m: dict[str, float], eta: float) -> str:
+    """A step on the terminal; "-" where nothing was measured."""
+
+    def shown(name: str, form: str) -> str:
+        return format(m[name], form) if name in m else "-"
+
+    hours, rest = divmod(int(eta), 3600)
+    return (
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  const "
+        f"{m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {shown('loss/policy', '+.4f')} "
+        f" gnorm {shown('policy/grad_norm', '7.3f')}  entropy {shown('policy/entropy', '.3f')}  lr {m['lr']:.1e}  "
+        f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync "
+        f"{m['time/sync']:.2f})  eta {hours}:{rest // 60:02}:{rest % 60:02}"
+    )
+
+
+class Skipped:
+    """Updates left out because a gradient was not finite: told once a step, kept with the uids of their batch in
+    OUT/skipped, and after `limit` in a row the end of the run. One without any gradient is neither good nor bad."""
+
+    def __init__(self, out: Path, ctx: Context, limit: int = 10):
+        self.out = out
+        self.limit = limit
+        self.ctx = ctx
+        self.in_a_row = 0
+        self.of_step: list[dict] = []
+
+    def after_update(self, norm: float, stepped: bool, loss: float, uids: list[str], meter: Meter) -> None:
+        """`norm` is the gradient's, the same on all ranks; loss and uids are this rank's part of the minibatch."""
+        finite = math.isfinite(norm)
+        meter.count("update/steps", stepped)
+        meter.count("update/empty", finite and not stepped)
+        meter.count("update/skipped", not finite)
+        if stepped:
+            self.in_a_row = 0
+        elif not finite:
+            self._leave_out(loss, norm, uids)
+
+    def after_critic_update(self, norm: float, loss: float, uids: list[str], meter: Meter) -> None:
+        """The same for a separate critic, whose updates are not counted but where one is left out."""
+        if not math.isfinite(norm):
+            meter.count("update/skipped")
+            self._leave_out(loss, norm, uids)
+
+    def _leave_out(self, loss: float, norm: float, uids: list[str]) -> None:
+        self.in_a_row += 1
+        self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
+
+    def report(self, step: int, save: Callable[[], Path | None]) -> None:
+        """On all ranks at once, as all of them skip the same updates; or the end of a run that does nothing else."""
+        mine, self.of_step = self.of_step, []
+        ranks = self.ctx.gather_main([mine] if self.ctx.leads else []) if mine else []
+        if ranks:
+            self._tell(step, ranks)
+        if self.in_a_row >= self.limit:
+            raise UserError(
+                f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out / 'skipped'}. The "
+                f"newest checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
+            )
+
+    def _tell(self, step: int, ranks: list[list[dict]]) -> None:
+        updates = []
+        for parts in zip(*ranks, strict=True):  # of one update
+            uids = sorted(set(chain.from_iterable(part["uids"] for part in parts)))
+            loss = sum(part["loss"] for part in parts)
+            updates.append({"loss": str(loss), "grad_norm": str(parts[0]["norm"]), "uids": uids})
+        path = self.out / "skipped" / f"step_{step:06d}.json"
+        write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
+        last = updates[-1]
+        tqdm.write(
+            f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at "
+            f"{self.limit}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
+        )
+
+
+def introduce(
+    cfg: Any, ctx: Context, models: Any, n_examples: int, checkpoint: Path | None, step: int, changed: list[str]
+) -> str:
+    """What is about to run."""
+    parameters = list(models.policy.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    per_step, group_size = cfg.rollout.prompts_per_step, cfg.algo.group_size
+    lines = [
+        f"{cfg.model.model}: {sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, {trained / 1e6:.2f} M "
+        f"trained, {models.dtype} on {ctx.world} x {ctx.device.type}, attention {cfg.model.attn}, kernel "
+        f"{cfg.model.kernel}, rollouts by {cfg.rollout.rollout}",
+        f"{per_step} prompts x {group_size} samples a step, {n_examples // per_step} steps an epoch "
+        f"({n_examples % per_step} examples left over in each), {cfg.algo.epochs * cfg.algo.minibatches} update(s) a "
+        "step",
+        describe(cfg.algo),
+    ]
+    if checkpoint:
+        lines.append(f"resumed from {checkpoint} after step {step}")
+    elif cfg.run.resume == "auto":
+        lines.append(f"no checkpoint in {cfg.run.out}: starting from --model")
+    return "\n".join(lines + [f"changed since: {change}" for change in changed])
+
+
+def describe(algo: Algorithm) -> str:
+    """The preset, with what was given against it."""
+    preset = Algorithm(algo=algo.algo, **PRESETS[algo.algo])
+    given = []
+    for name, value in asdict(algo).items():
+        if value != getattr(preset, name):
+            given.append(f"{flag_of(name)} {value} (preset: {getattr(preset, name)})")
+    named = ", ".join(f"{flag_of(name)} {value}" for name, value in PRESETS[algo.algo].items()) or "the defaults"
+    return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")

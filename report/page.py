@@ -1,0 +1,116 @@
+"""An evaluation or a step's rollouts as one HTML file that needs no other: images, prompts, responses, rewards."""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+
+from PIL import Image, ImageOps
+
+from prepare_data import FORMATS, IMAGE_ERRORS, Example, decode_image
+
+PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
+THUMBNAIL = 320  # pixels of an image's longer side on a page
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;
+color:#1c2330;background:#f6f7f9}
+h1{font-size:1.35rem;overflow-wrap:anywhere}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.4rem;margin:1rem 0 1.5rem}
+.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.25rem .7rem;overflow-wrap:anywhere}
+.fact b{display:block}
+.fact span{display:block;color:#647084;font-size:.8rem;line-height:1.25}
+.card{display:grid;grid-template-columns:220px minmax(0,1fr);gap:1.2rem;margin:0 0 1rem;padding:1rem;
+background:#fff;border:1px solid #dfe3ea;border-radius:10px}
+.card img{width:100%;max-height:320px;object-fit:contain;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
+.prompt{white-space:pre-wrap;overflow-wrap:anywhere}
+.meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem;overflow-wrap:anywhere}
+.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.5rem 0}
+.right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
+.sample code{display:block;max-height:24em;overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere;
+font:13px/1.45 ui-monospace,monospace}
+.sample div,.sample span{color:#647084;font-size:.8rem}
+@media(max-width:700px){.card{grid-template-columns:minmax(0,1fr);gap:.6rem} .card img{max-width:320px}}
+"""
+
+
+def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
+    """`facts`: eval.summarise's, or a step's metrics. `records`: prompts with their samples, as eval.evaluate has them,
+    in training with advantages. `examples`: by uid."""
+    head = "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    lines = [f"{head}<title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>", "<div class=facts>"]
+    for name, value in figures(facts).items():
+        lines.append(f"<div class=fact><b>{number(value)}</b><span>{safe(name)}</span></div>")
+    lines.append("</div>")
+    if len(records) > PAGE_RECORDS:
+        lines.append(f"<p>The first {PAGE_RECORDS} of {len(records)} prompts.</p>")
+    note = "<div class=meta>blanked for the model</div>" if facts.get("blank_images") else ""
+    lines += [card(record, examples[record["uid"]], note) for record in records[:PAGE_RECORDS]]
+    return "\n".join(lines) + "\n"
+
+
+def safe(text: object) -> str:
+    """For all that comes from data, from the policy or from a user's reward."""
+    return html.escape(str(text))
+
+
+def number(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def figures(facts: dict) -> dict[str, float | str]:
+    """What a page begins with: the accuracy, the comparison, then all other numbers, then each type's accuracy."""
+    shown = {"accuracy": facts["accuracy"]} if "accuracy" in facts else {}
+    if interval := facts.get("accuracy_ci95"):
+        shown["95% interval"] = "{:.3f} to {:.3f}".format(*interval)
+    if baseline := facts.get("baseline"):
+        shown["baseline accuracy"] = baseline["accuracy"]
+        shown |= {"gained": baseline["gained"], "lost": baseline["lost"], "McNemar p": baseline["mcnemar_p"]}
+    shown |= {name: x for name, x in facts.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    if facts.get("samples") == 1:
+        shown.pop("pass@1", None)  # the accuracy once more
+    return shown | {f"accuracy: {kind}": of["accuracy"] for kind, of in facts.get("by_answer_type", {}).items()}
+
+
+def card(record: dict, example: Example, note: str) -> str:
+    """A prompt: its images on the left, under a note if there is one, its text and its samples on the right."""
+    images = "".join(map(thumbnail, example.images))
+    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
+    truth = f"{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b>"
+    left = f"<div>{note + images if images else '(no image)'}</div>"
+    samples = "".join(map(sample_block, record["samples"]))
+    right = f"<div><div class=prompt>{safe(prompt)}</div><div class=meta>{truth}</div>{samples}</div>"
+    return f"<div class=card>{left}{right}</div>"
+
+
+def sample_block(sample: dict) -> str:
+    """A response, with its rewards under it."""
+    rewards = sample["rewards"]
+    notes = [f"{safe(name)} {number(float(value))}" for name, value in rewards.items()]
+    if "advantage" in sample:
+        notes.append(f"advantage {sample['advantage']:+.3f}")
+    notes.append(f"{sample['tokens']} tokens")
+    if sample["finish_reason"] == "length":
+        notes.append("cut at the length limit")
+    verdict = "right" if rewards.get("accuracy", rewards["reward"]) >= 0.5 else "wrong"
+    text = safe(sample["text"]) or "<span>(empty)</span>"
+    return f"<div class='sample {verdict}'><code>{text}</code><div>{' &middot; '.join(notes)}</div></div>"
+
+
+def thumbnail(data: bytes) -> str:
+    """An image file as an <img> of few kilobytes: the file itself if it is small, else the smaller of PNG and JPEG."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            name, size = opened.format, opened.size
+            opened.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
+            image = ImageOps.exif_transpose(opened).convert("RGB") if name == "JPEG" else decode_image(data)
+    except IMAGE_ERRORS:
+        return "<div class=meta>(an image that cannot be read)</div>"
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    files = {}
+    for kind in ("PNG", "JPEG"):
+        image.save(file := io.BytesIO(), format=kind)
+        files[kind] = file.getvalue()
+    if max(size) <= THUMBNAIL and name in ("PNG", "JPEG", "GIF", "WEBP"):
+        files[name] = data
+    kind, data = min(files.items(), key=lambda item: len(item[1]))
+    return f'<img alt="" src="data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}">'

@@ -1,0 +1,135 @@
+"""One image of a row: from whatever a cell holds to an encoded file, and from that to RGB."""
+
+import base64
+import io
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from errors import UserError
+
+MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
+MAX_SIDE = 65_535
+MAX_ASPECT = 200  # Qwen's image processor raises from there on
+MAX_FILE_BYTES = 256 << 20  # of a file on disk that a row names
+LARGE_PIXELS = 4_000_000  # images above are decoded one at a time: each takes up to 20 bytes a pixel for a moment
+LARGE = threading.Lock()
+
+# Only formats whose decoders are plain libraries: Pillow would hand EPS to an external program.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+# What Pillow raises on damaged files (UnidentifiedImageError is an OSError; TypeError, KeyError: bad TIFF tags).
+IMAGE_ERRORS = (OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError)
+IMAGE_ERRORS += (struct.error, zlib.error, Image.DecompressionBombError)
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Encoded image file -> RGB image: EXIF orientation applied, alpha on white, 16-bit grey cut to its high byte.
+
+    Raises one of IMAGE_ERRORS when the file is damaged, truncated, too large, animated or of a format not in FORMATS.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        check_header(image)
+        if image.width * image.height <= LARGE_PIXELS:
+            return to_rgb(image)
+        with LARGE:
+            Image.core.set_block_size(64 << 20)  # malloc keeps smaller blocks for the thread that freed them
+            return to_rgb(image)
+
+
+def check_header(image: Image.Image) -> None:
+    """Refuse, before anything is decoded, what takes too much memory or what the model's image processor refuses."""
+    short, long = sorted(image.size)
+    size = f"{image.width}x{image.height} pixels"
+    if short * long > MAX_PIXELS or long > MAX_SIDE:
+        most = f"at most {MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
+        raise UserError(f"{size}, {most} are read; make it smaller")
+    if long >= MAX_ASPECT * short:
+        raise UserError(f"{size}: one side is {MAX_ASPECT} or more times the other; crop it")
+    frames = getattr(image, "n_frames", 1)
+    # the further images of an MPO are a camera's own previews and gain maps of the first
+    if frames > 1 and image.format != "MPO":
+        raise UserError(f"{frames} frames or pages, and only the first would be seen; save the one that is meant")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """What `decode_image` makes of an opened file."""
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode == "F":
+        raise UserError("float pixels have no agreed range; convert the file to 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # convert("RGB") would clip every value above 255 to white
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise UserError(f"grey values {values.min()}..{values.max()} exceed 16 bits; convert the file")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def read_file(path: Path) -> bytes:
+    """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError or ValueError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is no regular file")
+    if not 0 < status.st_size <= MAX_FILE_BYTES:
+        raise UserError(f"{path} has {status.st_size} bytes, expected 1 to {MAX_FILE_BYTES}")
+    return path.read_bytes()
+
+
+def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None = None) -> bytes:
+    """One image cell (bytes, {bytes, path}, path, base64, data URI, URL) -> the encoded file.
+
+    Relative paths start at `root`. Raises UserError with the reason, which reads on after "image 0".
+    """
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+        if not cell:
+            raise UserError("has neither bytes nor path")
+    if isinstance(cell, bytes):
+        return cell
+    if not isinstance(cell, str | None):
+        raise UserError(f"is a {type(cell).__name__}, expected bytes, a path, base64 or a URL")
+    cell = (cell or "").strip()
+    if not cell:
+        raise UserError("is empty")
+    if cell.startswith(("http://", "https://")):
+        if fetch is None:
+            raise UserError(f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
+        return fetch(cell)
+    if cell.startswith("data:"):
+        head, _, cell = cell.partition(",")
+        if not head.endswith(";base64"):
+            raise UserError(f"data URI {head[:40]!r} is not base64")
+    elif len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
+        path = root / cell.removeprefix("file://")
+        try:
+            return read_file(path)
+        except UserError:
+            raise
+        except (OSError, ValueError) as e:  # ValueError: null byte in the name
+            if "." in cell or len(cell) < 40:  # no dot in base64, no image file in 30 bytes
+                reason = getattr(e, "strerror", None) or e
+                raise UserError(f"{path}: {reason}; relative paths start at the file's folder or --image-root") from e
+    try:
+        return base64.b64decode("".join(cell.split()), validate=True)
+    except ValueError as e:
+        raise UserError(f"{cell[:40]!r} is neither an existing file nor valid base64 ({e})") from e
+
+
+def check_decodes(data: bytes) -> None:
+    """Raise UserError with the reason, which reads on after "image 0", unless the encoded file can be decoded."""
+    try:
+        decode_image(data)
+    except Image.UnidentifiedImageError as e:  # whose own text would only show the address of a BytesIO
+        raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)}") from e
+    except IMAGE_ERRORS as e:
+        raise UserError(f"({len(data)} bytes) cannot be decoded: {e}") from e

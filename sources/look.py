@@ -1,0 +1,58 @@
+"""What a data file holds, as text for a terminal."""
+
+import io
+import json
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sources.images import decode_image
+
+
+def shown(text: object, length: int = 600) -> str:
+    """Text from data as it may go to a terminal: one line, no control characters, not endless."""
+    text = str(text)
+    cut = f"... ({len(text)} characters)" if len(text) > length else ""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:length]) + cut
+
+
+def first_of(bad: list[str]) -> list[str]:
+    """The first few lines, and how many more there are."""
+    return bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])
+
+
+def spread(values: list[int]) -> str:
+    """min, median, p90 and max of a non-empty list, as text."""
+    low, mid, p90, high = np.percentile(values, [0, 50, 90, 100], method="nearest")
+    return f"min {low}, median {mid}, p90 {p90}, max {high}"
+
+
+def print_example(e: Any) -> None:
+    """A row, an Example, in full."""
+    print(f"--- {shown(e.uid)}  [{shown(e.data_source)}]  answer: {shown(e.ground_truth)}")
+    for m in e.messages:
+        print(f"{m['role']}:", "\n".join(shown(line, 10_000) for line in m["content"].split("\n")))
+    for data in e.images:
+        width, height = decode_image(data).size  # the header's may be turned
+        with Image.open(io.BytesIO(data)) as image:
+            print(f"image: {width}x{height} {image.format} {image.mode}, {len(data)} bytes")
+    print(f"extra: {shown(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
+
+
+def print_statistics(examples: list, processor: Any = None) -> None:
+    """Counts and distributions over rows; with a processor also of their prompts' tokens."""
+    print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
+    for key in ("split", "answer_type"):
+        print(f"{key}:", dict(Counter(str(e.extra.get(key)) for e in examples).most_common()))
+    print("images per row:", dict(sorted(Counter(len(e.images) for e in examples).items())))
+    sizes = [[decode_image(data).size for data in e.images] for e in examples]
+    if flat := list(chain.from_iterable(sizes)):
+        print("image width:", spread([width for width, _ in flat]))
+        print("image height:", spread([height for _, height in flat]))
+        print("image bytes:", spread([len(data) for data in chain.from_iterable(e.images for e in examples)]))
+    if processor:
+        counts = [processor.count_tokens(e.messages, s) for e, s in zip(examples, sizes, strict=True)]
+        print("prompt tokens, image tokens included:", spread(counts))

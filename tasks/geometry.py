@@ -1,0 +1,617 @@
+r"""Geometry problems with short answers: numbers, surds, units, ratios, points, relations, a letter of a choice.
+
+A policy writes whatever it likes into the box, `9**9**9**9` included, so nothing here hands its text to a computer
+algebra system in this process. Answers are read by a small parser and evaluated to 80 digits under hard limits on
+length, depth and magnitude: it cannot hang. What needs more algebra than that (unknown LaTeX commands, sets, implicit
+equations) goes to math-verify in child processes (math_verify_worker.py). `reward.grader_stats` counts every answer
+that could not be read, was refused, or timed out.
+"""
+
+import argparse
+import decimal
+import hashlib
+import importlib.util
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from functools import cache, lru_cache, partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from prepare_data import MARK, Raw, all_parquet_records, reading_of, table_rows
+from reward import MAX_ANSWER_CHARS, SPECIAL_TOKEN, closing_brace, extract_boxed, grader_stats, register, weighted
+from sources.hub import download
+from sources.images import read_file
+from sources.tables import data_files
+from tasks.math_verify_worker import MATH_VERIFY
+
+MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+NAMES = ("geo3k", "geometry3k")
+INSTRUCTION = (
+    "Before answering, reason through the problem step by step inside <think> </think> tags. "
+    "Only after that, state the final answer inside \\boxed{}."
+)
+DEFAULTS = {"prompt_key": "problem", "answer_key": "answer", "instruction": "geo3k"}
+ANSWER_TYPES = {  # the first pattern that a short answer matches as a whole; none: "other"
+    "pi": r".*(\\pi|π).*",
+    "surd": r".*(\\sqrt|√).*",
+    "integer": r"[+-]?(\d+|\d{1,3}(,\d{3})+)",
+    "decimal": r"[+-]?\d*\.\d+",
+    "fraction": r"[+-]?\d*(\\[dt]?frac(\{[+-]?\d+\}|\d){2}|\d+/\d+)",
+}
+
+
+def rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """Geometry3K: the original folders, parquet shards, or a hub id (by default hiyouga/geometry3k)."""
+    if args.toy:
+        raise UserError("--toy: geo3k has no toy yet; leave it out, or take the shapes task")
+    inputs = args.input or ["hiyouga/geometry3k"]
+    if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
+        inputs = [download(inputs[0], args.split)]
+    folder = Path(inputs[0])
+    if folder.is_dir() and len(inputs) == 1:
+        folder = folder / args.split if (folder / args.split).is_dir() else folder
+        problems = sorted((d for d in folder.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
+        if problems:
+            return (Raw(str(d), int(d.name), folder_record(d, args.split), root=d) for d in problems)
+    return shard_rows(data_files(inputs, args.split), args)
+
+
+def folder_record(problem: Path, split: str) -> dict | str:
+    """One problem as InterGPS published it: NUMBER/data.json and NUMBER/img_diagram.png."""
+    try:
+        data = json.loads(read_file(problem / "data.json"))
+        answer = dict(zip("ABCDEFGH", data["choices"], strict=False))[data["answer"]]
+        found = data.get("data_type", split)
+        if found != split:  # never let test problems pass for training ones
+            return f"data_type is {found!r} but --split is {split!r}; pass --split {found}"
+        return {
+            "data_source": "geo3k",
+            "problem": f"{MARK}{data['annotat_text']}",
+            "images": "img_diagram.png",
+            "answer": answer,
+            "index": int(problem.name),
+            "answer_type": answer_type(answer),
+            "letter": data["answer"],
+        } | {key: data[key] for key in ("problem_type_goal", "problem_type_graph", "choices")}
+    except KeyError as e:
+        return f"data.json has no {e}, or its answer {e} names no choice"
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        return f"data.json cannot be read: {e}"
+
+
+def shard_rows(files: list[Path], args: argparse.Namespace) -> Iterator[Raw]:
+    """Rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
+    names = {"id": "index", "ground_truth": "letter"}
+    for raw in table_rows(files, all_parquet_records, reading_of(args), args.image_root):
+        raw.name = ""  # its ids tell its rows apart
+        if isinstance(raw.record, dict):
+            raw.record = {names.get(key, key): value for key, value in raw.record.items()}
+            raw.record |= {"data_source": "geo3k", "answer_type": answer_type(str(raw.record.get(args.answer_key)))}
+        yield raw
+
+
+def answer_type(answer: str) -> str:
+    """Form of a short maths answer: integer, decimal, surd, fraction, pi or other."""
+    text = re.sub(r"\s|\$|\^\\circ|\^\{\\circ\}|\\degree|°", "", answer)
+    return next((kind for kind, pattern in ANSWER_TYPES.items() if re.fullmatch(pattern, text)), "other")
+
+
+# --- what cannot be graded --------------------------------------------------------------------------------------------
+
+
+class Unreadable(ValueError):
+    """Not an expression this file can read."""
+
+
+class Refused(Unreadable):
+    """Too long, deep or large."""
+
+
+class NeedsAlgebra(Unreadable):
+    """Beyond the parser, but perhaps a fair answer: math-verify decides."""
+
+
+# --- normalising LaTeX --------------------------------------------------------------------------------------------
+
+CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃≅$~’′", "°°----*****///:≤≥≈≈  ''", strict=True))
+CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
+CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
+MEANINGS = {
+    **{"\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript"},
+    **{"*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!"},
+    **{"≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt"},
+    **{"≠": "ne neq", "=": "equiv", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee", "%": "%"},
+    **{"∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime"},
+    **{"π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi"},
+    ";": "quad qquad",  # inside an answer it stands between two, and is no product
+    " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
+}
+COMMANDS = {name: meaning for meaning, names in MEANINGS.items() for name in names.split()} | {" ": " "}
+WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
+WRAPPERS += " widehat overarc arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge"
+REWRITES = [
+    (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
+    (r"\{,\}", ","),
+    (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
+    (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
+    (rf"\\(?:{WRAPPERS.replace(' ', '|')})(?![A-Za-z])\s*(?:\{{([^{{}}\\]*)\}})?", r" \1 "),
+    (r"\\([A-Za-z]+|.)", lambda command: COMMANDS.get(command[1], command[0])),
+    (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
+    (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
+    (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
+    (r"\*\*|<=|>=", lambda sign: {"**": "^", "<=": "≤", ">=": "≥"}[sign[0]]),
+    (r"\s+", " "),
+    (r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°"),
+    (r"\{ ?\}(?= ?[\^°])", ""),  # `48{}^\circ`
+    (r"\^ ?(?:\{ ?° ?\}|°)|(?<=[\d)}]) ?\^ ?(?:\{ ?o ?\}|o(?![A-Za-z]))", "°"),
+    (r"\{ ?° ?\}", "°"),  # `48{^\circ}`
+    (r"\^ ", "^"),
+]
+REWRITES = [(re.compile(pattern), new) for pattern, new in REWRITES]
+THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?:(?:,\d{3})+(?![\d,])|(?: \d{3})+(?! ?[\d/]))")
+MIXED = re.compile(
+    r"(?<![\d.^])(\d{1,9})(?: ?\\frac ?(?:\{ ?(\d{1,9}) ?\} ?\{ ?(\d{1,9}) ?\}|(\d) ?(\d))| (\d{1,9})/(\d{1,9})(?!\d))"
+)
+
+
+def mixed_number(match: re.Match) -> str:
+    whole, over, under = (int(digits) for digits in match.groups() if digits is not None)
+    return f"({whole}+{over}/{under})" if over < under else match[0]  # `2 \frac{3}{2}` stays a product
+
+
+@lru_cache(4096)  # a truth is met once for each of its samples
+def normalise(text: str) -> str:
+    """LaTeX or Unicode maths -> single spaces, `^ * / ≤ ≥ ≈ ° π`, bare words; frac, sqrt and the unknown stay LaTeX."""
+    if len(text) > MAX_ANSWER_CHARS:
+        raise Refused(f"{len(text)} characters")
+    text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"^{\g<0>}", text).translate(CHARACTERS)
+    text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
+    for pattern, new in REWRITES:
+        text = pattern.sub(new, text)
+    if not re.search(r"[(\[]", text):  # `(1,000)` is a point
+        text = THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)
+    text = MIXED.sub(mixed_number, text.strip()).removesuffix(".").strip()
+    while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:  # braces around it all are invisible
+        text = text[1:-1].strip()
+    # Every nested call of the parser costs one of these characters, so this bounds its recursion.
+    if len(text) > 2 * MAX_ANSWER_CHARS or len(re.findall(r"[(\[{^\\]", text)) > MAX_NESTING:
+        raise Refused(f"{text!r} is too deep")
+    return text
+
+
+# --- evaluating ---------------------------------------------------------------------------------------------------
+
+CONTEXT = decimal.Context(prec=80, Emax=9999, Emin=-9999)  # 9**9**9 overflows at once instead of being computed
+CONTEXT.traps[decimal.Underflow] = True
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798")
+CLOSE = Decimal("1e-40")  # half of the digits: cancellation may cost the others
+POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))  # where letters are compared
+
+
+def letter_value(name: str, point: Decimal) -> Decimal:
+    """Between `point` and twice that (letters are lengths and angles here), the same in every process.
+
+    77 digits of a hash: no fraction, sum or product of a few letters is another letter or a short number by accident.
+    """
+    digest = hashlib.sha256(f"{name} at {point}".encode()).digest()
+    return point * (1 + Decimal(int.from_bytes(digest)).scaleb(-78))
+
+
+def plus(a: Decimal, b: Decimal) -> Decimal:
+    r"""a + b, exactly 0 if they cancel: the zero hidden in `\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}` must not divide."""
+    least, most = sorted((abs(a), abs(b)))
+    if 0 < least < most * CLOSE:
+        raise Refused("a sum of numbers too unlike for 80 digits")
+    return a + b if abs(a + b) > most * CLOSE else Decimal(0)
+
+
+def raise_to(base: Decimal, exponent: Decimal) -> Decimal:
+    value = base**exponent
+    if not value.is_finite():  # 0^{-1} is Infinity, which `decimal` says without an error
+        raise decimal.DivisionByZero("0 to a negative power")
+    return value
+
+
+class Expression:
+    """Recursive descent over one expression, evaluated as it is read; a letter has a fixed value at each point.
+
+    sum := term (("+"|"-") term)*; term := signed (("*"|"/"|nothing) signed)*; power := atom ["^" signed] ["°"] ["%"]
+    """
+
+    def __init__(self, text: str, point: Decimal):
+        self.text = text
+        self.point = point
+        self.at = 0  # what is read so far
+        self.letters = False  # whether it has any
+
+    def take(self, pattern: str) -> str:
+        """The next characters, after spaces, if they match, and moves past them; else ""."""
+        found = re.compile(f" *({pattern})").match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found[1] if found else ""
+
+    def peek(self) -> str:
+        self.take("")  # past spaces
+        return self.text[self.at : self.at + 1]
+
+    def expect(self, char: str) -> None:
+        if self.peek() != char:
+            raise Unreadable(f"{self.text!r}: {self.peek()!r} instead of {char!r} at {self.at}")
+        self.at += len(char)
+
+    def sum(self) -> Decimal:
+        total = self.term()
+        while sign := self.take("[+-]"):
+            total = plus(total, self.term() if sign == "+" else -self.term())
+        return total
+
+    def term(self) -> Decimal:
+        value = self.signed()
+        while char := self.peek():
+            if self.take("[*/]"):
+                value = value * self.signed() if char == "*" else value / self.signed()
+            elif char in "([{\\" or char.isalpha():  # not a digit: `3 4` is no product
+                value *= self.power()
+            else:
+                break
+        return value
+
+    def signed(self) -> Decimal:
+        sign = 1
+        while char := self.take("[+-]"):
+            sign = -sign if char == "-" else sign
+        return sign * self.power()
+
+    def power(self) -> Decimal:
+        value = self.atom()
+        if self.take(r"\^"):
+            value = raise_to(value, self.signed())
+        self.take("°")
+        return value / 100 if self.take("%") else value
+
+    def atom(self) -> Decimal:
+        if bracket := self.take(r"[(\[{]"):
+            value = self.sum()
+            self.expect({"(": ")", "[": "]", "{": "}"}[bracket])
+            return value
+        if self.take("π"):
+            return PI
+        if command := self.take(r"\\[A-Za-z]*"):
+            return self.function(command)
+        if symbol := self.take("[|±∪]"):
+            raise NeedsAlgebra(symbol)
+        if number := self.take(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"):
+            return CONTEXT.create_decimal(number)
+        # `AB` is a product, `abc` is a word
+        name = self.take(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
+        if not name:
+            raise Unreadable(f"{self.text!r}: cannot read {self.peek()!r} at {self.at}")
+        self.letters = True
+        return letter_value(re.sub(r"[{} ]", "", name), self.point)
+
+    def function(self, command: str) -> Decimal:
+        if command == r"\frac":
+            return self.argument() / self.argument()
+        if command != r"\sqrt":
+            raise NeedsAlgebra(command)
+        index = self.atom() if self.peek() == "[" else 2
+        value = self.atom()  # `\sqrt41` is meant as \sqrt{41}
+        root = abs(value).sqrt() if index == 2 else raise_to(abs(value), 1 / index)
+        if value < 0 and index % 2 != 1:
+            raise decimal.InvalidOperation("an even root of a negative number")
+        return root if value >= 0 else -root
+
+    def argument(self) -> Decimal:
+        digit = self.take("[0-9]")  # `\frac12` is 1/2, as in TeX
+        return Decimal(digit) if digit else self.atom()
+
+
+@lru_cache(4096)
+def evaluate(text: str, point: Decimal = POINTS[0]) -> Decimal | None:
+    """The value to 80 digits, finite; None if it has letters and no real value here, as sqrt(x-50) at the first point.
+
+    Raises Unreadable, NeedsAlgebra, or what `same_answer` lists.
+    """
+    expression = Expression(text, point)
+    try:
+        value = expression.sum()
+    except decimal.InvalidOperation:
+        if expression.letters:
+            return None
+        raise
+    expression.expect("")
+    return value
+
+
+def same_value(prediction: str, truth: str) -> bool:
+    """Whether two expressions are equal wherever they have values, and have one somewhere."""
+    compared = False
+    for point in POINTS:
+        try:
+            a, b = evaluate(prediction, point), evaluate(truth, point)
+        except NeedsAlgebra:
+            return same_to_math_verify(prediction, truth)
+        if a is None and b is None:
+            continue
+        if a is None or b is None or abs(a - b) > CLOSE * max(abs(a), abs(b)):
+            return False
+        compared = True
+    return compared
+
+
+def same_to_math_verify(prediction: str, truth: str) -> bool:
+    """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
+    if "%" in prediction + truth:
+        raise Unreadable("percent of what math-verify reads")
+    return MATH_VERIFY.same(prediction.translate(LATEX), truth.translate(LATEX))
+
+
+# --- comparing answers --------------------------------------------------------------------------------------------
+
+MILLIMETRES = {"mm": "1", "cm": "10", "m": "1000", "in": "25.4", "ft": "304.8", "yd": "914.4"}
+MILLIMETRES |= {"km": "1000000", "mi": "1609344"}
+UNITS = {name: name for name in MILLIMETRES} | dict.fromkeys(("unit", "units"), "unit")
+UNITS |= dict(inch="in", inches="in", foot="ft", feet="ft", yard="yd", yards="yd", mile="mi", miles="mi")
+for prefix, unit in {"milli": "mm", "centi": "cm", "": "m", "kilo": "km"}.items():
+    UNITS |= dict.fromkeys((f"{prefix}met{end}" for end in ("er", "ers", "re", "res")), unit)
+UNIT = re.compile(
+    r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
+    rf"({'|'.join(sorted(UNITS, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
+)
+# Of two answers at once. OR and NO are segments.
+HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
+# Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), Area of △ABC, nothing. No number of its own, as in `x 47`.
+NAME = r"(?:(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
+NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|")
+CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
+LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
+MIRROR = str.maketrans("<>≤≥", "><≥≤")
+
+
+def split(text: str, separators: str) -> tuple[list[str], str]:
+    """Members and separators of `text`, cut only outside brackets."""
+    members, found, depth = [""], "", 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if depth == 0 and char in separators:
+            members.append("")
+            found += char
+        else:
+            members[-1] += char
+    return [member.strip() for member in members], found
+
+
+def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
+    """(value, (unit, its power)), or (text, None); a lone `m` is a unit only if no other letter is used."""
+    found = UNIT.search(text)
+    degrees = ("°", 1) if "°" in text else None
+    value = text[: found.start()].strip() if found else ""
+    if not value or (found[2] == "m" and re.search(r"(?<![A-Za-z\\])[A-Za-z]", value)):
+        return text, degrees
+    dimension, name, raised = found.groups(default="")
+    powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(raised.strip("{ }") or 0)} - {0}
+    if degrees or len(powers) > 1:
+        raise Unreadable(f"{text!r} has two units")
+    return value, (UNITS[name], *(powers or {1}))
+
+
+def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | None) -> str | None:
+    """A value in one unit as an expression in the other; None if they contradict. `units` and none go with any."""
+    if not unit or not other or unit == other:
+        return text
+    (name, power), (other_name, other_power) = unit, other
+    if power != other_power or "°" in (name, other_name):
+        return None
+    return text if "unit" in (name, other_name) else f"({text})*({MILLIMETRES[name]}/{MILLIMETRES[other_name]})^{power}"
+
+
+def is_choice(prediction: str, letter: str) -> bool:
+    """`B. 60` may repeat the option's text, but not name a second option."""
+    found = CHOICE.fullmatch(prediction)
+    if not found or (found[1] or found[2]).upper() != letter or HEDGE.search(prediction):
+        return False
+    return "," not in found[3] and not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
+
+
+def is_rounding(exact: str, rounded: str) -> bool:
+    """Whether `rounded` is a plain decimal within half its last place of `exact`: 8.66 of 5√3, and not 8.6 or 26/3."""
+    (exact, unit), (rounded, rounded_unit) = without_unit(exact), without_unit(rounded)
+    numeral = re.fullmatch(r"-?(?:\d+\.?|\d*\.(\d+)) ?°?", rounded)
+    if not numeral or (unit and rounded_unit and unit != rounded_unit):
+        return False
+    half = Decimal("0.5").scaleb(-len(numeral[1] or ""))
+    values = [evaluate(exact, point) for point in POINTS]  # an `x - x` may occur, an `x` not
+    return all(value is not None and abs(value - evaluate(rounded)) <= half for value in values)
+
+
+def strip_names(text: str) -> tuple[set[str], list[str]]:
+    """`AB = CD = 2*24 = 48` -> ({"AB", "CD"}, ["2*24", "48"])."""
+    *left, last = split(text, "=")[0]
+    names = set()
+    while left and NAME.fullmatch(left[0]):
+        name = re.sub(r"m? ?∠|△|[ {}()]", "", left.pop(0))
+        names.add(min(name, name[::-1]))  # AB is BA
+    return names - {""}, [*left, last]
+
+
+def same(prediction: str, truth: str, as_text: bool = True) -> bool:
+    """Whether two normalised answers are the same one. Raises Unreadable; each step removes one kind of structure."""
+    if not prediction or not truth:
+        return False
+    squashed, true_squashed = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (prediction, truth))  # `4 8` is not 48
+    if squashed == true_squashed and (as_text or NAME.fullmatch(truth) or truth.lstrip("+- ") == "∞"):
+        return True
+    again = partial(same, as_text=as_text)
+
+    items, truths = split(prediction, ",")[0], split(truth, ",")[0]
+    if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
+        items = split(prediction[2:-2], ",")[0]
+    if len(items) > 1 or len(truths) > 1:  # a list in any order, but never more answers than asked for
+        orders = permutations(items) if len(items) == len(truths) <= 4 else []
+        return any(all(map(again, order, truths)) for order in orders)
+
+    (items, signs), (truths, true_signs) = split(prediction, "<>≤≥≠"), split(truth, "<>≤≥≠")
+    if signs or true_signs:
+        mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(again, items[::-1], truths))
+        return mirrored or (signs == true_signs and all(map(again, items, truths)))
+    return same_equation(prediction, truth, again)
+
+
+def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
+    """Every value of a chain has to be right: `x = 47 = 48` is a hedge; and `48 cm = 48 m`, whose truth is 48, too."""
+    name, _, value = prediction.partition(":")
+    exact, _ = without_unit(split(truth, "=")[0][-1])
+    letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
+    if name and value and ":" not in truth and NAME.fullmatch(name) and not letters:
+        prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
+    (names, items), (true_names, truths) = strip_names(prediction), strip_names(truth)
+    if len(truths) > 1:
+        comparable = prediction.count("=") == truth.count("=") and "≈" not in prediction
+        return comparable and same_to_math_verify(prediction, truth)
+    if names and true_names and not names & true_names:
+        return False
+    if items == [prediction] and truths == [truth]:
+        return same_rounded(prediction, truth, again)
+    by_unit = {without_unit(item)[1]: item for item in items}
+    agree = all(again(item, truths[0]) for item in items)
+    return agree and all(again(a, b) for a, b in permutations(by_unit.values(), 2))
+
+
+def same_rounded(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
+    r"""`5\sqrt{3} \approx 8.66` is one answer if the two agree, and a hedge if not."""
+    items = split(prediction, "≈")[0]
+    truth = split(truth, "≈")[0][-1]
+    if len(items) == 1:
+        return same_single(prediction, truth, again)
+    items = items[1:] if NAME.fullmatch(items[0]) else items
+    if len(items) == 1:
+        return again(items[0], truth)
+    return len(items) == 2 and is_rounding(*items) and any(again(item, truth) for item in items)
+
+
+def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
+    """Points and intervals member by member; ratios; the rest by value in the truth's unit."""
+    point, true_point = (re.fullmatch(r"([(\[])(.*)([)\]])", text) for text in (prediction, truth))
+    if point and true_point:
+        items, truths = split(point[2], ",")[0], split(true_point[2], ",")[0]
+        if len(items) > 1 or len(truths) > 1:
+            brackets = point[1] == true_point[1] and point[3] == true_point[3]
+            return brackets and len(items) == len(truths) and all(map(again, items, truths))
+    items, truths = split(prediction, ":")[0], split(truth, ":")[0]
+    if len(items) == len(truths) > 1:  # 4:6 is 2:3: each member against the same one, which is not 0
+        some = next((i for i, member in enumerate(truths) if evaluate(member)), 0)
+        pairs = zip(items, truths, strict=True)
+        return all(same_value(f"({a})/({items[some]})", f"({b})/({truths[some]})") for a, b in pairs)
+    prediction = f"({items[0]})/({items[1]})" if len(items) == 2 else prediction
+    truth = f"({truths[0]})/({truths[1]})" if len(truths) == 2 else truth
+    (value, unit), (truth, true_unit) = without_unit(prediction), without_unit(truth)
+    value = in_unit(value, unit, true_unit)
+    return value is not None and same_value(value, truth)
+
+
+# --- grading ------------------------------------------------------------------------------------------------------
+
+
+def holds_answer(truth: str) -> bool:
+    """Whether a normalised truth says anything: not if it is empty, a word for nothing, signs alone or a lone unit."""
+    if truth.casefold() in {"none", "null", "nan", "n/a"} or not re.search(r"\w", truth) or SPECIAL_TOKEN.search(truth):
+        return False
+    return truth == "m" or not UNIT.fullmatch(truth)
+
+
+def verdict(prediction: str, answer: str, as_text: bool) -> bool:
+    """`same_answer`, but it may raise."""
+    truth = normalise(answer)
+    if not holds_answer(truth):  # a hole in the data: an answer to it cannot be right
+        grader_stats["bad_truth"] += 1
+        return False
+    if SPECIAL_TOKEN.search(prediction):
+        raise Unreadable("a special token in the answer")
+    text = normalise(prediction)
+    if re.search(r"\\(?:boxed|fbox)", text):  # math-verify would read that box alone, and drop what stands around it
+        raise Unreadable("a box in the answer")
+    if letter := re.fullmatch(r"\(? ?([A-H]) ?\)?", truth):
+        return is_choice(text, letter[1])
+    if re.fullmatch(r"[A-Za-z][A-Za-z -]{2,}", truth):
+        return text.casefold() == truth.casefold()
+    if (HEDGE.search(text) and not HEDGE.search(truth)) or ("±" in text and "±" not in truth):
+        return False
+    return same(text, truth, as_text)
+
+
+def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
+    r"""Whether a bare answer (the content of a box) is the same answer as the truth, by exact value (to 40 digits).
+
+    Accepts other forms of the value (`\frac{48}{11}` for `4 \frac{4}{11}`), units where the truth has none or ones that
+    can be converted (`48 cm` for `0.48 m`), degree signs, a name before `=`, `exact \approx rounded` if either is the
+    truth and the second is the first rounded. `48\%` is 0.48 and nothing else. Rejects units that contradict (`30°` for
+    `30 m`), rounded decimals of an exact truth and the reverse, special tokens, and every hedge (`3 or 4`, `3, 4`).
+    Never raises and never hangs on a prediction; see `grader_stats`. Without `as_text` it is not enough that the two
+    are the same text: they have to have a value.
+    """
+    out_of_range = (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
+    try:
+        with decimal.localcontext(CONTEXT):
+            right = verdict(prediction, answer, as_text)
+    # The one place that says what a policy's text may raise; what has no value is unreadable too.
+    except (Unreadable, decimal.DecimalException, RecursionError, MemoryError) as error:
+        grader_stats["refused" if isinstance(error, out_of_range) else "unreadable"] += 1
+        right = False
+    grader_stats["graded"] += 1
+    return right
+
+
+def grade_geometry(response: str, answer: str) -> bool:
+    r"""Whether `response` answers a geometry problem whose truth is `answer` (a number, LaTeX, letter, ratio, ...).
+
+    The answer is the last `\boxed{...}`; see `extract_boxed` and `same_answer`. A single line without any box or tag
+    is taken as a bare answer, for calls by hand; the geo3k task (`geo3k`) does not do that: there, no box is wrong.
+    """
+    bare = len(response) <= MAX_ANSWER_CHARS and not re.search(r"\\f?box|</? ?[a-z]+ ?>|\n", response)
+    boxed = response if bare else extract_boxed(response)
+    return boxed is not None and same_answer(boxed, answer)
+
+
+# Atomic groups, and so linear time: taking each mark at its earliest place leaves the most room for the next.
+FORMAT = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)
+
+
+def format_reward(response: str) -> float:
+    r"""1.0 if the whole response is `<think>...</think>...\boxed{...}...` without special tokens, else 0.0.
+
+    The language of verl's geo3k regex `<think>.*</think>.*\\boxed\{.*\}.*` (verl/utils/reward_score/geo3k.py, DOTALL,
+    fullmatch).
+    """
+    return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN.search(response))
+
+
+def answerable(truth: str, rewards: dict[str, float]) -> bool:
+    """Whether a truth is right as its own answer, and more than text to the reader or math-verify, words excepted."""
+    require_math_verify()
+    if rewards["accuracy"] == 0.0:
+        return False
+    words = re.search(r"(?<!\\)\b[A-Za-z]{3}", normalise(truth)) or CHOICE.fullmatch(normalise(truth))
+    return words is not None or same_answer(truth, truth, as_text=False)
+
+
+@cache
+def require_math_verify() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError("geo3k grading needs math-verify; pip install -r requirements.txt")
+
+
+@register("geo3k", "geometry3k", answerable=answerable)
+def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """0.9 * accuracy + 0.1 * format, on the text alone as verl does: a response cut off has no complete box."""
+    boxed = extract_boxed(response)
+    accuracy = boxed is not None and same_answer(boxed, example.ground_truth)
+    return weighted(accuracy, format_reward(response))

@@ -1,0 +1,181 @@
+"""Shapes, the toy task: one question about a small drawing, answered in one word or number.
+
+What it asks for is real: an answer is right only if the model looks (see `--blank-images` in eval.py).
+"""
+
+import argparse
+import hashlib
+import io
+import math
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from errors import UserError
+from prepare_data import Raw
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
+
+SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
+CELL = 28
+COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "yellow": (240, 200, 30)}
+SHAPES = ("circle", "square", "triangle", "star")
+ANGLES = (30, 60, 90, 120, 150)
+ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
+SHAPES_INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about an image share it
+SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
+
+# --- reward -------------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    """Without case, needless spaces, a final period, LaTeX's text commands and degree signs."""
+    text = " ".join(text.casefold().replace("$", " ").split())  # first: the patterns below are slow on runs of spaces
+    text = re.sub(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|boldsymbol) ?\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\^? ?\{? ?\\(?:circ|degree) ?\}?|°|\bdegrees?\b", " ", text)
+    return " ".join(text.split()).removesuffix(".").rstrip()
+
+
+@register("shapes", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    r"""0.9 * accuracy + 0.1 * format; format: an optional `<think>...</think>`, then one box, and nothing else.
+
+    Accuracy compares plain text, not values; nothing is never right. Special tokens stay, and are wrong. Raises
+    UserError if `extra["answer_type"]` is missing or unknown.
+    """
+    kind = example.extra.get("answer_type")
+    if kind not in ANSWER_TYPES:
+        raise UserError(
+            f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; "
+            "write it again with `python prepare_data.py shapes`"
+        )
+    boxed = extract_boxed(response)
+    if boxed is None:
+        return weighted(0.0, 0.0)
+    accuracy = len(boxed) <= MAX_ANSWER_CHARS and plain(boxed) == plain(example.ground_truth) != ""
+    rest = response.strip()
+    if rest.startswith("<think>"):
+        rest = rest.partition("</think>")[2].strip()
+    one_box = len(BOX.findall(response)) == 1 and BOX.fullmatch(rest.removesuffix(f"{boxed}}}"))
+    return weighted(accuracy, bool(one_box) and not SPECIAL_TOKEN.search(response))
+
+
+# --- images -------------------------------------------------------------------------------------------------------
+
+
+def polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float]]:
+    """Corners of a shape of radius r around (x, y)."""
+    if shape == "square":
+        return [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
+    if shape == "triangle":
+        return [(x, y - r), (x + r, y + r), (x - r, y + r)]
+    points = []
+    for i in range(10):
+        reach = r * (1.15 if i % 2 == 0 else 0.45)
+        points.append((x + reach * math.sin(i * math.pi / 5), y - reach * math.cos(i * math.pi / 5)))
+    return points
+
+
+def blank(rng: random.Random) -> Image.Image:
+    return Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+
+
+def draw_shapes(rng: random.Random, colour: str, shape: str, count: int) -> Image.Image:
+    """`count` equal shapes, one to a cell, with a little jitter in place and size."""
+    image = blank(rng)
+    draw = ImageDraw.Draw(image)
+    for cell in rng.sample(range(9), count):
+        x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
+        y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
+        r = rng.uniform(8.5, 10.5)
+        if shape == "circle":
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
+        else:
+            draw.polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
+    return image
+
+
+def draw_angle(rng: random.Random, colour: str, missing: int) -> Image.Image:
+    """A straight angle cut by a ray. The left side is painted, the right side is the missing angle."""
+    image = blank(rng)
+    draw = ImageDraw.Draw(image)
+    x, y, r = SIDE / 2 + rng.uniform(-2, 2), 60 + rng.uniform(-2, 2), 36 + rng.uniform(-2, 2)
+    draw.pieslice((x - r, y - r, x + r, y + r), 180, 360 - missing, fill=COLOURS[colour])
+    draw.line((x - r, y, x + r, y), fill=(0, 0, 0), width=2)
+    radians = math.radians(missing)
+    draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
+    return image
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
+    """Endless (png, [(answer_type, question, answer), ...]). No image occurs in two splits: the hash of its bytes
+    decides which split may have it."""
+    rng = random.Random(f"{SALT[split]}/{seed}")
+    while True:
+        colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
+        if rng.random() < 0.2:
+            missing = rng.choice(ANGLES)
+            image = png(draw_angle(rng, colour, missing))
+            questions = [("angle", "What is the missing angle?", str(missing))]
+        else:
+            image = png(draw_shapes(rng, colour, shape, count))
+            questions = [
+                ("count", "How many shapes are there?", str(count)),
+                ("colour", "What colour are they?", colour),
+                ("shape", "Which shape is it?", shape),
+                exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
+                exists(rng, "Is there a {}?", shape, list(SHAPES)),
+            ]
+        in_test = hashlib.sha256(image).digest()[0] < 64
+        if in_test == (split == "test"):
+            yield image, questions
+
+
+def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
+    """Asks for what is there as often as for what is not."""
+    present = rng.random() < 0.5
+    asked = truth if present else rng.choice([option for option in options if option != truth])
+    return "exists", question.format(asked), "yes" if present else "no"
+
+
+NAMES = ("shapes",)
+
+
+def rows(args: argparse.Namespace) -> Iterator[Raw]:
+    """Toy images with questions, drawn; --toy is the only kind there is."""
+    for i, row in enumerate(shapes_rows(args.n, args.split, args.seed)):
+        yield Raw(f"shapes row {i}", i, row)
+
+
+def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
+    if split not in SALT:
+        raise UserError(f"--split {split!r}: shapes has {', '.join(SALT)}")
+    waiting: dict[str, list] = {kind: [] for kind in ANSWER_TYPES}
+    seen = set()
+    source = scenes(split, seed)
+    for index in range(n):
+        kind = ANSWER_TYPES[index % len(ANSWER_TYPES)]
+        while not waiting[kind]:
+            image, questions = next(source)
+            if image not in seen:
+                seen.add(image)
+                answer_type, question, answer = questions[len(seen) % len(questions)]
+                waiting[answer_type].append((image, question, answer))
+        image, question, answer = waiting[kind].pop(0)
+        uid = f"shapes-{split}-{seed}-{index}"
+        yield {
+            "data_source": "shapes",
+            "prompt": [{"role": "user", "content": f"<image>{SHAPES_INSTRUCTION} {question}"}],
+            "images": [{"bytes": image, "path": None}],
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
+        }

@@ -1,0 +1,251 @@
+"""Packing against slow references: what each trained token sees, nothing twice.   pytest tests/test_packing.py"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from errors import UserError
+from layers.attention import PackedAttention
+from packing import Batch, FlopRates, Packer, TokenBatch, dense_mask, token_batch
+from rollout import Prompt, Rollout, written
+
+IMAGE = 7  # the image token
+PAD = 9
+
+
+def image(key, n):
+    return SimpleNamespace(key=key, n_tokens=n, grid_thw=(1, 2, 2 * n))
+
+
+@st.composite
+def groups(draw):
+    """Rollouts of several prompts, some of several turns. Tokens come from a small alphabet, so that responses often
+    begin the same; prompts hold 0 or 1 images, and a later image may differ between the samples of a prompt."""
+    rollouts = []
+    for u in range(draw(st.integers(1, 4))):
+        text = draw(st.lists(st.integers(0, 2), max_size=5))
+        first = [image(f"{u}a", draw(st.integers(1, 3)))] if draw(st.booleans()) else []
+        ids = [5, *text, *[IMAGE] * sum(x.n_tokens for x in first), 5]
+        for i in range(draw(st.integers(1, 5))):
+            images = list(first)
+            response: list[int] = []
+            mask: list[bool] = []
+            if draw(st.booleans()):
+                images.append(image(f"{u}{draw(st.sampled_from('bc'))}", 2))
+                response = [3, IMAGE, IMAGE, 4]
+                mask = [False] * 4
+            answer = draw(st.lists(st.integers(0, 2), min_size=1, max_size=8))
+            response = response + answer
+            mask = mask + [draw(st.booleans()) for _ in answer]
+            mask[draw(st.integers(len(mask) - len(answer), len(mask) - 1))] = True
+            prompt = Prompt(f"u{u}", ids, images, None, [], [])
+            rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * sum(mask), "stop", ""))
+    return rollouts
+
+
+def sequence(rollout):
+    return rollout.prompt.token_ids + rollout.response
+
+
+def trained(rollout):
+    """Positions in the sequence of what the policy produced."""
+    return [len(rollout.prompt.token_ids) + t for t, produced in enumerate(rollout.response_mask) if produced]
+
+
+def by_name(ids, images):
+    """Tokens with each image token replaced by its image's name: what a token's context is."""
+    names = iter([x.key for x in images for _ in range(x.n_tokens)])
+    named = [next(names) if t == IMAGE else t for t in ids]
+    assert next(names, None) is None
+    return named
+
+
+def rows(rollouts):
+    """For each row of the TokenBatch, (rollout, position in its sequence), as their order promises."""
+    return [(r, t) for r in rollouts for t in trained(r)]
+
+
+def contexts(micro):
+    """For each position, its visible tokens in order, by the dense mask alone."""
+    tokens = by_name(micro.ids_T.tolist(), micro.images)
+    mask = dense_mask(micro.end_T)
+    return [[tokens[k] for k in range(len(tokens)) if mask[q, k]] for q in range(len(tokens))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups(), st.integers(22, 60), st.booleans())
+def test_each_trained_token_has_just_its_context_once_within_the_cap(rollouts, cap, share):
+    micros = Packer(cap, IMAGE, share=share).pack(rollouts)
+    known = rows(rollouts)
+    seen = []
+    home = {}
+    for number, m in enumerate(micros):
+        assert 0 < m.n_tokens <= cap
+        context = contexts(m)
+        for at, target, row in zip(m.source_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True):
+            rollout, t = known[row]
+            assert context[at] == by_name(sequence(rollout), rollout.prompt.images)[:t]
+            assert target == sequence(rollout)[t]
+            assert home.setdefault(id(rollout), number) == number, "a rollout is in one micro-batch"
+            seen.append(row)
+        if share and len({r.prompt.uid for r, _ in (known[row] for row in m.token_index_K.tolist())}) == 1:
+            assert len({tuple(c) for c in context}) == m.n_tokens, "nothing is computed twice"
+        if not share:
+            inputs = {id(r): max(trained(r)) for r, _ in (known[row] for row in m.token_index_K.tolist())}
+            assert m.n_tokens == sum(inputs.values()), "each response has a prompt of its own"
+            assert all(before < 0 for _, before in m.runs)
+    assert sorted(seen) == list(range(len(known)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.integers(22, 60), st.data())
+def test_rows_of_the_chosen_are_those_of_all(rollouts, cap, data):
+    """Rows count through all rollouts, also those that are left out."""
+    chosen = data.draw(st.lists(st.sampled_from(range(len(rollouts))), unique=True))
+    micros = Packer(cap, IMAGE).pack(rollouts, chosen)
+    wanted = [row for row, (r, _) in enumerate(rows(rollouts)) if any(r is rollouts[i] for i in chosen)]
+    packed = [row for m in micros for row in m.token_index_K.tolist()]
+    assert sorted(packed) == wanted
+    for m in micros:
+        tokens = token_batch(rollouts)[m.token_index_K]
+        assert len(tokens) == len(m.target_K) == len(m.source_K)
+        of_rows = [rows(rollouts)[row][0] for row in m.token_index_K.tolist()]
+        assert [rollouts[i] for i in tokens.rollout.tolist()] == of_rows
+    batch = Batch(rollouts, token_batch(rollouts), [micros, []])
+    assert batch.uids(0) == sorted({rollouts[i].prompt.uid for i in chosen}) and batch.uids(1) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups(), st.integers(22, 60), st.integers(0, 6), st.booleans())
+def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, extra, by_flops):
+    """What there is too little for is filled with single tokens that train nothing."""
+    needs = []
+    rates = FlopRates(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
+    packer = Packer(cap, IMAGE, PAD, rates)
+    fewest = packer.pack(rollouts)
+    more = packer.pack(rollouts, agree=lambda n: needs.append(n) or n + extra)
+    assert needs == [len(fewest)] and len(more) == len(fewest) + extra
+    for micros in (fewest, more):
+        packed = torch.cat([m.token_index_K for m in micros])
+        assert sorted(packed.tolist()) == list(range(len(rows(rollouts))))
+        assert all(0 < m.n_tokens <= cap for m in micros)
+    for m in more:
+        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([PAD], [1], [(0, -1)], [])
+    assert len(Packer(cap, IMAGE).pack([], agree=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_a_group_is_as_small_as_a_trie(rollouts):
+    group = [r for r in rollouts if r.prompt.uid == "u0"]
+    prefixes = set()
+    for r in group:
+        prefixes |= {tuple(by_name(sequence(r), r.prompt.images)[: t + 1]) for t in range(max(trained(r)))}
+    [micro] = Packer(1000, IMAGE).pack(group)
+    assert micro.n_tokens == len(prefixes)
+    context = contexts(micro)
+    for start, before in micro.runs:
+        assert context[start][:-1] == (context[before] if before >= 0 else [])
+        assert start == 0 or before < start
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
+    """What attention and recurrent layers go by, `pieces` and `prefixes`, is the definition's mask."""
+    [micro] = Packer(1000, IMAGE).pack(rollouts)
+    plan = PackedAttention("sdpa", micro)
+    mask = dense_mask(micro.end_T)
+    starts = [0]
+    for length in plan.pieces:
+        starts.append(starts[-1] + length)
+    assert starts[-1] == micro.n_tokens
+    stops = [start for start, _ in micro.runs[1:]] + [micro.n_tokens]
+    for (start, _), stop, (prefix, own) in zip(micro.runs, stops, plan.prefixes, strict=True):
+        keys = [t for piece in prefix for t in range(starts[piece], starts[piece + 1])]
+        assert [t for piece in prefix[-own:] for t in range(starts[piece], starts[piece + 1])] == list(
+            range(start, stop)
+        )
+        for query in range(start, stop):
+            assert mask[query].nonzero()[:, 0].tolist() == keys[: keys.index(query) + 1]
+
+
+def test_prompt_is_computed_once_and_the_last_token_never():
+    [m] = Packer(99, IMAGE).pack([written("a", [1, 2, 3], r) for r in ([17, 8], [9])])
+    assert m.ids_T.tolist() == [1, 2, 3, 17] and m.end_T.tolist() == [4, 4, 4, 4]
+    assert sorted(zip(m.source_K.tolist(), m.target_K.tolist(), strict=True)) == [(2, 9), (2, 17), (3, 8)]
+
+
+def test_equal_images_are_shared_and_different_ones_are_not():
+    def two(a, b):
+        [m] = Packer(99, IMAGE).pack([written("u", [1, IMAGE, IMAGE, 2], [3], [image(key, 2)]) for key in (a, b)])
+        return m.n_tokens, [x.key for x in m.images]
+
+    assert two("p", "p") == (4, ["p"])
+    assert two("p", "q")[0] == 7 and sorted(two("p", "q")[1]) == ["p", "q"]
+
+
+def test_a_split_group_repeats_its_prompt_and_keeps_the_cap():
+    rollouts = [written("u", [1] * 10, [20 + i] * 6) for i in range(6)]
+    micros = Packer(21, IMAGE).pack(rollouts)
+    assert [m.n_tokens for m in micros] == [20, 20, 20] and all(m.ids_T.tolist().count(1) == 10 for m in micros)
+
+
+def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
+    """As flash attention needs them: also where they meet in one micro-batch."""
+    rollouts = [written("u", [1] * 10, [2, 3]) for _ in range(3)]
+    [m] = Packer(99, IMAGE, share=False).pack(rollouts)
+    assert m.n_tokens == 33 and m.runs == [(0, -1), (11, -1), (22, -1)]
+
+
+@pytest.mark.parametrize("prompt,response,images,error,match", [
+    ([1] * 10, [2] * 15, [], UserError,
+     r"prompt 'p' of 10 tokens with a response of 15 needs 24 tokens, over --micro-tokens 20"),
+    ([1, IMAGE], [2], [], ValueError, r"'p': token 1 of 2 is an image token that none of its 0 images accounts for"),
+    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': image 0 needs 2 image tokens at token 1 of 3, found 1"),
+    ([1, 2], [3], [image("x", 2)], ValueError, r"image 0 needs 2 image tokens at token 2 of 2, found 0"),
+    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"token 3 of 4 is an image token"),
+])  # fmt: skip
+def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
+    with pytest.raises(error, match=match):
+        Packer(20, IMAGE).pack([written("p", prompt, response, images)])
+
+
+# --- The columns ------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_one_row_a_trained_token():
+    a = written("a", [1, 2], [3, 4, 5], [image("x", 1)])
+    b = Rollout(written("b", [1], []).prompt, 1, [6, 7, 8], [True, False, True], [-0.5, -0.25], "length", "")
+    a.logprobs = [-1.0, -2.0, -3.0]
+    tokens = token_batch([a, b], [0.5, 0.0])
+    assert len(tokens) == 5 and tokens.rollout.tolist() == [0, 0, 0, 1, 1] and tokens.rollout.dtype == torch.int64
+    assert tokens.rollout_logps.tolist() == [-1.0, -2.0, -3.0, -0.5, -0.25]
+    assert tokens.has_image.tolist() == [1, 1, 1, 0, 0] and tokens.weights.tolist() == [0.5, 0.5, 0.5, 0, 0]
+    assert token_batch([a]).weights is None and len(token_batch([])) == 0
+
+
+def test_a_column_that_was_not_computed_cannot_be_used():
+    tokens = token_batch([written("a", [1], [2, 3, 4])])
+    part = tokens[torch.tensor([2, 0])]
+    assert part.old_logps is None and part.rollout.tolist() == [0, 0]
+    with pytest.raises(TypeError):
+        part.old_logps - part.rollout_logps
+    with pytest.raises(AttributeError):
+        part.advantage = torch.zeros(2)  # slots: a misspelt name is no new column
+    with pytest.raises(TypeError):
+        TokenBatch(tokens.rollout, tokens.rollout_logps, tokens.has_image, old_logp=None)
+
+
+def test_a_column_is_filled_in_parts_and_unknown_elsewhere():
+    tokens = token_batch([written("a", [1], [2, 3, 4, 5])])
+    tokens.fill("values", torch.tensor([3, 1]), torch.tensor([30.0, 10.0], dtype=torch.bfloat16))
+    tokens.fill("values", torch.tensor([0]), torch.tensor([5.0]))
+    tokens.fill("ref_logps", torch.tensor([0]), None)
+    values = tokens.values.tolist()
+    assert values[:2] == [5.0, 10.0] and math.isnan(values[2]) and values[3] == 30.0
+    assert tokens.ref_logps is None and tokens.values.dtype == torch.float32
