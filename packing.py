@@ -295,6 +295,8 @@ def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # Balance over ranks
 
+PromptsOf = Callable[[list[str]], list[Any]]  # makes the prompts of examples, by their uids
+
 
 def balance_over_ranks(
     groups: dict[Any, list[Any]],
@@ -302,7 +304,7 @@ def balance_over_ranks(
     minibatches: int,
     rates: "FlopRates",
     ctx: Context,
-    make_prompts: Callable[[list[str]], list[Any]],
+    prompts_of: PromptsOf,
 ) -> tuple[list[list[Any]], dict[str, float]]:
     """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
     after.
@@ -328,7 +330,7 @@ def balance_over_ranks(
     arrived: dict[Any, tuple[str, list[Any]]] = {}
     for theirs in ctx.gather(leaving):
         arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
-    prompts = make_prompts([uid for uid, _ in arrived.values()])
+    prompts = prompts_of([uid for uid, _ in arrived.values()])
     for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
         groups = groups | {key: [replace(r, prompt=prompt) for r in rollouts]}
     split: list[list[Any]] = [[] for _ in range(minibatches)]

@@ -16,7 +16,7 @@ tokens and K trained tokens of a micro-batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from eval import Evaluation
 from kernels import resolve_kernel
 from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
-from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
+from packing import Batch, Packer, PromptsOf, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import (
     Models,
@@ -45,9 +45,9 @@ from parallel.models import (
 from parallel.resume import Saver, changed_settings, find_start, resumed_settings
 from parallel.sharding import clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
-from prepare_data import Example, ReadingConfig
+from prepare_data import DataConfig, Example, ReadingConfig
 from report.log import RunLog, Skipped, introduce, lock_folder
-from report.metrics import measure_tokens, rollout_metrics
+from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
 from rollout import (
@@ -86,9 +86,8 @@ class RunConfig:
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory")
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run directory or a "
-                                "checkpoint; "
-                          "the run's settings are kept where they are not given anew")
+    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
+                          "settings are kept where they are not given anew")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
@@ -96,15 +95,6 @@ class RunConfig:
     grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end; a checkpoint is made within", above=0)
     timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
     seed: int = setting(0, "of data order and sampling")
-
-
-@dataclass(frozen=True)
-class DataConfig(ReadingConfig):
-    """Data"""
-
-    data: str = setting(REQUIRED, "training parquet file(s), see prepare_data.py", metavar="FILE")
-    eval_data: str | None = setting(None, "parquet file(s) for evaluation during training", metavar="FILE")
-    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     before = resumed_settings(given)  # of the run that --resume continues
-    if "algo" in given:  # what it names takes the place of what was named then
+    if given.get("algo", before.get("algo")) != before.get("algo"):  # what it names replaces what was named then
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             del before[name]
         before |= grpo.PRESETS[given["algo"]]
@@ -206,31 +196,23 @@ def sampling(cfg: Config, step: int, round: int) -> Sampling:
 
 
 def make_batch(
-    pool: GroupPool,
-    cfg: Config,
-    packer: Packer,
-    prompts_of: Callable[[list[str]], list[Prompt]],
-    ctx: Context,
-    meter: Meter,
+    pool: GroupPool, cfg: Config, packer: Packer, prompts_of: PromptsOf, ctx: Context, meter: Meter
 ) -> Batch:
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
-    by_minibatch, evenness = balance_over_ranks(
-        pool.groups, pool.chosen(), algo.minibatches, packer.rates, ctx, prompts_of)
-    rollouts = list(chain.from_iterable(by_minibatch))
-    finish_reasons = [r.finish_reason for r in rollouts]
-    live = grpo.may_train(rewards_of(rollouts, algo), finish_reasons, algo)
-    counted = [algo.counts(reason) for reason in finish_reasons]
-    weights, minibatches, start = [], [], 0
-    for part in by_minibatch:
-        members = range(start, start + len(part))
-        n_tokens = [sum(r.response_mask) for r in part]
-        weights += grpo.token_weights(n_tokens, counted[start : members.stop], algo.loss_agg,
-                                      cfg.rollout.max_new_tokens, ctx.sum)
-        minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
-        start = members.stop
+    groups, chosen = pool.groups, pool.chosen()
+    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, prompts_of)
     for name, value in evenness.items():
         meter.set(name, value)
+    rollouts = list(chain.from_iterable(by_minibatch))
+    live = grpo.may_train(rewards_of(rollouts, algo), [r.finish_reason for r in rollouts], algo)
+    weights, minibatches = [], []
+    for part in by_minibatch:
+        members = range(len(weights), len(weights) + len(part))
+        n_tokens = [sum(r.response_mask) for r in part]
+        counted = [algo.counts(r.finish_reason) for r in part]
+        weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
+        minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
     return Batch(rollouts, token_batch(rollouts, weights), minibatches)
 
 
@@ -270,17 +252,14 @@ def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Cont
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
-        counted_N = counted_B[tokens.rollout]
-        values_N, returns_N = tokens.values[counted_N].double(), returns_N[counted_N]
-        spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
-        meter.set("value/mean", ctx.moments(values_N)[0])
-        meter.set("value/explained_variance", 1 - (error / spread) ** 2 if spread > 0 else 0.0)
+        measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
 
 
 def update_policy(
     models: Models, batch: Batch, cfg: Config, state: State, ctx: Context, meter: Meter, skipped: Skipped
 ) -> None:
-    """6. The optimizer steps of one rollout step. During the critic's warm-up only a value head is learnt."""
+    """6. The optimizer steps of one rollout step, of the policy and of its critic: a head on the policy, or a model of
+    its own. During the critic's warm-up only values are learnt."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     warm_up = state.step < algo.critic_warmup_steps
@@ -288,51 +267,38 @@ def update_policy(
         meter.set("kl/coef", state.kl_coef)
     for update in range(algo.epochs * algo.minibatches):
         epoch, number = divmod(update, algo.minibatches)
-        models.optimizer.zero_grad(set_to_none=True)
+        models.zero_grad()
         policy_total = value_total = 0.0
         for micro in batch.minibatches[number]:
             tokens = batch.tokens[micro.token_index_K].to(ctx.device)
             out = models.policy(micro, cfg.rollout.temperature, loss, tokens)
-            total = out.loss
-            if out.value_K is not None:
-                value_loss = weighted_value_loss(out.value_K, tokens, meter)
-                total = total + grpo.VALUE_COEF * value_loss
-                value_total += value_loss.item()
-            total.backward()
+            value_loss = weighted_value_loss(out.value_K, tokens, meter)
+            (out.loss + grpo.VALUE_COEF * value_loss).backward()
+            if models.critic:
+                value_loss = weighted_value_loss(models.critic(micro), tokens, meter)
+                (grpo.VALUE_COEF * value_loss).backward()
             policy_total += out.loss.item()
+            value_total += value_loss.item()
             measure_tokens(out, tokens, loss, meter, first_pass=epoch == 0)
-        meter.add("loss/policy", policy_total, 1 / ctx.data_world)  # a mean over updates, of sums over ranks
-        if algo.needs_values and not models.critic:
-            meter.add("loss/value", value_total, 1 / ctx.data_world)
         if warm_up:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
         norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
+        meter.add("loss/policy", policy_total, 1 / ctx.data_world)  # a mean over updates, of sums over ranks
         meter.add("policy/grad_norm", norm)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
+        if algo.needs_values:
+            meter.add("loss/value", value_total, 1 / ctx.data_world)
+        if models.critic:
+            norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
+            meter.add("value/grad_norm", norm)
+            skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
 
 
-def update_critic(
-    models: Models, batch: Batch, cfg: Config, ctx: Context, meter: Meter, skipped: Skipped
-) -> None:
-    """The same for a separate critic."""
-    for update in range(cfg.algo.epochs * cfg.algo.minibatches):
-        number = update % cfg.algo.minibatches
-        models.critic_optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro in batch.minibatches[number]:
-            tokens = batch.tokens[micro.token_index_K].to(ctx.device)
-            loss = weighted_value_loss(models.critic(micro), tokens, meter)
-            (grpo.VALUE_COEF * loss).backward()
-            total += loss.item()
-        meter.add("loss/value", total, 1 / ctx.data_world)
-        norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
-        meter.add("value/grad_norm", norm)
-        skipped.after_critic_update(norm, total, batch.uids(number), meter)
-
-
-def weighted_value_loss(value_K: torch.Tensor, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
-    """Of a micro-batch, before its coefficient."""
+def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
+    """Of a micro-batch, before its coefficient; 0 without values."""
+    if value_K is None:
+        return tokens.weights.new_zeros(())
     loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, grpo.VALUE_CLIP)
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
@@ -447,8 +413,6 @@ def main(cfg: Config) -> None:
         with stage("update"):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
-            if models.critic:
-                update_critic(models, batch, cfg, ctx, meter, skipped)
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
         with stage("sync", interruptible=False):

@@ -100,6 +100,10 @@ class Models:
         for model in self.each():
             reshard(model)
 
+    def zero_grad(self) -> None:
+        for model in self.each():
+            model.zero_grad(set_to_none=True)
+
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""
         factor = optim.factor(step, steps)

@@ -9,7 +9,7 @@ from model import PolicyOutput
 from packing import TokenBatch
 from reward import grader_stats
 from rollout import GroupPool
-from utils import Meter, sum_dicts
+from utils import Context, Meter, sum_dicts
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
 
@@ -53,6 +53,15 @@ def sampling_metrics(pool: GroupPool) -> dict[str, float]:
     surplus = len(pool.has_signal) - equal - (len(chosen) - filled)
     counts = {"rounds": pool.round, "equal": equal - filled, "surplus": surplus, "filled": filled}
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
+
+
+def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
+    """Of the critic, before the update: the mean, and which share of the returns' variance it explains."""
+    returns_N = tokens.returns.double()
+    values_N = tokens.values.double()
+    spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
+    meter.set("value/mean", ctx.moments(values_N)[0])
+    meter.set("value/explained_variance", 1 - (error / spread) ** 2 if spread > 0 else 0.0)
 
 
 @torch.no_grad()

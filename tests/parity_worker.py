@@ -204,8 +204,6 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
     state = train.State(kl_coef=cfg.algo.kl_coef)
     train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
-    if models.critic:
-        train.update_critic(models, batch, cfg, ctx, meter)
     gradients = {}
     for name, m in (("policy", models.policy), ("critic", models.critic), ("reference", models.reference)):
         if isinstance(m, Policy):
