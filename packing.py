@@ -136,7 +136,6 @@ class Packer:
 
     max_tokens: int
     image_token: int
-    pad_token: int = 0
     rates: "FlopRates | None" = None
     share: bool = True
 
@@ -160,7 +159,9 @@ class Packer:
         wanted = agree(needed)
         bins: list[list[int]] = []
         if units:
-            costs = sizes if self.rates is None else [_flops(inputs, self.rates) for inputs, _ in units]
+            costs = sizes
+            if self.rates is not None:
+                costs = [rollouts_flops([one.rollout for one in inputs], self.rates) for inputs, _ in units]
             bins = balance(costs, min(max(wanted, needed), len(units)), sizes=sizes, max_size=self.max_tokens)
         micros = []
         for indices in bins:
@@ -190,7 +191,7 @@ class Packer:
 
     def _idle(self) -> MicroBatch:
         nothing = torch.zeros(0, dtype=torch.long)
-        return MicroBatch(torch.tensor([self.pad_token]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
+        return MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
 
 
 class _Input:
@@ -278,10 +279,6 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     ids_T, end_T = (torch.tensor(x, dtype=torch.long) for x in (ids, end))
     columns = (torch.tensor(x, dtype=torch.long) for x in (source, target, rows))
     return MicroBatch(ids_T, end_T, runs, images, *columns)
-
-
-def _flops(inputs: Sequence[_Input], rates: "FlopRates") -> float:
-    return rollouts_flops([one.rollout for one in inputs], rates)
 
 
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:

@@ -49,9 +49,13 @@ class Rollout:
     turns: int = 1
 
     @property
+    def reward(self) -> float:
+        return self.rewards["reward"]
+
+    @property
     def task_reward(self) -> float:
-        """The total before any penalty for its length: by it dynamic sampling tells groups with a signal."""
-        return self.rewards.get("unpenalised", self.rewards["reward"])
+        """Before any penalty for its length: by it dynamic sampling tells groups with a signal."""
+        return self.rewards.get("unpenalised", self.reward)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ tokens and K trained tokens of a micro-batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,6 @@ from rollout import (
     Examples,
     GroupPool,
     Prompt,
-    Rollout,
     RolloutConfig,
     Sampling,
     batch_of,
@@ -109,8 +109,13 @@ class Config:
     optim: OptimConfig
     parallel: ParallelConfig
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Config":
+        """By the names of their flags."""
+        return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
+
     def flat(self) -> dict:
-        """As run.json has them, by the names of their flags."""
+        """As run.json has them."""
         return {name: value for group in asdict(self).values() for name, value in group.items()}
 
 
@@ -126,8 +131,7 @@ class State:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    groups = {f.name: f.type for f in fields(Config)}
-    for group in (*groups.values(), ReadingConfig):
+    for group in (*(f.type for f in fields(Config)), ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     before = resumed_settings(given)  # of the run that --resume continues
@@ -135,8 +139,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             del before[name]
         before |= grpo.PRESETS[given["algo"]]
-    values = before | given
-    return Config(**{name: read_settings(group, values) for name, group in groups.items()})
+    return Config.of(before | given)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -162,13 +165,13 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 
 
 def resolve(cfg: Config, device: torch.device) -> Config:
-    """What "auto" means here, and where the model is: run.json has to be readable from any directory."""
-    model = replace(cfg.model, model=absolute(cfg.model.model), attn=resolve_attention(cfg.model.attn, device),
-                    kernel=resolve_kernel(cfg.model.kernel, device))
-    data = replace(cfg.data, data=absolute(cfg.data.data), eval_data=absolute(cfg.data.eval_data))
-    run = replace(cfg.run, reward=absolute(cfg.run.reward))
-    rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
-    return replace(cfg, model=model, data=data, run=run, rollout=rollout)
+    """What "auto" means here, and where files are: run.json has to be readable from any directory."""
+    settings = cfg.flat()
+    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "reward")}
+    settings["attn"] = resolve_attention(cfg.model.attn, device)
+    settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
+    settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
+    return Config.of(settings)
 
 
 def absolute(path: str | None) -> str | None:
@@ -179,7 +182,7 @@ def absolute(path: str | None) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parts of a step
+# The stages of a step
 
 
 def next_examples(train_set: Sequence[Example], pool: GroupPool, cfg: Config) -> list[Example]:
@@ -205,7 +208,8 @@ def make_batch(
     for name, value in evenness.items():
         meter.set(name, value)
     rollouts = list(chain.from_iterable(by_minibatch))
-    live = grpo.may_train(rewards_of(rollouts, algo), [r.finish_reason for r in rollouts], algo)
+    rewards_PG = per_group([r.reward for r in rollouts], algo)
+    live = grpo.may_train(rewards_PG, [r.finish_reason for r in rollouts], algo)
     weights, minibatches = [], []
     for part in by_minibatch:
         members = range(len(weights), len(weights) + len(part))
@@ -216,8 +220,8 @@ def make_batch(
     return Batch(rollouts, token_batch(rollouts, weights), minibatches)
 
 
-def rewards_of(rollouts: Sequence[Rollout], algo: grpo.Algorithm) -> torch.Tensor:
-    return torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, algo.group_size)
+def per_group(rewards_B: Sequence[float], algo: grpo.Algorithm) -> torch.Tensor:
+    return torch.tensor(rewards_B, dtype=torch.float64).view(-1, algo.group_size)
 
 
 @torch.no_grad()
@@ -225,8 +229,6 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
     """4. What the algorithm compares with, under the weights before the update: old_logps, ref_logps and values."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
     by_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
-    if not (by_policy or models.critic or models.reference):
-        return
     for micro in chain.from_iterable(batch.minibatches):
         rows = micro.token_index_K
         if by_policy:
@@ -243,10 +245,9 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
 def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Context, meter: Meter) -> None:
     """5. One function of the rewards and of what was computed before the update."""
     tokens = batch.tokens
-    task_rewards_B = torch.tensor([r.task_reward for r in batch.rollouts], dtype=torch.float64)
-    task_rewards_PG = task_rewards_B.view(-1, algo.group_size)
+    task_rewards_PG = per_group([r.task_reward for r in batch.rollouts], algo)
     counted_B = torch.tensor([algo.counts(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
-    rewards_PG = rewards_of(batch.rollouts, algo)
+    rewards_PG = per_group([r.reward for r in batch.rollouts], algo)
     advantages_N, returns_N = grpo.advantages(
         rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.moments)
     tokens.advantages = advantages_N.float()
@@ -262,7 +263,6 @@ def update_policy(
     its own. During the critic's warm-up only values are learnt."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
-    warm_up = state.step < algo.critic_warmup_steps
     if models.reference:
         meter.set("kl/coef", state.kl_coef)
     for update in range(algo.epochs * algo.minibatches):
@@ -280,7 +280,7 @@ def update_policy(
             policy_total += out.loss.item()
             value_total += value_loss.item()
             measure_tokens(out, tokens, loss, meter, first_pass=epoch == 0)
-        if warm_up:
+        if state.step < algo.critic_warmup_steps:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
         norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
@@ -358,8 +358,8 @@ def main(cfg: Config) -> None:
         models.own_caches()
     # the vision tower's share of an update, see packing.flop_rates
     vision = 1.0 if not cfg.model.vision_frozen else 1 / 3 if models.policy.cache is None else 0.0
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, processor.eos_ids[0],
-                    flop_rates(models.policy.hf.config, vision), share=cfg.model.attn != "flash")
+    rates = flop_rates(models.policy.hf.config, vision)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, max_new_tokens, temperature)

@@ -18,7 +18,7 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
     """Means over all processes and rounds of rewards, lengths, and groups without a signal."""
     groups = list(pool.groups.values())
     rollouts = list(chain.from_iterable(groups))
-    constant = [len({r.rewards["reward"] for r in group}) == 1 for group in groups]
+    constant = [len({r.reward for r in group}) == 1 for group in groups]
     sums = {
         "n": float(len(rollouts)),
         "groups": float(len(groups)),

@@ -182,9 +182,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
     processor = load_processor(model)
     models = build(cfg, processor, ctx, double)
-    packer = Packer(
-        cfg.optim.micro_tokens, processor.image_token_id, processor.eos_ids[0], flop_rates(models.policy.hf.config)
-    )
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout.prompts_per_step, 0, ctx)
