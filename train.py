@@ -46,7 +46,7 @@ from parallel.resume import Saver, changed_settings, find_start, resumed_setting
 from parallel.sharding import clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import Example, ReadingConfig
-from report.log import RunLog, Skipped, introduce, lock_folder
+from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
@@ -70,6 +70,7 @@ from utils import (
     add_settings,
     derive_seed,
     dist_setup,
+    missing,
     print0,
     read_settings,
     run_script,
@@ -146,6 +147,10 @@ def parse_args(argv: list[str] | None = None) -> Config:
             del before[name]
         before |= grpo.PRESETS[given["algo"]]
     values = before | given
+    absent = list(chain.from_iterable(missing(group, values) for group in groups.values()))
+    if given.get("resume") == "auto" and not before:
+        where = f"--out {given['out']}" if "out" in given else "no --out"
+        need(not absent, f"--resume auto: {where} holds no run to go on with, and a new one lacks {', '.join(absent)}")
     return Config(**{name: read_settings(group, values) for name, group in groups.items()})
 
 
@@ -404,8 +409,8 @@ def main(cfg: Config) -> None:
         print0(self_test(models.policy, engine, train_set, processor, packer, max_new_tokens, temperature, seed))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
-    log = RunLog(out, cfg, ctx, state.step)
-    print0(introduce(cfg, ctx, models, len(train_set), checkpoint, state.step, changed))
+    log = RunLog(cfg, ctx, checkpoint, state.step)
+    log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     evaluation = Evaluation(engine, eval_set, processor, reward_fn, cfg, ctx, stage, interrupt.agreed)
@@ -470,7 +475,7 @@ def main(cfg: Config) -> None:
         saver.after_step()
 
     interrupt.check()
-    log.close(checkpoint)
+    log.close()
 
 
 if __name__ == "__main__":
