@@ -47,7 +47,7 @@ from parallel.resume import Saver, changed_settings, find_start, resumed_setting
 from parallel.sharding import clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, Example, ReadingConfig
-from report.log import RunLog, Skipped, introduce, lock_folder
+from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
@@ -370,8 +370,8 @@ def main(cfg: Config) -> None:
         print0(self_test(models.policy, engine, train_set, processor, packer, max_new_tokens, temperature, seed))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
-    log = RunLog(out, cfg, ctx, state.step)
-    print0(introduce(cfg, ctx, models, len(train_set), checkpoint, state.step, changed))
+    log = RunLog(cfg, ctx, checkpoint, state.step)
+    log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     evaluation = Evaluation(engine, eval_set, processor, reward_fn, cfg, ctx, stage, interrupt.agreed)
@@ -434,7 +434,7 @@ def main(cfg: Config) -> None:
         saver.after_step()
 
     interrupt.check()
-    log.close(checkpoint)
+    log.close()
 
 
 if __name__ == "__main__":
