@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from errors import UserError, need
-from utils import setting
+from settings import setting
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages: how much better than expected

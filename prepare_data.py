@@ -31,11 +31,11 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, writing
+from settings import REQUIRED, add_settings, setting
 from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.look import first_of, print_example, print_statistics, shown
 from sources.tables import SPLITS, Record, batch_records, csv_records, data_files, file_names, jsonl_records
-from utils import REQUIRED, add_settings, setting
 
 MARK = "<image>"
 ROLES = ("system", "user", "assistant", "tool")

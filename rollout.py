@@ -19,7 +19,8 @@ from grpo import Algorithm
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_flagged, refuse_bad, shown
 from reward import check_tasks
-from utils import Context, derive_seed, print0, setting
+from settings import setting
+from utils import Context, derive_seed, print0
 
 
 @dataclass(eq=False)

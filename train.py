@@ -61,20 +61,8 @@ from rollout import (
     load_examples,
     make_prompts,
 )
-from utils import (
-    REQUIRED,
-    Context,
-    Meter,
-    Parser,
-    Stages,
-    add_settings,
-    derive_seed,
-    dist_setup,
-    print0,
-    read_settings,
-    run_script,
-    setting,
-)
+from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
 

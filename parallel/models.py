@@ -24,7 +24,8 @@ from parallel.sharding import (
 )
 from parallel.tensor_parallel import check_tp
 from rollout import Examples, Rollout, make_prompts
-from utils import Context, print0, setting
+from settings import setting
+from utils import Context, print0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from parallel.checkpoint import (
     save_checkpoint,
 )
 from report.log import read_rows
-from utils import flag_of
+from settings import flag_of
 
 # Other weights would be trained: a checkpoint does not fit a run where these differ
 OF_THE_WEIGHTS = ("train_vision", "lora_targets")

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from errors import UserError, writing
 from grpo import PRESETS, Algorithm
-from utils import Context, Meter, flag_of, print0
+from settings import flag_of
+from utils import Context, Meter, print0
 
 FLAT_STEPS = 5  # without a signal, before a warning
 
