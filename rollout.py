@@ -294,8 +294,7 @@ class GroupPool:
         groups = {}
         for i, place in enumerate(self.places()):
             groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
-        # decided before penalties for length, which tell no right answer from a wrong one  arXiv:2503.14476, section
-        # 3.2
+        # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in groups.items()}
         for theirs in self.ctx.gather(signals):
             self.has_signal |= theirs
