@@ -85,7 +85,7 @@ class MicroBatch:
 
     ids_T: torch.Tensor  # int64, as all here
     end_T: torch.Tensor
-    runs: list[tuple[int, int]]  # unbroken stretches: (first position, position of the token before it; -1: none)
+    runs: list[tuple[int, int, int]]  # unbroken stretches: (start, stop, position of the token before it; -1: none)
     images: list[Any]  # in the order of their tokens in ids_T
     source_K: torch.Tensor
     target_K: torch.Tensor
@@ -191,7 +191,7 @@ class Packer:
 
     def _idle(self) -> MicroBatch:
         nothing = torch.zeros(0, dtype=torch.long)
-        return MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
+        return MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [], nothing, nothing, nothing)
 
 
 class _Input:
@@ -263,7 +263,8 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
         for position in path[shared:]:  # what is not shared ends here
             end[position] = len(ids)
         if shared < len(one.ids):
-            runs.append((len(ids), path[shared - 1] if shared else -1))
+            stop = len(ids) + len(one.ids) - shared
+            runs.append((len(ids), stop, path[shared - 1] if shared else -1))
             pairs = zip(one.rollout.prompt.images, one.image_starts, strict=True)
             images += [image for image, start in pairs if start >= shared]
         new = one.tokens[shared : len(one.ids)]
