@@ -72,12 +72,7 @@ def resolve_kernel(choice: str, device: torch.device) -> str:
 
 
 def linear_logprob(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    targets_T: Tensor,
-    temperature: float = 1.0,
-    banned: Tensor | None = None,
-    kernel: str = "auto",
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature=1.0, banned=None, kernel="auto"
 ) -> tuple[Tensor, Tensor]:
     """Log-probability (nats) of each target under softmax(hidden @ weight.T / temperature), and the entropy.
 
@@ -93,14 +88,7 @@ def linear_logprob(
 
 
 def fused_policy_loss(
-    hidden_KH: Tensor,
-    weight_VH: Tensor,
-    targets_K: Tensor,
-    loss: Callable,
-    tokens: Any,
-    temperature: float = 1.0,
-    banned: Tensor | None = None,
-    kernel: str = "auto",
+    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, loss, tokens, temperature=1.0, banned=None, kernel="auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of K tokens, differentiable in hidden and weight; and, without gradient, their logp_K and entropy_K.
 
@@ -322,7 +310,7 @@ class _PlainHead(_Head):
             total = total * decay + e.sum(dim=1, keepdim=True)
             top = tile.shift_R1
         log_total = total.log()
-        self.log_sum_R1 = top + log_total
+        self.lse_R1 = top + log_total
         self.entropy_R1 = log_total - weighted / total  # of shifted logits: no cancellation, however large they are
         logp_R1 = (target_z - top - log_total).masked_fill(target_z == NEVER, -torch.inf)
         return logp_R1[:, 0], self.entropy_R1[:, 0]
@@ -336,13 +324,13 @@ class _PlainHead(_Head):
         n = len(source_N)
         moved = (source_N >= n).nonzero()[:, 0]
         self.targets_R = self.targets_R[source_N]
-        log_sum, entropy = self.log_sum_R1[source_N], self.entropy_R1[source_N]
+        lse, entropy = self.lse_R1[source_N], self.entropy_R1[source_N]
         g_logp, g_entropy = grad_logp_N[:, None] * self.scale, grad_entropy_N[:, None] * self.scale
         with_entropy = bool(grad_entropy_N.any())
         for tile in self.tiles:
             tile.z_RC[moved] = tile.z_RC[source_N[moved]]
             dz = tile.z_RC[:n]
-            factor = (tile.shift_R1[source_N] - log_sum).exp()  # e times this is p
+            factor = (tile.shift_R1[source_N] - lse).exp()  # e times this is p
             if with_entropy:
                 dz *= factor
                 ln_p = torch.log(dz, out=self.scratch_RC[:n, : dz.shape[1]])
@@ -383,8 +371,8 @@ def _fold(top, total, weighted, z, axis: tl.constexpr):
 
 
 @_jit
-def _statistics_kernel(z, stride, V, scale, targets, allowed, log_sum_R, entropy_R, logp_R, BLOCK: tl.constexpr):
-    """In one pass over a row: log2 of the sum of exponentials; logp and entropy in nats."""
+def _statistics_kernel(z, stride, V, scale, targets, allowed, lse_R, entropy_R, logp_R, BLOCK: tl.constexpr):
+    """In one pass over a row: lse, log2 of the sum of exponentials; logp and entropy in nats."""
     row = tl.program_id(0).to(tl.int64)
     z_row = z + row * stride
     top, total, weighted = -1e30, 0.0, 0.0
@@ -395,42 +383,30 @@ def _statistics_kernel(z, stride, V, scale, targets, allowed, log_sum_R, entropy
     target = tl.load(targets + row)
     target_z = tl.where(tl.load(allowed + target) != 0, tl.load(z_row + target) * scale, -float("inf"))
     ln2 = 0.6931471805599453
-    tl.store(log_sum_R + row, top + log_total)
+    tl.store(lse_R + row, top + log_total)
     tl.store(logp_R + row, (target_z - top - log_total) * ln2)
     tl.store(entropy_R + row, (log_total - weighted / total) * ln2)
 
 
 @_jit
 def _gradient_kernel(
-    z,
-    stride,
-    V,
-    scale,
-    targets,
-    allowed,
-    log_sum_R,
-    entropy_R,
-    source_N,
-    grad_logp_N,
-    grad_entropy_N,
-    dz,
-    dz_stride,
-    BLOCK: tl.constexpr,
+    z, stride, V, scale, targets, allowed, lse_R, entropy_R, source_N, g_logp_N, g_entropy_N, dz, BLOCK: tl.constexpr
 ):
     """The gradient of a source row's logits, into row n: fp32 over fp32, or 16 bits wide in the first half of the row.
     No other program reads row n: unless it is its own source, it is a row that was left out."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(source_N + n)
-    log_sum, entropy, target = tl.load(log_sum_R + row), tl.load(entropy_R + row), tl.load(targets + row)
-    grad_logp, grad_entropy = tl.load(grad_logp_N + n), tl.load(grad_entropy_N + n)
+    lse, entropy, target = tl.load(lse_R + row), tl.load(entropy_R + row), tl.load(targets + row)
+    g_logp, g_entropy = tl.load(g_logp_N + n), tl.load(g_entropy_N + n)
+    dz_row = dz + n * stride * (32 // dz.dtype.element_ty.primitive_bitwidth)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log2_p = _load_logits(z + row * stride, columns, V, scale, allowed) - log_sum
+        log2_p = _load_logits(z + row * stride, columns, V, scale, allowed) - lse
         ln_p = log2_p * 0.6931471805599453
-        gradient = -tl.exp2(log2_p) * (grad_logp + grad_entropy * (ln_p + entropy))
-        gradient += tl.where(columns == target, grad_logp, 0.0)
+        gradient = -tl.exp2(log2_p) * (g_logp + g_entropy * (ln_p + entropy))
+        gradient += tl.where(columns == target, g_logp, 0.0)
         tl.debug_barrier()  # no warp may overwrite what another has yet to read
-        tl.store(dz + n * dz_stride + columns, gradient.to(dz.dtype.element_ty), mask=columns < V)
+        tl.store(dz_row + columns, gradient.to(dz.dtype.element_ty), mask=columns < V)
 
 
 class _TritonHead(_Head):
@@ -446,16 +422,16 @@ class _TritonHead(_Head):
     def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
         z_RV, targets_R = self.z_RV[: rows.stop - rows.start], self.targets_K[rows]
         _product(z_RV, self.hidden_KH[rows], self.weight_VH.t())
-        log_sum_R, entropy_R, logp_R = z_RV.new_empty((3, len(z_RV)))
+        lse_R, entropy_R, logp_R = z_RV.new_empty((3, len(z_RV)))
         read = z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, targets_R, self.allowed_V
-        self.of_block = *read, log_sum_R, entropy_R  # what both kernels are given first
+        self.of_block = *read, lse_R, entropy_R  # what both kernels are given first
         _statistics_kernel[(len(z_RV),)](*self.of_block, logp_R, **self.launch)
         return logp_R, entropy_R
 
     def logit_gradients(self, source_N, grad_logp_N, grad_entropy_N) -> Iterator[tuple[slice, Tensor]]:
         n, dz_RV = len(source_N), self.dz_RV
         gradients = source_N, grad_logp_N * self.scale, grad_entropy_N * self.scale
-        _gradient_kernel[(n,)](*self.of_block, *gradients, dz_RV, dz_RV.stride(0), **self.launch)
+        _gradient_kernel[(n,)](*self.of_block, *gradients, dz_RV, **self.launch)
         yield slice(self.vocab), dz_RV[:n]
 
 

@@ -536,7 +536,7 @@ import kernels
 
 pointers = dict(z="*fp32", dz="*bf16", targets="*i64", source_N="*i64", allowed="*u8", partial="*fp32",
                 hidden="tensordesc<bf16[128, 64]>", weight="tensordesc<bf16[256, 64]>")
-integers = ("stride", "dz_stride", "V", "K", "H", "splits", "split_tiles")
+integers = ("stride", "V", "K", "H", "splits", "split_tiles")
 report = {"statistics": (kernels._statistics_kernel, dict(BLOCK=4096), 3),
           "gradient": (kernels._gradient_kernel, dict(BLOCK=4096), 3),
           "logprob": (kernels._logprob_kernel, dict(PROGRAMS=132), 4)}
