@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from errors import UserError
+from errors import need
 
 ATTENTION = ("sdpa", "flex", "flash")
 
@@ -26,10 +26,8 @@ def resolve_attention(choice: str, device: torch.device) -> str:
     """Turn --attn auto|sdpa|flex|flash into the back end of the run; called once, at start-up."""
     if choice == "auto":
         return "flex" if device.type == "cuda" else "sdpa"
-    if choice not in ATTENTION:
-        raise UserError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
-    if choice != "sdpa" and device.type != "cuda":
-        raise UserError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
+    trains = choice == "sdpa" or device.type == "cuda"
+    need(trains, f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
     return choice
 
 
