@@ -203,10 +203,12 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
 @pytest.mark.parametrize("prompt,response,images,error,match", [
     ([1] * 10, [2] * 15, [], UserError,
      r"prompt 'p' of 10 tokens with a response of 15 needs 24 tokens, over --micro-tokens 20"),
-    ([1, IMAGE], [2], [], ValueError, r"'p': token 1 of 2 is an image token that none of its 0 images accounts for"),
-    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': image 0 needs 2 image tokens at token 1 of 3, found 1"),
-    ([1, 2], [3], [image("x", 2)], ValueError, r"image 0 needs 2 image tokens at token 2 of 2, found 0"),
-    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"token 3 of 4 is an image token"),
+    ([1, IMAGE], [2], [], ValueError, r"'p': 1 image tokens, where its images have \[\]; was a placeholder sampled"),
+    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': 1 image tokens, where its images have \[2\]"),
+    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, where its images have \[2\]"),
+    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, where its images have \[2\]"),
+    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* have \[2\], but not image by image"),
+    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not image by image"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):
