@@ -279,11 +279,12 @@ class _PlainHead(_Head):
     def allocate(self) -> None:
         most = GPU_TILE_COLUMNS if self.hidden_KH.is_cuda else max(1, CPU_TILE_ELEMENTS // self.block_rows)
         width = min(self.vocab, most)
+        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)  # one piece: it can have large pages
         self.tiles = []
         for start in range(0, self.vocab, width):
             stop = min(start + width, self.vocab)
             inside = (self.banned >= start) & (self.banned < stop)
-            z_RC = self.hidden_KH.new_empty((self.block_rows, stop - start), dtype=torch.float32)
+            z_RC = buffer[self.block_rows * start : self.block_rows * stop].view(self.block_rows, -1)
             self.tiles.append(_Tile(slice(start, stop), z_RC, self.banned[inside] - start))
         self.scratch_RC = torch.empty_like(self.tiles[0].z_RC)
 
