@@ -279,7 +279,7 @@ class _PlainHead(_Head):
     def allocate(self) -> None:
         most = GPU_TILE_COLUMNS if self.hidden_KH.is_cuda else max(1, CPU_TILE_ELEMENTS // self.block_rows)
         width = min(self.vocab, most)
-        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)  # one piece: it can have large pages
+        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)  # small ones cost time
         self.tiles = []
         for start in range(0, self.vocab, width):
             stop = min(start + width, self.vocab)

@@ -72,10 +72,10 @@ class ModelConfig:
 
     model: str = setting(REQUIRED, "model folder or hub id")
     family_paths: tuple[str, ...] = setting(
-        (), "other family: its tower and language model, say model.visual model.language_model", metavar="PATH"
+        (), "another family: where tower and language model are (model.visual model.language_model)", metavar="PATH"
     )
     train_vision: str = setting(
-        "none", "what of vision trains: nothing, the projection (merger), the rest (tower) or all", choices=TRAIN_VISION
+        "none", "what of vision trains: nothing, its projection (merger), the rest (tower) or all", choices=TRAIN_VISION
     )
     dtype: str = setting("auto", "of computation; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
     master_dtype: str = setting(
@@ -109,8 +109,8 @@ class ModelConfig:
             return
         told = f"with --lora-rank {self.lora_rank}"
         need(not ref_every, f"--ref-every {ref_every}: {told} the reference is the policy without its adapters; use 0")
-        vision = f"--train-vision {self.train_vision}: {told} all weights are frozen; tower adapts the tower's blocks"
-        need(self.train_vision in ("none", "tower"), vision)
+        frozen = f"--train-vision {self.train_vision}: {told} all weights are frozen; tower adapts the tower's blocks"
+        need(self.train_vision in ("none", "tower"), frozen)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _opening(path: str, what: str) -> Iterator[None]:
     except (OSError, ValueError, ImportError) as error:
         why = f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
         if "trust_remote_code" in str(error):
-            why = "its files name Python code of their own to be run (auto_map), and none is; give a plain folder"
+            why = "its files name Python code of their own to be run (auto_map), which is not done; give one without"
         raise UserError(f"--model {path!r}: {why}") from error
 
 
@@ -145,10 +145,11 @@ def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
     """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on
     the longest sequence of a batch, which would differ from one micro-batch to another."""
     text = config.get_text_config()
-    sliding = [kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind]
-    window = f"a window of {getattr(text, 'sliding_window', None)} tokens, which is not computed here"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = ", ".join(sorted(kind for kind in kinds if "sliding" in kind or "chunked" in kind))
+    size = f"a window of {getattr(text, 'sliding_window', None)} tokens, which is not computed here"
     remedy = "if no sequence is longer, set use_sliding_window to false in config.json"
-    need(not sliding, f"--model {path!r}: {len(sliding)} layers have {' '.join(sliding[:1])}, {window}; {remedy}")
+    need(not windows, f"--model {path!r} has layers of {windows}, {size}; {remedy}")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     depend = "depend on the longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json"
     need(rope not in ("dynamic", "longrope"), f"--model {path!r}: rotary embeddings of type {rope!r} {depend}")
@@ -255,7 +256,7 @@ class Processor:
         return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which the model sees a image."""
+        """(width, height) at which the model sees an image."""
         size = self.image_processor.size
         factor = self.image_processor.patch_size * self.merge_size
         height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
@@ -268,7 +269,7 @@ class Processor:
         return image if image.size == size else image.resize(size, Image.Resampling(self.image_processor.resample))
 
     def image(self, key: str, image: Image.Image) -> ImageInput:
-        """Patches of a image, resized here if it was not yet."""
+        """Patches of an image, resized here if it was not yet."""
         out = self.image_processor(images=[self.resize(image)], return_tensors="pt", do_resize=False)
         t, h, w = out["image_grid_thw"][0].tolist()
         return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)

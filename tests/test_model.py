@@ -453,7 +453,7 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
     """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
     for change, match in (
-        (lambda text: text.update(sliding), "1 layers have sliding_attention, a window of 16 tokens"),
+        (lambda text: text.update(sliding), "has layers of sliding_attention, a window of 16 tokens"),
         (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'"),
     ):
         config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
