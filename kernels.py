@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from errors import UserError
+from errors import need
 
 try:
     import triton
@@ -54,16 +55,14 @@ def interpreted() -> bool:
 
 def resolve_kernel(choice: str, device: torch.device) -> str:
     """Turn --kernel auto|triton|torch into the implementation of the whole run; called once, at start-up."""
-    if choice not in KERNELS:
-        raise UserError(f"--kernel {choice!r}: known are {', '.join(KERNELS)}")
     if choice == "auto":
         return "triton" if device.type == "cuda" and triton is not None else "torch"
-    if choice == "triton" and triton is None:
-        raise UserError("--kernel triton: triton is not installed; pip install triton, or use --kernel torch")
-    if choice == "triton" and device.type != "cuda" and not interpreted():
-        raise UserError(
-            f"--kernel triton needs a GPU, and this is a {device.type}; use --kernel torch (or set TRITON_INTERPRET=1, "
-            "which runs the kernels in Triton's interpreter: for tests, thousands of times slower)"
+    if choice == "triton":
+        need(triton is not None, "--kernel triton: triton is not installed; pip install triton, or use --kernel torch")
+        need(
+            device.type == "cuda" or interpreted(),
+            f"--kernel triton needs a GPU, and this is a {device.type}; use "
+            "--kernel torch (or, for tests, TRITON_INTERPRET=1: thousands of times slower)",
         )
     return choice
 
@@ -73,13 +72,8 @@ def resolve_kernel(choice: str, device: torch.device) -> str:
 
 
 def linear_logprob(
-    hidden_TH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_T: torch.Tensor,
-    temperature: float = 1.0,
-    banned: torch.Tensor | None = None,
-    kernel: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature=1.0, banned=None, kernel="auto"
+) -> tuple[Tensor, Tensor]:
     """Log-probability (nats) of each target under softmax(hidden @ weight.T / temperature), and the entropy.
 
     hidden_TH (T, H) and weight_VH (V, H) share a dtype; targets_T (T,) int64 in [0, V). `banned` holds token ids that
@@ -94,15 +88,8 @@ def linear_logprob(
 
 
 def fused_policy_loss(
-    hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_K: torch.Tensor,
-    loss: Callable,
-    tokens: Any,
-    temperature: float = 1.0,
-    banned: torch.Tensor | None = None,
-    kernel: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, loss, tokens, temperature=1.0, banned=None, kernel="auto"
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of K tokens, differentiable in hidden and weight; and, without gradient, their logp_K and entropy_K.
 
     `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of
@@ -118,11 +105,10 @@ def fused_policy_loss(
     return _FusedPolicyLoss.apply(hidden_KH, weight_VH, targets_K, loss, tokens, temperature, banned, kernel)
 
 
-def _check(name: str, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"{name}: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} disagree")
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"{name}: {tuple(targets.shape)} targets for {tuple(hidden.shape[:1])} rows")
+def _check(name: str, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
+    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or targets.shape != hidden.shape[:1]:
+        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
+        raise ValueError(f"{name}: {shapes} disagree")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"{name}: hidden is {hidden.dtype}, weight is {weight.dtype}; cast one of them")
     if not temperature > 0:
@@ -133,10 +119,10 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_KH, weight_VH, targets_K, temperature, banned, kernel):
         ctx.save_for_backward(hidden_KH, weight_VH, targets_K)
-        ctx.options = temperature, banned, kernel
+        ctx.options = kernel, temperature, banned
         if kernel == "triton" and fits_descriptors(hidden_KH, weight_VH):
             return triton_logprob(hidden_KH, weight_VH, targets_K, temperature, banned)
-        head = _make_head(hidden_KH, weight_VH, targets_K, temperature, banned, kernel, (False, False))
+        head = HEADS[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
         logp_K, entropy_K = hidden_KH.new_empty((2, len(targets_K)), dtype=torch.float32)
         for rows in head.blocks():
             logp_K[rows], entropy_K[rows] = head.statistics(rows)
@@ -144,7 +130,8 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logp_K, grad_entropy_K):
-        head = _make_head(*ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:2])
+        kernel, *options = ctx.options
+        head = HEADS[kernel](*ctx.saved_tensors, *options, ctx.needs_input_grad[:2])
         for rows in head.blocks():
             head.statistics(rows)
             head.add_gradients(rows, grad_logp_K[rows], grad_entropy_K[rows])
@@ -154,16 +141,14 @@ class _LinearLogprob(torch.autograd.Function):
 class _FusedPolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_KH, weight_VH, targets_K, loss, tokens, temperature, banned, kernel):
-        head = _make_head(hidden_KH, weight_VH, targets_K, temperature, banned, kernel, ctx.needs_input_grad[:2])
+        head = HEADS[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, ctx.needs_input_grad[:2])
         logp_K, entropy_K = hidden_KH.new_empty((2, len(targets_K)), dtype=torch.float32)
         total = hidden_KH.new_zeros((), dtype=torch.float32)
         for group in _groups(loss, tokens, head.blocks()):
             blocks = head.blocks(group.start, group.stop)
             for rows in blocks:
                 logp_K[rows], entropy_K[rows] = head.statistics(rows)
-            value, grad_logp, grad_entropy = _loss_and_gradients(
-                loss, logp_K[group], entropy_K[group], tokens[group]
-            )
+            value, grad_logp, grad_entropy = _loss_and_gradients(loss, logp_K[group], entropy_K[group], tokens[group])
             total += value
             for rows in blocks:
                 if len(blocks) > 1:  # a sequence longer than a block: its logits were not kept
@@ -197,8 +182,8 @@ def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
 
 
 def _loss_and_gradients(
-    loss: Callable, logp_R: torch.Tensor, entropy_R: torch.Tensor, tokens_R: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of some rows, and its gradients in their logp and entropy: vectors, whatever the vocabulary."""
     with torch.enable_grad():
         inputs = logp_R.detach().requires_grad_(), entropy_R.detach().requires_grad_()
@@ -209,11 +194,6 @@ def _loss_and_gradients(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the two implementations share
-
-
-def _make_head(hidden_KH, weight_VH, targets_K, temperature, banned, kernel, wanted) -> _Head:
-    head = _TritonHead if kernel == "triton" else _PlainHead
-    return head(hidden_KH, weight_VH, targets_K, 1.0 / temperature, banned, wanted)
 
 
 class _Head:
@@ -228,18 +208,10 @@ class _Head:
         tile. Only the block's rows source_N have a gradient, and they move to its first N places.
     """
 
-    def __init__(
-        self,
-        hidden_KH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        targets_K: torch.Tensor,
-        scale: float,
-        banned: torch.Tensor | None,
-        wanted: tuple[bool, bool],
-    ):
-        """`scale` is 1 / temperature; `wanted` says whether hidden and weight need a gradient."""
+    def __init__(self, hidden_KH, weight_VH, targets_K, temperature, banned, wanted: tuple[bool, bool]):
+        """`wanted` says whether hidden and weight need a gradient; the rest is as for linear_logprob."""
         self.hidden_KH, self.weight_VH, self.targets_K = hidden_KH, weight_VH, targets_K
-        self.scale, self.vocab = scale, len(weight_VH)
+        self.scale, self.vocab = 1.0 / temperature, len(weight_VH)
         self.banned = targets_K[:0] if banned is None else banned
         most = GPU_BLOCK_ROWS if hidden_KH.is_cuda else max(1, CPU_BLOCK_ELEMENTS // self.vocab)
         self.block_rows = min(max(len(targets_K), 1), most)
@@ -251,7 +223,7 @@ class _Head:
         stop = len(self.targets_K) if stop is None else stop
         return [slice(i, min(i + self.block_rows, stop)) for i in range(start, stop, self.block_rows)]
 
-    def add_gradients(self, rows: slice, grad_logp_R: torch.Tensor, grad_entropy_R: torch.Tensor) -> None:
+    def add_gradients(self, rows: slice, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> None:
         """Add the gradients of grad_logp . logp + grad_entropy . entropy in hidden and weight, for the rows whose
         logits are in the buffer. Those without one are left out of the products."""
         source_N = _compact((grad_logp_R != 0) | (grad_entropy_R != 0))
@@ -268,7 +240,7 @@ class _Head:
             self.grad_hidden_KH[rows].index_copy_(0, source_N, grad_hidden_NH.to(hidden_NH.dtype))
 
 
-def _compact(live_R: torch.Tensor) -> torch.Tensor:
+def _compact(live_R: Tensor) -> Tensor:
     """source_N: which row goes into each of the first N places, where N rows are live. A live row stays where it is,
     and those from behind take the places of dead ones: so most stay, and none is read after it was overwritten."""
     live_N = live_R.nonzero()[:, 0]
@@ -278,7 +250,7 @@ def _compact(live_R: torch.Tensor) -> torch.Tensor:
     return source_N
 
 
-def _product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
+def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
     """out = a @ b or, with `add`, out += a @ b. out is fp32, and so are the sums, also of 16-bit factors."""
     if not out.is_cuda:  # it would sum 16-bit products in 16 bits
         a, b = a.float(), b.float()
@@ -298,27 +270,25 @@ class _Tile:
     """Some columns of the vocabulary, and the block's logits there: without gaps, so that they stay in the cache."""
 
     columns: slice
-    z_RC: torch.Tensor  # the logits, then e = exp(z - shift), which is the softmax but for a factor, then dz
-    banned: torch.Tensor  # ids, counted from the first column
-    shift_R1: torch.Tensor | None = None
+    z_RC: Tensor  # the logits, then e = exp(z - shift), which is the softmax but for a factor, then dz
+    banned: Tensor  # ids, counted from the first column
+    shift_R1: Tensor | None = None
 
 
 class _PlainHead(_Head):
     def allocate(self) -> None:
         most = GPU_TILE_COLUMNS if self.hidden_KH.is_cuda else max(1, CPU_TILE_ELEMENTS // self.block_rows)
         width = min(self.vocab, most)
-        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)
-        self.scratch_RC = buffer.new_empty(self.block_rows, width)
+        buffer = self.hidden_KH.new_empty(self.block_rows * self.vocab, dtype=torch.float32)  # small ones cost time
         self.tiles = []
-        start = 0
-        for values in buffer.split(self.block_rows * width):
-            z_RC = values.view(self.block_rows, -1)
-            stop = start + z_RC.shape[1]
+        for start in range(0, self.vocab, width):
+            stop = min(start + width, self.vocab)
             inside = (self.banned >= start) & (self.banned < stop)
+            z_RC = buffer[self.block_rows * start : self.block_rows * stop].view(self.block_rows, -1)
             self.tiles.append(_Tile(slice(start, stop), z_RC, self.banned[inside] - start))
-            start = stop
+        self.scratch_RC = torch.empty_like(self.tiles[0].z_RC)
 
-    def statistics(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Running over the tiles: top = max z, total = sum exp(z - top), weighted = sum exp(z - top) (z - top)."""
         hidden_RH, self.targets_R = self.hidden_KH[rows], self.targets_K[rows]
         n = len(hidden_RH)
@@ -341,29 +311,27 @@ class _PlainHead(_Head):
             total = total * decay + e.sum(dim=1, keepdim=True)
             top = tile.shift_R1
         log_total = total.log()
-        self.log_sum_R1 = top + log_total
+        self.lse_R1 = top + log_total
         self.entropy_R1 = log_total - weighted / total  # of shifted logits: no cancellation, however large they are
         logp_R1 = (target_z - top - log_total).masked_fill(target_z == NEVER, -torch.inf)
         return logp_R1[:, 0], self.entropy_R1[:, 0]
 
-    def _targets_in(self, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    def _targets_in(self, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Rows whose target is in the tile, and its column there."""
         row = ((self.targets_R >= tile.columns.start) & (self.targets_R < tile.columns.stop)).nonzero()[:, 0]
         return row, self.targets_R[row] - tile.columns.start
 
-    def logit_gradients(
-        self, source_N: torch.Tensor, grad_logp_N: torch.Tensor, grad_entropy_N: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def logit_gradients(self, source_N, grad_logp_N, grad_entropy_N) -> Iterator[tuple[slice, Tensor]]:
         n = len(source_N)
         moved = (source_N >= n).nonzero()[:, 0]
         self.targets_R = self.targets_R[source_N]
-        log_sum, entropy = self.log_sum_R1[source_N], self.entropy_R1[source_N]
+        lse, entropy = self.lse_R1[source_N], self.entropy_R1[source_N]
         g_logp, g_entropy = grad_logp_N[:, None] * self.scale, grad_entropy_N[:, None] * self.scale
         with_entropy = bool(grad_entropy_N.any())
         for tile in self.tiles:
             tile.z_RC[moved] = tile.z_RC[source_N[moved]]
             dz = tile.z_RC[:n]
-            factor = (tile.shift_R1[source_N] - log_sum).exp()  # e times this is p
+            factor = (tile.shift_R1[source_N] - lse).exp()  # e times this is p
             if with_entropy:
                 dz *= factor
                 ln_p = torch.log(dz, out=self.scratch_RC[:n, : dz.shape[1]])
@@ -404,8 +372,8 @@ def _fold(top, total, weighted, z, axis: tl.constexpr):
 
 
 @_jit
-def _statistics_kernel(z, stride, V, scale, targets, allowed, log_sum_R, logp_R, entropy_R, BLOCK: tl.constexpr):
-    """In one pass over a row: log2 of the sum of exponentials; logp and entropy in nats."""
+def _statistics_kernel(z, stride, V, scale, targets, allowed, lse_R, entropy_R, logp_R, BLOCK: tl.constexpr):
+    """In one pass over a row: lse, log2 of the sum of exponentials; logp and entropy in nats."""
     row = tl.program_id(0).to(tl.int64)
     z_row = z + row * stride
     top, total, weighted = -1e30, 0.0, 0.0
@@ -416,30 +384,30 @@ def _statistics_kernel(z, stride, V, scale, targets, allowed, log_sum_R, logp_R,
     target = tl.load(targets + row)
     target_z = tl.where(tl.load(allowed + target) != 0, tl.load(z_row + target) * scale, -float("inf"))
     ln2 = 0.6931471805599453
-    tl.store(log_sum_R + row, top + log_total)
+    tl.store(lse_R + row, top + log_total)
     tl.store(logp_R + row, (target_z - top - log_total) * ln2)
     tl.store(entropy_R + row, (log_total - weighted / total) * ln2)
 
 
 @_jit
 def _gradient_kernel(
-    z, stride, dz, dz_stride, V, scale, targets, allowed, log_sum_R, entropy_R, source_N, grad_logp_N, grad_entropy_N,
-    BLOCK: tl.constexpr,
+    z, stride, V, scale, targets, allowed, lse_R, entropy_R, source_N, g_logp_N, g_entropy_N, dz, BLOCK: tl.constexpr
 ):
     """The gradient of a source row's logits, into row n: fp32 over fp32, or 16 bits wide in the first half of the row.
     No other program reads row n: unless it is its own source, it is a row that was left out."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(source_N + n)
-    log_sum, entropy, target = tl.load(log_sum_R + row), tl.load(entropy_R + row), tl.load(targets + row)
-    grad_logp, grad_entropy = tl.load(grad_logp_N + n), tl.load(grad_entropy_N + n)
+    lse, entropy, target = tl.load(lse_R + row), tl.load(entropy_R + row), tl.load(targets + row)
+    g_logp, g_entropy = tl.load(g_logp_N + n), tl.load(g_entropy_N + n)
+    dz_row = dz + n * stride * (32 // dz.dtype.element_ty.primitive_bitwidth)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log2_p = _load_logits(z + row * stride, columns, V, scale, allowed) - log_sum
+        log2_p = _load_logits(z + row * stride, columns, V, scale, allowed) - lse
         ln_p = log2_p * 0.6931471805599453
-        gradient = -tl.exp2(log2_p) * (grad_logp + grad_entropy * (ln_p + entropy))
-        gradient += tl.where(columns == target, grad_logp, 0.0)
+        gradient = -tl.exp2(log2_p) * (g_logp + g_entropy * (ln_p + entropy))
+        gradient += tl.where(columns == target, g_logp, 0.0)
         tl.debug_barrier()  # no warp may overwrite what another has yet to read
-        tl.store(dz + n * dz_stride + columns, gradient.to(dz.dtype.element_ty), mask=columns < V)
+        tl.store(dz_row + columns, gradient.to(dz.dtype.element_ty), mask=columns < V)
 
 
 class _TritonHead(_Head):
@@ -452,29 +420,26 @@ class _TritonHead(_Head):
         block = min(4096, triton.next_power_of_2(self.vocab))
         self.launch = {"BLOCK": block, "num_warps": 8 if block == 4096 else 4}
 
-    def statistics(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        z_RV, self.targets_R = self.z_RV[: rows.stop - rows.start], self.targets_K[rows]
+    def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
+        z_RV, targets_R = self.z_RV[: rows.stop - rows.start], self.targets_K[rows]
         _product(z_RV, self.hidden_KH[rows], self.weight_VH.t())
-        self.log_sum_R, logp_R, self.entropy_R = z_RV.new_empty((3, len(z_RV)))
-        _statistics_kernel[(len(z_RV),)](
-            z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R, self.allowed_V, self.log_sum_R,
-            logp_R, self.entropy_R, **self.launch,
-        )
-        return logp_R, self.entropy_R
+        lse_R, entropy_R, logp_R = z_RV.new_empty((3, len(z_RV)))
+        read = z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, targets_R, self.allowed_V
+        self.of_block = *read, lse_R, entropy_R  # what both kernels are given first
+        _statistics_kernel[(len(z_RV),)](*self.of_block, logp_R, **self.launch)
+        return logp_R, entropy_R
 
-    def logit_gradients(
-        self, source_N: torch.Tensor, grad_logp_N: torch.Tensor, grad_entropy_N: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        z_RV, dz_RV = self.z_RV, self.dz_RV
-        _gradient_kernel[(len(source_N),)](
-            z_RV, z_RV.stride(0), dz_RV, dz_RV.stride(0), self.vocab, self.scale * LOG2E, self.targets_R,
-            self.allowed_V, self.log_sum_R, self.entropy_R, source_N, grad_logp_N * self.scale,
-            grad_entropy_N * self.scale, **self.launch,
-        )
-        yield slice(self.vocab), dz_RV[: len(source_N)]
+    def logit_gradients(self, source_N, grad_logp_N, grad_entropy_N) -> Iterator[tuple[slice, Tensor]]:
+        n, dz_RV = len(source_N), self.dz_RV
+        gradients = source_N, grad_logp_N * self.scale, grad_entropy_N * self.scale
+        _gradient_kernel[(n,)](*self.of_block, *gradients, dz_RV, **self.launch)
+        yield slice(self.vocab), dz_RV[:n]
 
 
-def _allowed(banned: torch.Tensor, vocab: int) -> torch.Tensor:
+HEADS = {"torch": _PlainHead, "triton": _TritonHead}
+
+
+def _allowed(banned: Tensor, vocab: int) -> Tensor:
     """(V,) uint8: 0 at banned ids, else 1."""
     return torch.ones(vocab, dtype=torch.uint8, device=banned.device).index_fill_(0, banned, 0)
 
@@ -485,8 +450,7 @@ def _allowed(banned: torch.Tensor, vocab: int) -> torch.Tensor:
 
 @_jit
 def _logprob_kernel(
-    hidden, weight, targets, allowed, partial, K, V, H, scale, splits, split_tiles,
-    PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    hidden, weight, targets, allowed, partial, K, V, H, scale, splits, split_tiles, PROGRAMS: tl.constexpr
 ):
     """Each program takes (row block, vocabulary split) after (row block, vocabulary split): BM rows by split_tiles * BN
     ids. Writes partial (4, splits, K): top, total, weighted (see _fold) and the target's logit.
@@ -494,6 +458,10 @@ def _logprob_kernel(
     At any time the programs work on GROUP row blocks and a few splits, so that those rows stay in the L2 cache and the
     weight is read from memory only K / (GROUP * BM) times.
     """
+    GROUP: tl.constexpr = 32
+    BM: tl.constexpr = hidden.block_shape[0]
+    BN: tl.constexpr = weight.block_shape[0]
+    BK: tl.constexpr = weight.block_shape[1]
     row_blocks = tl.cdiv(K, BM)
     for item in tl.range(tl.program_id(0), row_blocks * splits, PROGRAMS):
         first = item // (GROUP * splits) * GROUP
@@ -530,7 +498,7 @@ def _logprob_kernel(
         tl.store(at + 3 * size, target_z, mask=rows < K)
 
 
-def fits_descriptors(hidden_KH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
+def fits_descriptors(hidden_KH: Tensor, weight_VH: Tensor) -> bool:
     """Whether _logprob_kernel can read these: tensor descriptors want rows, and 16-byte steps between them."""
     return len(hidden_KH) > 0 and all(
         x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
@@ -539,13 +507,8 @@ def fits_descriptors(hidden_KH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
 
 
 def triton_logprob(
-    hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_K: torch.Tensor,
-    temperature: float,
-    banned: torch.Tensor | None,
-    tile: tuple[int, int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, banned: Tensor | None, tile=None
+) -> tuple[Tensor, Tensor]:
     """logp_K and entropy_K by _logprob_kernel; `tile` is (BM, BN, BK)."""
     (n, hidden), vocab = hidden_KH.shape, len(weight_VH)
     wide = hidden_KH.element_size() == 2
@@ -559,12 +522,10 @@ def triton_logprob(
     splits = -(-tiles // split_tiles)
     partial = hidden_KH.new_empty((4, splits, n), dtype=torch.float32)
     allowed_V = _allowed(targets_K[:0] if banned is None else banned, vocab)
-    _logprob_kernel[(programs,)](
-        TensorDescriptor(hidden_KH, list(hidden_KH.shape), list(hidden_KH.stride()), [bm, bk]),
-        TensorDescriptor(weight_VH, list(weight_VH.shape), list(weight_VH.stride()), [bn, bk]),
-        targets_K, allowed_V, partial, n, vocab, hidden, LOG2E / temperature, splits, split_tiles,
-        PROGRAMS=programs, GROUP=32, BM=bm, BN=bn, BK=bk, num_warps=8, num_stages=4 if wide else 2,
-    )
+    rows, columns = TensorDescriptor.from_tensor(hidden_KH, [bm, bk]), TensorDescriptor.from_tensor(weight_VH, [bn, bk])
+    sizes = n, vocab, hidden, LOG2E / temperature, splits, split_tiles
+    launch = {"PROGRAMS": programs, "num_warps": 8, "num_stages": 4 if wide else 2}
+    _logprob_kernel[(programs,)](rows, columns, targets_K, allowed_V, partial, *sizes, **launch)
     top_SK, total_SK, weighted_SK, target_SK = partial
     top_K = top_SK.amax(0)
     fall_SK = top_SK - top_K

@@ -7,18 +7,18 @@ a packed micro-batch (packing.MicroBatch) goes through it.
 Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image tokens.
 """
 
-import functools
-import json
+import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from errors import UserError, need
@@ -26,17 +26,17 @@ from kernels import KERNELS, fused_policy_loss, linear_logprob
 from layers.attention import ATTENTION, PackedAttention, register_attention
 from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
-from packing import MicroBatch, TokenBatch
+from packing import MicroBatch
 from settings import REQUIRED, setting
 
 IMAGE_MARK = "<image>"
-
-
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets
 ALL_PROJECTIONS = ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS
-PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
+PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Family:
     vision_blocks: str = "blocks"  # below vision
     blocks: str = "layers"  # below language
     lora_targets: tuple[str, ...] = ATTENTION_PROJECTIONS + MLP_PROJECTIONS  # last names of linear layers of the blocks
-    placeholders: tuple[str, ...] = PLACEHOLDERS  # in config
 
 
 FAMILIES = {  # by config.model_type
@@ -72,29 +71,27 @@ class ModelConfig:
     """Model"""
 
     model: str = setting(REQUIRED, "model folder or hub id")
-    family_paths: tuple[str, ...] = setting((), "of a family outside model.FAMILIES: where its tower and its language "
-                                                "model "
-                                            "are, such as model.visual model.language_model", metavar="PATH")
-    train_vision: str = setting("none", "what of the vision tower trains: nothing, the merger that projects its "
-                                        "patches "
-                                "into the language model, the rest, or all (with LoRA: none or "
-                                "tower)", choices=TRAIN_VISION)
-    dtype: str = setting("auto", "of computation; auto is bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
-    master_dtype: str = setting("fp32", "of weights and optimizer; bf16 is half the memory but loses small updates, "
-                                "except to LoRA's fp32 adapters", choices=("fp32", "bf16"))
-    attn: str = setting("auto", "attention of the update: sdpa (CPU), flex (block mask, GPU) or flash (GPU; prompts "
-                                "are "
-                        "not shared)", choices=("auto", *ATTENTION))
+    family_paths: tuple[str, ...] = setting(
+        (), "another family: where tower and language model are (model.visual model.language_model)", metavar="PATH"
+    )
+    train_vision: str = setting(
+        "none", "what of vision trains: nothing, its projection (merger), the rest (tower) or all", choices=TRAIN_VISION
+    )
+    dtype: str = setting("auto", "of computation; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
+    master_dtype: str = setting(
+        "fp32", "of weights and optimizer; bf16 is half, but loses small updates (not LoRA's)", choices=("fp32", "bf16")
+    )
+    attn: str = setting(
+        "auto", "of the update: sdpa (CPU), flex (GPU) or flash (GPU, no shared prompts)", choices=("auto", *ATTENTION)
+    )
     kernel: str = setting("auto", "policy head: Triton kernels (GPU) or plain torch", choices=KERNELS)
     vision_cache_gb: float = setting(2.0, "memory for features of a frozen tower; 0: none", least=0)
     grad_checkpointing: bool = setting(False, "recompute activations in the backward")
     min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
     max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
-    lora_rank: int = setting(0, "rank of the adapters, which want a larger --lr, say 3e-5; 0: train the "
-                                "weights", least=0)
+    lora_rank: int = setting(0, "of adapters, which want a larger --lr, say 3e-5; 0: train the weights", least=0)
     lora_alpha: float = setting(32.0, "adapters count alpha / rank times", above=0)
-    lora_targets: tuple[str, ...] = setting((), "linear layers of the language blocks (default: all that the family "
-                                                "lists)")
+    lora_targets: tuple[str, ...] = setting((), "linear layers of language blocks (default: all the family lists)")
 
     @property
     def vision_frozen(self) -> bool:
@@ -106,102 +103,88 @@ class ModelConfig:
         return Lora(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
 
     def check(self, ref_every: int) -> None:
-        need(not self.lora_rank or not ref_every,
-             f"--ref-every {ref_every}: with --lora-rank {self.lora_rank} the reference is the policy without its "
-             f"adapters; use 0")
-        if self.lora_rank and self.train_vision not in ("none", "tower"):
-            raise UserError(f"--train-vision {self.train_vision}: with --lora-rank {self.lora_rank} all weights are "
-                            "frozen; tower adapts the linear layers of the tower's blocks")
-        if self.lora_targets and not self.lora_rank:
-            raise UserError(f"--lora-targets {' '.join(self.lora_targets)}: there are no adapters without --lora-rank "
-                            "above 0")
+        if not self.lora_rank:
+            targets = " ".join(self.lora_targets)
+            need(not targets, f"--lora-targets {targets}: there are no adapters without --lora-rank above 0")
+            return
+        told = f"with --lora-rank {self.lora_rank}"
+        need(not ref_every, f"--ref-every {ref_every}: {told} the reference is the policy without its adapters; use 0")
+        frozen = f"--train-vision {self.train_vision}: {told} all weights are frozen; tower adapts the tower's blocks"
+        need(self.train_vision in ("none", "tower"), frozen)
 
 
-# Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
-VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+# ----------------------------------------------------------------------------------------------------------------------
+# The config of a model, and its family
 
 
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
-    """The model's config; a ValueError for a path or family that we cannot load, before anything large is read."""
-    if os.path.sep in path and not os.path.isdir(path) and path.count("/") != 1:
-        raise UserError(f"--model {path!r}: no such folder; give a model folder or a hub id such as "
-                        "Qwen/Qwen2.5-VL-3B-Instruct")
-    try:
+    """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
+    folder_or_id = "give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
+    with _opening(path, "no loadable config.json there, nor on the hub"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        raise UserError(f"--model {path!r}: {_why(e, 'no loadable config.json there, nor on the hub')}") from e
     find_family(config, path, paths)
     refuse_unpackable(config, path)
     return config
+
+
+@contextmanager
+def _opening(path: str, what: str) -> Iterator[None]:
+    """UserError for a folder that transformers does not open. Left to itself it asks on the terminal whether to run
+    code."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        why = f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        if "trust_remote_code" in str(error):
+            why = "its files name Python code of their own to be run (auto_map), which is not done; give one without"
+        raise UserError(f"--model {path!r}: {why}") from error
 
 
 def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
     """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on
     the longest sequence of a batch, which would differ from one micro-batch to another."""
     text = config.get_text_config()
-    sliding = [kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind]
-    if sliding:
-        raise UserError(f"--model {path!r}: {len(sliding)} layers have {sliding[0]} (a window of "
-                        f"{getattr(text, 'sliding_window', None)} "
-                        "tokens), which is not computed here; if no sequence is longer, set use_sliding_window to "
-                        "false in config.json")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = ", ".join(sorted(kind for kind in kinds if "sliding" in kind or "chunked" in kind))
+    size = f"a window of {getattr(text, 'sliding_window', None)} tokens, which is not computed here"
+    remedy = "if no sequence is longer, set use_sliding_window to false in config.json"
+    need(not windows, f"--model {path!r} has layers of {windows}, {size}; {remedy}")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        raise UserError(f"--model {path!r}: rotary embeddings of type {rope!r} depend on the longest sequence of a "
-                        "batch; set another rope_type, such as 'yarn', in its config.json")
-
-
-def _why(error: Exception, what: str) -> str:
-    """What to tell of a folder that transformers does not open. Left to itself it asks on the terminal whether to run
-    code."""
-    if "trust_remote_code" in str(error):
-        return ("its files name Python code of their own to be run (auto_map), and no code of a model folder is run "
-                "here; use a folder whose type transformers knows itself")
-    return f"{what} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-
-
-@functools.cache
-def _family_of_paths(config_class: type, config_json: str, path: str, vision: str, language: str) -> Family:
-    config = config_class(**json.loads(config_json))
-    auto = transformers.AutoModelForImageTextToText
-    if type(config) not in auto._model_mapping:
-        raise UserError(f"--model {path!r} is of type {config.model_type!r}, for which transformers has no model of "
-                        "images and text")
-    with torch.device("meta"):  # its shape without its weights
-        hf = auto.from_config(config)
-    for dotted in (vision, language):
-        at = hf
-        for i, name in enumerate(dotted.split(".")):
-            children = dict(at.named_children())
-            if name not in children:
-                where = ".".join(dotted.split(".")[:i]) or type(hf).__name__
-                raise UserError(f"--family-paths {dotted!r}: {where} has no child {name!r}; its children are "
-                                f"{', '.join(children) or 'none'}")
-            at = children[name]
-    tower, text = hf.get_submodule(vision), hf.get_submodule(language)
-    lists = [[n for n, m in part.named_children() if isinstance(m, nn.ModuleList) and len(m)] for part in (tower, text)]
-    for dotted, part, found in ((vision, tower, lists[0]), (language, text, lists[1])):
-        if not found:
-            children = ", ".join(n for n, _ in part.named_children())
-            raise UserError(f"--family-paths {dotted!r} has no list of blocks; its children are {children or 'none'}")
-    if not callable(getattr(hf.model, "get_image_features", None)):
-        raise UserError(f"--model {path!r}: {type(hf.model).__name__} has no get_image_features, by which images enter "
-                        "the model")
-    mergers = tuple(n for n, _ in tower.named_children() if "merger" in n)
-    linear = {n.rsplit(".", 1)[-1] for n, m in getattr(text, lists[1][0]).named_modules() if isinstance(m, nn.Linear)}
-    return Family(type(hf).__name__, vision, language, mergers, lists[0][0], lists[1][0], tuple(sorted(linear)))
+    depend = "depend on the longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json"
+    need(rope not in ("dynamic", "longrope"), f"--model {path!r}: rotary embeddings of type {rope!r} {depend}")
 
 
 def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str] = ()) -> Family:
     """The row of the table; or, for other types, one made from --family-paths, checked on a model without weights."""
     if paths:
-        if len(paths) != 2:
-            raise UserError(f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
-        return _family_of_paths(type(config), config.to_json_string(use_diff=False), path, *paths)
-    if config.model_type not in FAMILIES:
-        raise UserError(f"--model {path!r} is of type {config.model_type!r}; supported: {', '.join(FAMILIES)}; any "
-                        "other that sees images as they do by --family-paths, where its tower and language model are")
+        need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
+        return _family_of_paths(config, path, *paths)
+    supported = f"{', '.join(FAMILIES)}; any other that sees images as they do by --family-paths TOWER LANGUAGE_MODEL"
+    need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: {supported}")
     return FAMILIES[config.model_type]
+
+
+def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: str, language: str) -> Family:
+    auto = transformers.AutoModelForImageTextToText
+    known = type(config) in auto._model_mapping
+    need(known, f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
+    with torch.device("meta"):  # its shape without its weights
+        hf = auto.from_config(copy.deepcopy(config))
+    takes_images = hasattr(hf.model, "get_image_features")
+    need(takes_images, f"--model {path!r}: {type(hf.model).__name__} has no get_image_features")
+    blocks: dict[str, str] = {}  # by dotted path of a part, the name of its list of blocks
+    for name, module in hf.named_modules():
+        part, _, last = name.rpartition(".")
+        if isinstance(module, nn.ModuleList) and len(module):
+            blocks.setdefault(part, last)
+    for dotted in (vision, language):
+        there = f"no list of blocks there; there are in {', '.join(list(blocks)[:4])}"
+        need(dotted in blocks, f"--family-paths {dotted!r}: {there}")
+    mergers = tuple(name for name, _ in hf.get_submodule(vision).named_children() if "merger" in name)
+    inside = hf.get_submodule(f"{language}.{blocks[language]}").named_modules()
+    linear = {name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear)}
+    return Family(type(hf).__name__, vision, language, mergers, blocks[vision], blocks[language], tuple(sorted(linear)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,7 +196,7 @@ class ImageInput:
     """One image, ready for the vision tower. `key` identifies its content."""
 
     key: str
-    pixel_values: torch.Tensor  # (patches, patch dim)
+    pixel_values: Tensor  # (patches, patch dim)
     grid_thw: tuple[int, int, int]  # in patches
     n_tokens: int  # image tokens of the language model
 
@@ -223,42 +206,28 @@ class Processor:
     torchvision; expanding <|image_pad|> is all that it would add here."""
 
     def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None):
-        try:
+        with _opening(path, "cannot load its tokenizer and image processor"):
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as e:
-            raise UserError(f"--model {path!r}: {_why(e, 'cannot load its tokenizer and image processor')}") from e
-        size = dict(self.image_processor.size)
-        if min_pixels is not None:
-            size["shortest_edge"] = min_pixels
-        if max_pixels is not None:
-            size["longest_edge"] = max_pixels
-        if size["shortest_edge"] < 1 or size["longest_edge"] < 1:
-            raise UserError(f"--min-pixels {min_pixels} and --max-pixels {max_pixels} must be at least 1")
-        if size["shortest_edge"] > size["longest_edge"]:
-            raise UserError(
-                f"--min-pixels {size['shortest_edge']} is over --max-pixels {size['longest_edge']}; a image cannot "
-                "meet both"
-            )
+        given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        size = dict(self.image_processor.size) | {name: n for name, n in given.items() if n is not None}
+        least, most = size["shortest_edge"], size["longest_edge"]
+        need(1 <= least <= most, f"--min-pixels {least} is over --max-pixels {most}, or less than 1")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
-        if self.tokenizer.chat_template is None:
-            raise UserError(f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned "
-                            "checkpoint")
-        ids = self.tokenizer.convert_tokens_to_ids
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        family = FAMILIES.get(config.model_type, Family(""))
-        placeholders = [getattr(config, name, None) for name in family.placeholders]
+        need(self.tokenizer.chat_template is not None,
+             f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
+        placeholders = [getattr(config, name, None) for name in PLACEHOLDERS]
         self.image_token_id = placeholders[0]
-        if self.image_token_id is None:
-            raise UserError(f"--model {path!r}: its config names no image_token_id, the token that an image's features "
-                            "replace")
+        need(self.image_token_id is not None, f"--model {path!r}: its config names no image_token_id")
         eos = generation_eos(path) or self.tokenizer.eos_token_id
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-        self.banned_ids = sorted({i for i in [*placeholders, *map(ids, VISION_TOKENS)] if i is not None})
+        banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
+        self.banned_ids = sorted({i for i in banned if i is not None})
 
-    def banned(self, vocab_size: int) -> torch.Tensor:
+    def banned(self, vocab_size: int) -> Tensor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
@@ -287,7 +256,7 @@ class Processor:
         return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which the model sees a image."""
+        """(width, height) at which the model sees an image."""
         size = self.image_processor.size
         factor = self.image_processor.patch_size * self.merge_size
         height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
@@ -300,24 +269,20 @@ class Processor:
         return image if image.size == size else image.resize(size, Image.Resampling(self.image_processor.resample))
 
     def image(self, key: str, image: Image.Image) -> ImageInput:
-        """Patches of a image, resized here if it was not yet."""
+        """Patches of an image, resized here if it was not yet."""
         out = self.image_processor(images=[self.resize(image)], return_tensors="pt", do_resize=False)
         t, h, w = out["image_grid_thw"][0].tolist()
         return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)
 
     def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
         """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
-        ids, left = [], list(images)
-        for token in self.render(messages):
-            if token != self.image_token_id:
-                ids.append(token)
-            elif not left:
-                raise UserError(f"prompt has more {IMAGE_MARK} marks or <|image_pad|> tokens than its {len(images)} "
-                                "images")
-            else:
-                ids.extend([token] * left.pop(0).n_tokens)
-        if left:
-            raise UserError(f"prompt has fewer {IMAGE_MARK} marks than its {len(images)} images")
+        rendered = self.render(messages)
+        n_marks = rendered.count(self.image_token_id)
+        told = f"{n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and {len(images)} images"
+        need(n_marks == len(images), f"prompt has {told}; there must be as many")
+        ids, following = [], iter(images)
+        for token in rendered:
+            ids += [token] * (next(following).n_tokens if token == self.image_token_id else 1)
         return ids
 
 
@@ -337,51 +302,36 @@ def load_processor(path: str, min_pixels: int | None = None, max_pixels: int | N
 # Positions and embeddings
 
 
-def mrope_positions(
-    ids: Sequence[int], grids: Sequence[tuple[int, int, int]], image_token: int, merge: int
-) -> torch.Tensor:
-    """M-RoPE positions (temporal, height, width) of tokens that start at position 0; (3, len(ids)) int64.
+def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], image_token: int, merge: int) -> Tensor:
+    """M-RoPE positions (temporal, height, width) of tokens that start at position 0; (3, len(ids)) int64. Of an
+    iterator of grids, it takes those of the images among them.
 
-    Text advances all three rows by one per token. A image spans its merged grid and advances them by the larger of
+    Text advances all three rows by one per token. An image spans its merged grid and advances them by the larger of
     its merged height and width.                                                       Qwen2-VL, arXiv:2409.12191
     """
-    columns, position, i, grids = [], 0, 0, list(grids)
-    while i < len(ids):
-        if ids[i] != image_token:
-            end = i
-            while end < len(ids) and ids[end] != image_token:
-                end += 1
-            columns.append(torch.arange(position, position + end - i).expand(3, -1))
-            position += end - i
-        else:
-            assert grids, "more image tokens than images"
-            t, h, w = grids.pop(0)
-            h, w = h // merge, w // merge
-            grid = torch.stack(torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij"))
-            columns.append(grid.reshape(3, -1) + position)
-            position += max(h, w)
-            end = i + t * h * w
-        i = end
-    assert not grids, "fewer image tokens than images"
-    return torch.cat(columns, dim=1) if columns else torch.zeros(3, 0, dtype=torch.long)
+    grids = iter(grids)
+    columns, position, at = [], 0, 0
+    while image_token in ids[at:]:
+        n_text = ids.index(image_token, at) - at
+        columns.append(torch.arange(n_text).expand(3, -1) + position)
+        position += n_text
+        t, h, w = next(grids)
+        h, w = h // merge, w // merge
+        columns.append(torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).t() + position)
+        position += max(h, w)
+        at += n_text + t * h * w
+    columns.append(torch.arange(len(ids) - at).expand(3, -1) + position)
+    return torch.cat(columns, dim=1)
 
 
-def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> torch.Tensor:
+def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
     """Positions of a micro-batch, (3, T): those of a run continue from the token before it, wherever that stands."""
-    ids = micro.ids_T.tolist()
-    images = iter(micro.images)
+    ids, grids = micro.ids_T.tolist(), iter([image.grid_thw for image in micro.images])
     positions = torch.empty(3, len(ids), dtype=torch.long)
     highest = torch.empty(len(ids), dtype=torch.long)  # position so far on the way from the root
-    stops = [start for start, _ in micro.runs[1:]] + [len(ids)]
-    for (start, before), stop in zip(micro.runs, stops, strict=True):
-        run, grids = ids[start:stop], []
-        left = run.count(image_token)
-        while left > 0:
-            image = next(images)
-            grids.append(image.grid_thw)
-            left -= image.n_tokens
+    for start, stop, before in micro.runs:
         first = int(highest[before]) + 1 if before >= 0 else 0
-        positions[:, start:stop] = mrope_positions(run, grids, image_token, merge) + first
+        positions[:, start:stop] = mrope_positions(ids[start:stop], grids, image_token, merge) + first
         highest[start:stop] = positions[:, start:stop].amax(dim=0).cummax(dim=0).values
     return positions
 
@@ -391,19 +341,14 @@ class VisionCache:
 
     def __init__(self, max_bytes: float):
         self.max_bytes, self.bytes = max_bytes, 0
-        self.entries: OrderedDict[str, tuple[torch.Tensor, ...]] = OrderedDict()
-        self.hits = self.misses = 0
+        self.entries: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
 
-    def get(self, key: str) -> tuple[torch.Tensor, ...] | None:
-        found = self.entries.get(key)
-        if found is None:
-            self.misses += 1
-        else:
-            self.hits += 1
+    def get(self, key: str) -> tuple[Tensor, ...] | None:
+        if key in self.entries:
             self.entries.move_to_end(key)
-        return found
+        return self.entries.get(key)
 
-    def put(self, key: str, layers: tuple[torch.Tensor, ...]) -> None:
+    def put(self, key: str, layers: tuple[Tensor, ...]) -> None:
         layers = tuple(layer.clone() for layer in layers)  # slices would keep the whole batch alive
         self.entries[key] = layers
         self.bytes += sum(layer.nbytes for layer in layers)
@@ -413,37 +358,31 @@ class VisionCache:
 
 def vision_features(
     hf: nn.Module, images: Sequence[ImageInput], cache: VisionCache | None = None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
-    layers_of: dict[str, tuple[torch.Tensor, ...]] = {}
-    missing: dict[str, ImageInput] = {}
-    for key, image in {image.key: image for image in images}.items():
-        found = cache.get(key) if cache else None
-        if found is None:
-            missing[key] = image
-        else:
-            layers_of[key] = found
-    if missing:
-        device = hf.get_input_embeddings().weight.device
-        # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or
-        # a resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
-        batches = [[image] for image in missing.values()] if cache else [list(missing.values())]
-        for batch in batches:
-            pixels = torch.cat([image.pixel_values for image in batch]).to(device)
-            grids = torch.tensor([image.grid_thw for image in batch], device=device)
-            out = hf.model.get_image_features(pixels, grids, return_dict=True)
-            layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-            sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
-            layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
-            for i, image in enumerate(batch):
-                layers_of[image.key] = tuple(layer[i] for layer in layers)
-                if cache:
-                    cache.put(image.key, layers_of[image.key])
+    unique = {image.key: image for image in images}
+    layers_of = {key: cache.get(key) if cache else None for key in unique}
+    missing = [image for key, image in unique.items() if layers_of[key] is None]
+    # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
+    # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
+    batches = [[image] for image in missing] if cache else [missing]
+    device = hf.get_input_embeddings().weight.device
+    for batch in batches:
+        pixels = torch.cat([image.pixel_values for image in batch]).to(device)
+        grids = torch.tensor([image.grid_thw for image in batch], device=device)
+        out = hf.model.get_image_features(pixels, grids, return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+        sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
+        layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
+        for i, image in enumerate(batch):
+            layers_of[image.key] = tuple(layer[i] for layer in layers)
+            if cache:
+                cache.put(image.key, layers_of[image.key])
     pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_of[image.key] for image in images), strict=True))
     return pooled, deep
 
 
-def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image_token: int) -> torch.Tensor:
+def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
     """Token embeddings with the images' features at their tokens. ids (B, T) -> (B, T, H)."""
     embeds = hf.get_input_embeddings()(ids)
     if features is None:
@@ -453,7 +392,7 @@ def embed(hf: nn.Module, ids: torch.Tensor, features: torch.Tensor | None, image
     return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
 
 
-def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> torch.Tensor:
+def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
     """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
     keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
     text_model = hf.get_submodule(hf.family.language)
@@ -463,17 +402,10 @@ def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, 
     types = set(getattr(text_model.config, "layer_types", None) or ())
     # Recurrent layers want to know which tokens are no padding; the last one sees all of those.
     masks = {t: mask[:, 0, -1] if t == "linear_attention" and plan is None else mask for t in types}
-    extra = {"deepstack_visual_embeds": list(deep), "visual_pos_masks": image_mask} if len(deep) else {}
-    out = text_model(
-        inputs_embeds=embeds,
-        position_ids=positions,
-        attention_mask=masks or mask,
-        past_key_values=cache,
-        use_cache=cache is not None,
-        **extra,
-        **({"plan": plan} if plan is not None else {}),
-    )
-    return out.last_hidden_state
+    inputs = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": masks or mask, "plan": plan}
+    if len(deep):
+        inputs |= {"deepstack_visual_embeds": list(deep), "visual_pos_masks": image_mask}
+    return text_model(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -483,25 +415,19 @@ def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, 
 class PolicyOutput(NamedTuple):
     """Of the K trained tokens of a micro-batch, fp32. With a loss, log-probabilities and entropies have no gradient."""
 
-    logp_K: torch.Tensor  # nats, of the token that was sampled, at the sampling temperature
-    entropy_K: torch.Tensor
-    loss: torch.Tensor | None = None  # of the micro-batch, differentiable
-    value_K: torch.Tensor | None = None  # expected return before each token, differentiable
+    logp_K: Tensor  # nats, of the token that was sampled, at the sampling temperature
+    entropy_K: Tensor
+    loss: Tensor | None = None  # of the micro-batch, differentiable
+    value_K: Tensor | None = None  # expected return before each token, differentiable
 
 
 class Policy(nn.Module):
     """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its trained tokens out;
-    with a value head also the expected return before each of them. The head starts at 0, and so do the values."""
+    with a value head also the expected return before each of them. The head starts at 0, and so do the values.
+    `attention` and `kernel` are --attn and --kernel as resolved, `cache` is a VisionCache."""
 
     def __init__(
-        self,
-        hf: nn.Module,
-        processor: Processor,
-        train_vision: str = "none",
-        attention: str = "sdpa",
-        cache: VisionCache | None = None,
-        kernel: str = "auto",
-        value_head: bool = False,
+        self, hf, processor, train_vision="none", attention="sdpa", cache=None, kernel="auto", value_head=False
     ):
         super().__init__()
         self.hf = hf
@@ -521,37 +447,23 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
-    def forward(
-        self,
-        micro: MicroBatch,
-        temperature: float = 1.0,
-        loss: Callable | None = None,
-        tokens: TokenBatch | None = None,
-    ) -> PolicyOutput:
-        """With a loss (a grpo.PolicyLoss, which reads `tokens`, the micro-batch's rows), the cheaper way to train: see
-        kernels.fused_policy_loss."""
+    def forward(self, micro: MicroBatch, temperature: float = 1.0, loss=None, tokens=None) -> PolicyOutput:
+        """With a loss (a grpo.PolicyLoss, which reads `tokens`, the TokenBatch's rows of the micro-batch), the cheaper
+        way to train: see kernels.fused_policy_loss."""
         hidden_KH = self.hidden(micro)
-        target_K = micro.target_K.to(hidden_KH.device)
         value_K = self.values(hidden_KH) if hasattr(self, "value_head") else None
-        return self.head(hidden_KH, target_K, temperature, loss, tokens)._replace(value_K=value_K)
+        out = self.head(hidden_KH, micro.target_K.to(hidden_KH.device), temperature, loss, tokens)
+        return out._replace(value_K=value_K)
 
-    def head(
-        self,
-        hidden_KH: torch.Tensor,
-        target_K: torch.Tensor,
-        temperature: float,
-        loss: Callable | None,
-        tokens: TokenBatch | None,
-    ) -> PolicyOutput:
-        """The policy head; with tensor parallelism each process does a share of the rows, see
-        parallel.tensor_parallel."""
+    def head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
+        """With tensor parallelism each process does a share of the rows, see parallel.tensor_parallel."""
         predicted = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
         if loss is None:
             return PolicyOutput(*linear_logprob(*predicted, temperature, self.banned, self.kernel))
         total, logp_K, entropy_K = fused_policy_loss(*predicted, loss, tokens, temperature, self.banned, self.kernel)
         return PolicyOutput(logp_K, entropy_K, total)
 
-    def hidden(self, micro: MicroBatch) -> torch.Tensor:
+    def hidden(self, micro: MicroBatch) -> Tensor:
         """The states that the trained tokens are predicted from, (K, H)."""
         positions = micro_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
@@ -567,7 +479,7 @@ class Policy(nn.Module):
         at = positions[:, None].to(embeds.device)
         return language_hidden(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[0, micro.source_K]
 
-    def _no_image(self) -> torch.Tensor:
+    def _no_image(self) -> Tensor:
         """0, by way of a tower that trains. Every rank must gather and reduce the tower's blocks, forward and backward:
         a micro-batch without images looks at a blank one, and gives the tower zeros. Through the embeddings, as images
         do: in a loss apart, the first language block of a model with adapters would have an input without gradient, and
@@ -577,11 +489,11 @@ class Policy(nn.Module):
         pooled, layers = vision_features(self.hf, [ImageInput("blank", patches, (1, m, m), 1)])
         return sum(layer.sum() for layer in (pooled, *layers)) * 0.0
 
-    def values(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+    def values(self, hidden_KH: Tensor) -> Tensor:
         """(K,) in fp32, whatever the model computes in: returns are regressed, and bfloat16 has three digits."""
         return hidden_KH.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
 
-    def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> torch.Tensor:
+    def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
         """Log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own positions and
         masks: none of what we do to pack, place and embed. What the self-test compares with."""
         device = self.banned.device
@@ -622,7 +534,7 @@ class Critic(Policy):
         if head is not self.hf.get_input_embeddings().weight:
             head.requires_grad_(False)  # never used
 
-    def forward(self, micro: MicroBatch) -> torch.Tensor:
+    def forward(self, micro: MicroBatch) -> Tensor:
         return self.values(self.hidden(micro))
 
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from errors import UserError
+from errors import need
 from utils import Context
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,27 +31,27 @@ class TokenBatch:
     """One row for each token that the policy produced, (N,) each, rollout by rollout. A column that was not computed is
     None: to use it is an error, and so is a name that is not here."""
 
-    rollout: torch.Tensor  # int64, index of its rollout in the batch
-    rollout_logps: torch.Tensor  # the engine's log-probabilities; this and the rest fp32
-    has_image: torch.Tensor  # 1 where the prompt has an image
-    weights: torch.Tensor | None = None  # see grpo.token_weights; 0: not trained on
-    old_logps: torch.Tensor | None = None  # the trainer's, under the weights before the update
-    ref_logps: torch.Tensor | None = None  # of the reference policy
-    values: torch.Tensor | None = None  # expected returns, under the weights before the update
-    advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+    rollout: Tensor  # int64, index of its rollout in the batch
+    rollout_logps: Tensor  # the engine's log-probabilities; this and the rest fp32
+    has_image: Tensor  # 1 where the prompt has an image
+    weights: Tensor | None = None  # see grpo.token_weights; 0: not trained on
+    old_logps: Tensor | None = None  # the trainer's, under the weights before the update
+    ref_logps: Tensor | None = None  # of the reference policy
+    values: Tensor | None = None  # expected returns, under the weights before the update
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenBatch":
         columns = (getattr(self, field.name) for field in fields(self))
         return TokenBatch(*(None if column is None else function(column) for column in columns))
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> "TokenBatch":
+    def __getitem__(self, rows: slice | Tensor) -> "TokenBatch":
         return self.map(lambda column: column[rows])
 
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def fill(self, name: str, rows: torch.Tensor, values: torch.Tensor | None) -> None:
+    def fill(self, name: str, rows: Tensor, values: Tensor | None) -> None:
         """Some rows of a column, made where it is not there; NaN where nothing was computed. None: nothing to fill."""
         if values is None:
             return
@@ -83,13 +84,13 @@ class MicroBatch:
     the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch.
     """
 
-    ids_T: torch.Tensor  # int64, as all here
-    end_T: torch.Tensor
-    runs: list[tuple[int, int]]  # unbroken stretches: (first position, position of the token before it; -1: none)
+    ids_T: Tensor  # int64, as all here
+    end_T: Tensor
+    runs: list[tuple[int, int, int]]  # unbroken stretches: (start, stop, position of the token before it; -1: none)
     images: list[Any]  # in the order of their tokens in ids_T
-    source_K: torch.Tensor
-    target_K: torch.Tensor
-    token_index_K: torch.Tensor
+    source_K: Tensor
+    target_K: Tensor
+    token_index_K: Tensor
 
     @property
     def n_tokens(self) -> int:
@@ -98,6 +99,10 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         moved = (x.to(device) for x in (self.source_K, self.target_K, self.token_index_K))
         return MicroBatch(self.ids_T.to(device), self.end_T.to(device), self.runs, self.images, *moved)
+
+
+NOTHING = torch.zeros(0, dtype=torch.long)
+IDLE = MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [], NOTHING, NOTHING, NOTHING)  # trains nothing
 
 
 @dataclass(eq=False)
@@ -118,7 +123,7 @@ class Batch:
         return sorted(uids)
 
 
-def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
+def dense_mask(end_T: Tensor) -> Tensor:
     """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
     against."""
     position_T = torch.arange(len(end_T), device=end_T.device)
@@ -153,20 +158,18 @@ class Packer:
         for i in range(len(rollouts)) if chosen is None else chosen:
             key = rollouts[i].prompt.uid if self.share else i
             groups.setdefault(key, []).append(_Input(rollouts[i], key, first_rows[i], self.image_token))
-        units = [unit for group in groups.values() for unit in self._split(group)]
+        units = list(chain.from_iterable(map(self._split, groups.values())))
         sizes = [size for _, size in units]
-        needed = bins_needed(sizes, self.max_tokens)
-        wanted = agree(needed)
-        bins: list[list[int]] = []
-        if units:
-            costs = sizes
-            if self.rates is not None:
-                costs = [rollouts_flops([one.rollout for one in inputs], self.rates) for inputs, _ in units]
-            bins = balance(costs, min(max(wanted, needed), len(units)), sizes=sizes, max_size=self.max_tokens)
+        wanted = agree(bins_needed(sizes, self.max_tokens))
+        if not units:
+            return [IDLE] * wanted
+        costs = sizes
+        if self.rates is not None:
+            costs = [rollouts_flops([one.rollout for one in inputs], self.rates) for inputs, _ in units]
         micros = []
-        for indices in bins:
-            micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in indices))))
-        return micros + [self._idle() for _ in range(wanted - len(micros))]
+        for chosen_units in balance(costs, min(wanted, len(units)), sizes=sizes, max_size=self.max_tokens):
+            micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in chosen_units))))
+        return micros + [IDLE] * (wanted - len(micros))
 
     def _split(self, group: list["_Input"]) -> list[tuple[list["_Input"], int]]:
         """Responses of a prompt in units of at most max_tokens tokens, with their sizes: a group over the budget
@@ -174,13 +177,10 @@ class Packer:
         units: list[tuple[list[_Input], int]] = []
         before: tuple[int, ...] = ()
         for one in sorted(group, key=lambda one: one.ids):
-            if len(one.ids) > self.max_tokens:
-                prompt, response = len(one.rollout.prompt.token_ids), len(one.rollout.response)
-                raise UserError(
-                    f"prompt {one.rollout.prompt.uid!r} of {prompt} tokens with a response of {response} needs "
-                    f"{len(one.ids)} tokens, over --micro-tokens {self.max_tokens}; raise that, or lower "
-                    "--max-prompt-tokens or --max-new-tokens"
-                )
+            prompt, response = one.rollout.prompt, one.rollout.response
+            told = f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens with a response of {len(response)} needs "
+            told += f"{len(one.ids)} tokens, over --micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens"
+            need(len(one.ids) <= self.max_tokens, told)
             new = len(one.ids) - common_prefix(before, one.ids)
             if units and units[-1][1] + new <= self.max_tokens:
                 units[-1] = (units[-1][0] + [one], units[-1][1] + new)
@@ -188,10 +188,6 @@ class Packer:
                 units.append(([one], len(one.ids)))
             before = one.ids
         return units
-
-    def _idle(self) -> MicroBatch:
-        nothing = torch.zeros(0, dtype=torch.long)
-        return MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
 
 
 class _Input:
@@ -209,25 +205,18 @@ class _Input:
         self.trained = [len(prompt.token_ids) + t for t, produced in enumerate(rollout.response_mask) if produced]
         assert self.trained and self.trained[0] > 0, f"response of {prompt.uid!r}: no token after the first is trained"
         ids = self.tokens[: self.trained[-1]]
+        n_tokens = [image.n_tokens for image in prompt.images]
+        misfit = f"response of {prompt.uid!r}: {ids.count(image_token)} image tokens, where its images have {n_tokens}"
+        if ids.count(image_token) != sum(n_tokens):
+            raise ValueError(f"{misfit}; was a placeholder sampled?")
         self.image_starts = []
-        at = 0
         for image in prompt.images:
-            at = ids.index(image_token, at) if image_token in ids[at:] else len(ids)
-            found = ids[at : at + image.n_tokens].count(image_token)
-            if found != image.n_tokens:
-                raise ValueError(
-                    f"response of {prompt.uid!r}: image {len(self.image_starts)} needs {image.n_tokens} image tokens "
-                    f"at token {at} of {len(ids)}, found {found}; prompt and images disagree"
-                )
+            start = ids.index(image_token)
             number = -1 - int.from_bytes(hashlib.sha1(image.key.encode()).digest()[:7])
-            ids[at : at + image.n_tokens] = [number] * image.n_tokens
-            self.image_starts.append(at)
-            at += image.n_tokens
+            ids[start : start + image.n_tokens] = [number] * image.n_tokens
+            self.image_starts.append(start)
         if image_token in ids:
-            raise ValueError(
-                f"response of {prompt.uid!r}: token {ids.index(image_token)} of {len(ids)} is an image token that none "
-                f"of its {len(prompt.images)} images accounts for; was a placeholder sampled?"
-            )
+            raise ValueError(f"{misfit}, but not image by image in unbroken stretches")
         self.ids = tuple(ids)
 
 
@@ -249,25 +238,22 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     Sorted, a response shares with all before it just what it shares with the last one: the tokens beyond the common
     beginning are appended, the others are where the last response has them.
     """
-    ids: list[int] = []
-    end: list[int] = []
-    runs: list[tuple[int, int]] = []
-    images: list[Any] = []
-    source: list[int] = []
-    target: list[int] = []
-    rows: list[int] = []
+    ids, end = [], []
+    runs, images = [], []
+    source, target, rows = [], [], []
     path: list[int] = []  # positions of the last response's inputs
     last: _Input | None = None
     for one in sorted(inputs, key=lambda one: (one.group, one.ids)):
         shared = common_prefix(last.ids, one.ids) if last is not None and last.group == one.group else 0
         for position in path[shared:]:  # what is not shared ends here
             end[position] = len(ids)
-        if shared < len(one.ids):
-            runs.append((len(ids), path[shared - 1] if shared else -1))
-            pairs = zip(one.rollout.prompt.images, one.image_starts, strict=True)
-            images += [image for image, start in pairs if start >= shared]
         new = one.tokens[shared : len(one.ids)]
-        path = path[:shared] + list(range(len(ids), len(ids) + len(new)))
+        positions = range(len(ids), len(ids) + len(new))
+        if new:
+            runs.append((positions.start, positions.stop, path[shared - 1] if shared else -1))
+        starts = zip(one.rollout.prompt.images, one.image_starts, strict=True)
+        images += [image for image, start in starts if start >= shared]
+        path = [*path[:shared], *positions]
         ids += new
         end += [0] * len(new)
         source += [path[t - 1] for t in one.trained]
@@ -276,8 +262,7 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
         last = one
     for position in path:
         end[position] = len(ids)
-    ids_T, end_T = (torch.tensor(x, dtype=torch.long) for x in (ids, end))
-    columns = (torch.tensor(x, dtype=torch.long) for x in (source, target, rows))
+    ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, source, target, rows))
     return MicroBatch(ids_T, end_T, runs, images, *columns)
 
 
@@ -296,12 +281,7 @@ PromptsOf = Callable[[list[str]], list[Any]]  # makes the prompts of examples, b
 
 
 def balance_over_ranks(
-    groups: dict[Any, list[Any]],
-    chosen: Sequence[Any],
-    minibatches: int,
-    rates: "FlopRates",
-    ctx: Context,
-    prompts_of: PromptsOf,
+    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, prompts_of: PromptsOf
 ) -> tuple[list[list[Any]], dict[str, float]]:
     """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
     after.
@@ -310,20 +290,18 @@ def balance_over_ranks(
     those to train on, of all processes. What travels is token ids and numbers: prompts and their images are made again,
     by uid, where they arrive. The processes of a tensor-parallel group get the same rollouts.
     """
-    wanted = set(chosen)
-    costs: dict[Any, float] = {}
-    sampled_by: dict[Any, int] = {}
-    for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(g, rates) for k, g in groups.items() if k in wanted})):
+    costs, sampled_by = {}, {}
+    for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(groups[k], rates) for k in chosen if k in groups})):
         costs |= theirs
         sampled_by |= dict.fromkeys(theirs, rank // ctx.tp)
     flops = [costs[key] for key in chosen]
     minibatch = [i % minibatches for i in range(len(chosen))]
     owner = assign_to_ranks(flops, minibatch, ctx.data_world)
-    mine = [key for key, rank in zip(chosen, owner, strict=True) if rank == ctx.data_rank]
-    stays = set(mine) if ctx.tp == 1 else set()
+    mine = {key: i % minibatches for i, key in enumerate(chosen) if owner[i] == ctx.data_rank}
     leaving = {}
-    for key in (groups.keys() & wanted) - stays:
-        leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None) for r in groups[key]]
+    for key in chosen:
+        if key in groups and (key not in mine or ctx.tp > 1):
+            leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None) for r in groups[key]]
     arrived: dict[Any, tuple[str, list[Any]]] = {}
     for theirs in ctx.gather(leaving):
         arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
@@ -331,9 +309,8 @@ def balance_over_ranks(
     for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
         groups = groups | {key: [replace(r, prompt=prompt) for r in rollouts]}
     split: list[list[Any]] = [[] for _ in range(minibatches)]
-    for key, rank, number in zip(chosen, owner, minibatch, strict=True):
-        if rank == ctx.data_rank:
-            split[number] += groups[key]
+    for key, number in mine.items():
+        split[number] += groups[key]
     return split, {
         "balance/sampled": heaviest(flops, [sampled_by[key] for key in chosen], minibatch, ctx.data_world),
         "balance/trained": heaviest(flops, owner, minibatch, ctx.data_world),

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from errors import UserError
+from errors import need
 
 ATTENTION = ("sdpa", "flex", "flash")
 
@@ -26,10 +26,8 @@ def resolve_attention(choice: str, device: torch.device) -> str:
     """Turn --attn auto|sdpa|flex|flash into the back end of the run; called once, at start-up."""
     if choice == "auto":
         return "flex" if device.type == "cuda" else "sdpa"
-    if choice not in ATTENTION:
-        raise UserError(f"--attn {choice!r}: known are auto, {', '.join(ATTENTION)}")
-    if choice != "sdpa" and device.type != "cuda":
-        raise UserError(f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
+    trains = choice == "sdpa" or device.type == "cuda"
+    need(trains, f"--attn {choice} trains on CUDA only, and there is no CUDA device; use --attn sdpa")
     return choice
 
 
@@ -42,18 +40,19 @@ class PackedAttention:
 
     `pieces` are lengths: the packed tokens are cut wherever a run starts or another run leaves it, so that the prefix
     of a run is a list of whole pieces. `prefixes` has, for each run, the pieces from the first token of its sequence to
-    its own end, and how many of them are its own. """
+    its own end, and how many of them are its own."""
 
     def __init__(self, backend: str, micro: Any):
         self.backend = backend
-        n = len(micro.end_T)
-        starts = [start for start, _ in micro.runs]
-        bounds = sorted({0, n, *starts, *(before + 1 for _, before in micro.runs)})
+        cuts: set[int] = set()
+        for start, stop, before in micro.runs:
+            cuts |= {start, stop, before + 1}
+        bounds = sorted(cuts)
         self.pieces = [b - a for a, b in pairwise(bounds)]
         piece_at = {a: i for i, a in enumerate(bounds)}
         prefix_to: dict[int, list[int]] = {-1: []}  # last position of a piece -> the pieces that lead through it
         self.prefixes: list[tuple[list[int], int]] = []
-        for (start, before), stop in zip(micro.runs, [*starts[1:], n], strict=True):
+        for start, stop, before in micro.runs:
             own = range(piece_at[start], piece_at[stop])
             for p in own:
                 prefix_to[bounds[p + 1] - 1] = [*prefix_to[before], *range(own[0], p + 1)]
@@ -63,10 +62,9 @@ class PackedAttention:
         elif backend == "flex":
             self.mask, self.padded = block_mask(micro.end_T)
         else:
-            assert all(before < 0 for _, before in micro.runs), "a shared prefix needs --attn flex or sdpa"
-            bounds_S = torch.tensor([*starts, n], dtype=torch.int32)
-            self.longest = int(bounds_S.diff().max())
-            self.cu_seqlens = bounds_S.to(micro.end_T.device)
+            assert all(before < 0 for _, _, before in micro.runs), "a shared prefix needs --attn flex or sdpa"
+            self.longest = max(self.pieces)
+            self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=micro.end_T.device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""

@@ -4,7 +4,6 @@ Reads and writes PEFT's adapter format.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, need
 from utils import derive_seed
 
 
@@ -32,17 +31,7 @@ class Lora:
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter. Its own weight keeps its name, so checkpoints and engines need not know."""
 
-    def adapt(self, rank: int, scale: float, seed: int = 0) -> None:
-        self.scale = scale
-        self.off = False
-        device = "cpu" if self.weight.is_meta else self.weight.device
-        drawn = torch.rand(rank, self.in_features, generator=torch.Generator().manual_seed(seed))
-        a = (drawn * 2 - 1) * self.in_features**-0.5
-        self.lora_A = nn.Parameter(a.to(device))  # fp32 whatever W is in; every rank draws the same
-        # zeros: the adapter starts as nothing
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if self.off:
             return out
@@ -53,22 +42,33 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
+def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
+    return {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def adapt(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
+    """Give a layer an adapter, in fp32 whatever the layer is in."""
+    layer.__class__ = LoraLinear
+    layer.scale, layer.off = scale, False
+    device = "cpu" if layer.weight.is_meta else layer.weight.device
+    layer.lora_A, layer.lora_B = (nn.Parameter(x.to(device, torch.float32, copy=True)) for x in (a, b))
+
+
 def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
-    """Adapters for the chosen layers, in place."""
+    """Adapters for the chosen layers, in place. They start as nothing: B is 0. Every rank draws the same."""
     family = hf.family
     text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
-    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
-    known = {name.rsplit(".", 1)[-1] for name in linear if name.startswith(text)}
-    missing = set(lora.targets) - known
-    if missing:
-        raise UserError(f"--lora-targets {' '.join(sorted(missing))}: no such linear layers; the language model's "
-                        "blocks have "
-                         f"{', '.join(sorted(known))}")
-    targets = set(lora.targets or family.lora_targets)
+    linear = linear_layers(hf)
+    known = {name.rpartition(".")[2] for name in linear if name.startswith(text)}
+    missing, there = " ".join(sorted(set(lora.targets) - known)), ", ".join(sorted(known))
+    need(not missing, f"--lora-targets {missing}: no such linear layers; the language model's blocks have {there}")
+    targets = lora.targets or family.lora_targets
     for name, layer in linear.items():
-        if (name.startswith(text) and name.rsplit(".", 1)[-1] in targets) or (lora.vision and name.startswith(tower)):
-            layer.__class__ = LoraLinear
-            layer.adapt(lora.rank, lora.alpha / lora.rank, derive_seed(lora.seed, "lora", name))
+        if (name.startswith(text) and name.rpartition(".")[2] in targets) or (lora.vision and name.startswith(tower)):
+            generator = torch.Generator().manual_seed(derive_seed(lora.seed, "lora", name))
+            drawn = torch.rand(lora.rank, layer.in_features, generator=generator)
+            a, b = (drawn * 2 - 1) * layer.in_features**-0.5, torch.zeros(layer.out_features, lora.rank)
+            adapt(layer, lora.alpha / lora.rank, a, b)
     return hf
 
 
@@ -105,66 +105,53 @@ def merge_lora(hf: nn.Module) -> nn.Module:
     return hf
 
 
+PREFIX = "base_model.model."  # of a layer's name in PEFT's files
+UNREAD = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")  # not plain
+
+
 def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
     """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub
     id."""
     layers = lora_layers(hf)
     first = next(iter(layers.values()))
     rank = first.lora_A.shape[0]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
-              "lora_alpha": first.scale * rank,
-              "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False,
-              "target_modules": list(layers)}  # in full: the tower's MLPs may be called like the language model's
-    tensors = {f"base_model.model.{name}.{ab}.weight": getattr(layer, ab).detach().float().contiguous()
-               for name, layer in layers.items() for ab in ("lora_A", "lora_B")}
+    made = {"base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0}
+    plain = {"bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False}
+    names = list(layers)  # in full: the tower's MLPs may be called like the language model's
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **made, **plain, "target_modules": names}
+    adapters = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" in name}
+    tensors = {f"{PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-# PEFT's settings of what this is not
-UNREAD = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
-
-
 def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
-    """A PEFT adapter put on the layers of its base, in place; ValueError where it is another base's, or no plain
+    """A PEFT adapter put on the layers of its base, in place; UserError where it is another base's, or no plain
     LoRA."""
     config = json.loads((folder / "adapter_config.json").read_text())
     recorded = config.get("base_model_name_or_path") or ""
-    if os.path.basename(recorded.rstrip("/")) != os.path.basename(base.rstrip("/")):  # folders move, names stay
-        raise UserError(f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
-    unread = [k for k in UNREAD if config.get(k)]
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or unread:
-        raise UserError(f"{folder}: peft_type {config.get('peft_type')!r}, bias {config.get('bias')!r}"
-                         f"{''.join(f', {k} {config[k]!r}' for k in unread)}: only plain LoRA is read; merge the "
-                         "adapter with peft")
-    tensors = read_safetensors(folder / "adapter_model.safetensors")
-    linear = {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-    names = {key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for key in tensors}
-    wanted = {f"base_model.model.{name}.{ab}.weight" for name in names for ab in ("lora_A", "lora_B")}
-    if wanted != set(tensors) or not names <= linear.keys():
-        odd = sorted([*(wanted ^ set(tensors)), *(names - linear.keys())])
-        raise UserError(f"{folder}: the adapter does not fit {base!r}: no such linear layer, or half an adapter: "
-                        f"{', '.join(odd[:3])}")
-    for name in sorted(names):
-        layer = linear[name]
-        a, b = (tensors[f"base_model.model.{name}.{ab}.weight"] for ab in ("lora_A", "lora_B"))
-        want = (config["r"], layer.in_features), (layer.out_features, config["r"])
-        if (tuple(a.shape), tuple(b.shape)) != want:
-            raise UserError(f"{folder}: the adapter does not fit {base!r}: {name} has A {tuple(a.shape)} and B "
-                            f"{tuple(b.shape)}, where "
-                             f"the base needs {want[0]} and {want[1]}")
-        layer.__class__ = LoraLinear
-        layer.adapt(config["r"], scale)
-        layer.lora_A.data.copy_(a)
-        layer.lora_B.data.copy_(b)
-    return hf
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file; a ValueError that names it where it is missing, cut short or damaged."""
+    same = Path(recorded).name == Path(base).name  # folders move, names stay
+    need(same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
+    kind = config.get("peft_type"), config.get("bias", "none"), *(key for key in UNREAD if config.get(key))
+    told = f"an adapter of kind {', '.join(map(str, kind))}: only plain LoRA is read; merge it with peft"
+    need(kind == ("LORA", "none"), f"{folder}: {told}")
+    path = folder / "adapter_model.safetensors"
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as e:
-        raise UserError(f"{path}: missing, truncated or no safetensors file ({e})") from e
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: missing, truncated or no safetensors file ({error})") from error
+    linear, rank = linear_layers(hf), config["r"]
+    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
+    shapes = {}
+    for name in names & linear.keys():
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    for key in sorted(shapes | found):
+        has, wants = found.get(key), shapes.get(key)
+        need(has == wants, f"{folder}: the adapter does not fit {base!r}: {key} has shape {has}, and {wants} is needed")
+    for name in sorted(names):
+        adapt(linear[name], scale, *(tensors[f"{PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
+    return hf

@@ -2,31 +2,28 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layers.attention import PackedAttention
 
 
+@dataclass(eq=False)
 class RecurrentState:
     """What a linear-attention layer keeps of the tokens before: inputs that its convolution still sees, (B, channels,
     width - 1), and its matrix, (B, heads, key dim, value dim). For transformers' layer it stands for the cache; unlike
     that one, nothing is written in place: several runs go on from one state, and gradients go back through it."""
 
+    width: int  # of the convolution
+    conv: Tensor | None = None
+    matrix: Tensor | None = None
     record_past = True  # transformers then joins kept inputs to new ones, which has a gradient, for one token too
 
-    def __init__(self, width: int, conv: torch.Tensor | None = None, matrix: torch.Tensor | None = None):
-        self.width = width
-        self.conv = conv
-        self.matrix = matrix
-
-    def copy(self) -> "RecurrentState":
-        return RecurrentState(self.width, self.conv, self.matrix)
-
-    def take(self, rows: torch.Tensor) -> "RecurrentState":
-        return RecurrentState(self.width, self.conv[rows], self.matrix[rows])
+    def take(self, rows: Tensor) -> "RecurrentState":
+        return replace(self, conv=self.conv[rows], matrix=self.matrix[rows])
 
     # What transformers' Cache has: layers by number, and states by number within a layer
     layers = property(lambda self: self)
@@ -39,19 +36,19 @@ class RecurrentState:
     def has_previous_state(self, *_, **__) -> bool:
         return self.matrix is not None
 
-    def update_conv_state(self, new: torch.Tensor, *_, **__) -> torch.Tensor:
+    def update_conv_state(self, new: Tensor, *_, **__) -> Tensor:
         if self.conv is None:  # the first tokens begin with zeros, so that all states are of one size
             self.conv = new.new_zeros(*new.shape[:2], self.width - 1)
         joined = torch.cat([self.conv, new], dim=2)
         self.conv = joined[:, :, joined.shape[2] - self.width + 1 :]
         return joined
 
-    def update_recurrent_state(self, matrix: torch.Tensor, *_, **__) -> torch.Tensor:
+    def update_recurrent_state(self, matrix: Tensor, *_, **__) -> Tensor:
         self.matrix = matrix
         return matrix
 
 
-def over_pieces(plan: PackedAttention, layer: Callable, hidden: torch.Tensor, width: int) -> torch.Tensor:
+def over_pieces(plan: PackedAttention, layer: Callable, hidden: Tensor, width: int) -> Tensor:
     """A recurrent layer over a micro-batch, (1, T, H) -> (1, T, H): each piece goes on from the state after the piece
     before it in its sequence, so a shared prefix is computed once. The pieces' number, not their length, costs time."""
     before = {}
@@ -60,7 +57,7 @@ def over_pieces(plan: PackedAttention, layer: Callable, hidden: torch.Tensor, wi
     states = {-1: RecurrentState(width)}
     out = []
     for i, piece in enumerate(hidden.split(plan.pieces, dim=1)):  # depth first: what comes before a piece is there
-        states[i] = states[before[i]].copy()
+        states[i] = replace(states[before[i]])
         out.append(layer(piece, cache_params=states[i]))
     return torch.cat(out, dim=1)
 

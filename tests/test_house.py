@@ -31,8 +31,8 @@ PLUG_INS = ("engines", "tasks")  # imported by name, inside functions
 NO_PLUG_INS = ("engines.choose", "engines.self_test")  # how an engine is started, and compared with the trainer
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 290, "errors.py": 45, "eval.py": 278, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 158,
-    "model.py": 500, "packing.py": 384, "prepare_data.py": 490, "reward.py": 200, "rollout.py": 268, "train.py": 370,
+    "demo.py": 290, "errors.py": 45, "eval.py": 278, "grpo.py": 412, "kernels.py": 383, "merge_lora.py": 158,
+    "model.py": 398, "packing.py": 355, "prepare_data.py": 490, "reward.py": 200, "rollout.py": 268, "train.py": 370,
     "settings.py": 95, "utils.py": 150,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()

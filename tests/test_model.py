@@ -196,15 +196,13 @@ def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, rollo
     torch.testing.assert_close(flex, dense, rtol=0, atol=2e-6)
 
 
-def test_back_ends_that_need_a_gpu_and_unknown_names_are_refused():
+def test_back_ends_that_need_a_gpu_are_refused():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_attention("auto", cpu) == "sdpa" and resolve_attention("auto", cuda) == "flex"
     for name in ("flash", "flex"):
         assert resolve_attention(name, cuda) == name
         with pytest.raises(ValueError, match=f"--attn {name} trains on CUDA only"):
             resolve_attention(name, cpu)
-    with pytest.raises(ValueError, match="--attn 'eager'"):
-        resolve_attention("eager", cpu)
 
 
 def test_flash_bounds_are_those_of_the_sequences(loaded, rollouts_of):
@@ -232,12 +230,12 @@ def test_cached_features_are_the_computed_ones_and_the_limit_holds(loaded, pictu
         size = (plain.nbytes + sum(d.nbytes for d in deep)) / 3
         cache = M.VisionCache(2.5 * size)
         cold = M.vision_features(hf, images, cache)
-        assert len(cache.entries) == 2 and cache.bytes <= 2.5 * size and (cache.hits, cache.misses) == (0, 3)
+        assert len(cache.entries) == 2 and cache.bytes <= 2.5 * size
         monkeypatch.setattr(hf.model, "get_image_features", None)  # a hit must not compute
         warm = M.vision_features(hf, images[1:], cache)
     assert torch.equal(cold[0], plain) and all(map(torch.equal, cold[1], deep))
     third = len(plain) // 3
-    assert torch.equal(warm[0], plain[third:]) and torch.equal(warm[1][0], deep[0][third:]) and cache.hits == 2
+    assert torch.equal(warm[0], plain[third:]) and torch.equal(warm[1][0], deep[0][third:])
     with pytest.raises(AssertionError, match="stale"):
         M.Policy(hf, processor, "all", cache=cache)
 
@@ -288,11 +286,11 @@ def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
 def test_marks_and_images_must_agree(loaded, picture):
     _, processor = loaded["qwen2_5_vl"]
     image = processor.image("a", picture(84, 84))
-    with pytest.raises(ValueError, match="more <image> marks"):
+    with pytest.raises(ValueError, match="2 <image> marks .* and 1 images"):
         processor.encode([{"role": "user", "content": "<image><image>?"}], [image])
-    with pytest.raises(ValueError, match="fewer <image> marks"):
+    with pytest.raises(ValueError, match="0 <image> marks .* and 1 images"):
         processor.encode([{"role": "user", "content": "?"}], [image])
-    with pytest.raises(ValueError, match="more <image> marks or"):  # a placeholder smuggled in as text
+    with pytest.raises(ValueError, match="2 <image> marks or"):  # a placeholder smuggled in as text
         processor.encode([{"role": "user", "content": "<image> <|image_pad|>"}], [image])
 
 
@@ -396,9 +394,9 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
             ((), "type 'qwen3_vl'; supported: qwen2_vl"),
             (good[:1], "--family-paths model.visual: give two"),
             ((good[0], "model.text.layers"),
-             "'model.text.layers': model has no child 'text'; its children are visual, language_model"),
-            ((good[0], "model.language_model.norm"), "has no list of blocks"),
-            (("visual", good[1]), "--family-paths 'visual': .* has no child 'visual'; its children are model, lm_head"),
+             "'model.text.layers': no list of blocks there; there are in model.visual, model.language_model"),
+            ((good[0], "model.language_model.norm"), "'model.language_model.norm': no list of blocks there"),
+            (("visual", good[1]), "--family-paths 'visual': no list of blocks there; there are in model.visual, "),
         ]:  # fmt: skip
             with pytest.raises(ValueError, match=words):
                 M.load_config(model, paths)
@@ -455,7 +453,7 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
     """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
     for change, match in (
-        (lambda text: text.update(sliding), "1 layers have sliding_attention .a window of 16 tokens"),
+        (lambda text: text.update(sliding), "has layers of sliding_attention, a window of 16 tokens"),
         (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'"),
     ):
         config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())

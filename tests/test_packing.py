@@ -96,7 +96,7 @@ def test_each_trained_token_has_just_its_context_once_within_the_cap(rollouts, c
         if not share:
             inputs = {id(r): max(trained(r)) for r, _ in (known[row] for row in m.token_index_K.tolist())}
             assert m.n_tokens == sum(inputs.values()), "each response has a prompt of its own"
-            assert all(before < 0 for _, before in m.runs)
+            assert all(before < 0 for _, _, before in m.runs)
     assert sorted(seen) == list(range(len(known)))
 
 
@@ -133,7 +133,7 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
         assert sorted(packed.tolist()) == list(range(len(rows(rollouts))))
         assert all(0 < m.n_tokens <= cap for m in micros)
     for m in more:
-        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([0], [1], [(0, -1)], [])
+        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([0], [1], [(0, 1, -1)], [])
     assert len(Packer(cap, IMAGE).pack([], agree=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
 
 
@@ -147,7 +147,7 @@ def test_a_group_is_as_small_as_a_trie(rollouts):
     [micro] = Packer(1000, IMAGE).pack(group)
     assert micro.n_tokens == len(prefixes)
     context = contexts(micro)
-    for start, before in micro.runs:
+    for start, _, before in micro.runs:
         assert context[start][:-1] == (context[before] if before >= 0 else [])
         assert start == 0 or before < start
 
@@ -163,8 +163,7 @@ def test_pieces_of_a_prefix_are_the_dense_masks_rows(rollouts):
     for length in plan.pieces:
         starts.append(starts[-1] + length)
     assert starts[-1] == micro.n_tokens
-    stops = [start for start, _ in micro.runs[1:]] + [micro.n_tokens]
-    for (start, _), stop, (prefix, own) in zip(micro.runs, stops, plan.prefixes, strict=True):
+    for (start, stop, _), (prefix, own) in zip(micro.runs, plan.prefixes, strict=True):
         keys = [t for piece in prefix for t in range(starts[piece], starts[piece + 1])]
         assert [t for piece in prefix[-own:] for t in range(starts[piece], starts[piece + 1])] == list(
             range(start, stop)
@@ -198,16 +197,18 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
     """As flash attention needs them: also where they meet in one micro-batch."""
     rollouts = [written("u", [1] * 10, [2, 3]) for _ in range(3)]
     [m] = Packer(99, IMAGE, share=False).pack(rollouts)
-    assert m.n_tokens == 33 and m.runs == [(0, -1), (11, -1), (22, -1)]
+    assert m.n_tokens == 33 and m.runs == [(0, 11, -1), (11, 22, -1), (22, 33, -1)]
 
 
 @pytest.mark.parametrize("prompt,response,images,error,match", [
     ([1] * 10, [2] * 15, [], UserError,
      r"prompt 'p' of 10 tokens with a response of 15 needs 24 tokens, over --micro-tokens 20"),
-    ([1, IMAGE], [2], [], ValueError, r"'p': token 1 of 2 is an image token that none of its 0 images accounts for"),
-    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': image 0 needs 2 image tokens at token 1 of 3, found 1"),
-    ([1, 2], [3], [image("x", 2)], ValueError, r"image 0 needs 2 image tokens at token 2 of 2, found 0"),
-    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"token 3 of 4 is an image token"),
+    ([1, IMAGE], [2], [], ValueError, r"'p': 1 image tokens, where its images have \[\]; was a placeholder sampled"),
+    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': 1 image tokens, where its images have \[2\]"),
+    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, where its images have \[2\]"),
+    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, where its images have \[2\]"),
+    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* have \[2\], but not image by image"),
+    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not image by image"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):

@@ -754,7 +754,7 @@ CASES = [
     (
         "good",
         {"--family-paths": "model.tower model.language_model"},
-        "model has no child 'tower'; its children are visual",
+        "'model.tower': no list of blocks there; there are in model.visual, model.language_model",
     ),
     (
         "good",
