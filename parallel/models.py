@@ -3,26 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import transformers
 
 from errors import UserError, need
 from grpo import Algorithm
 from layers.lora import AdaptersOff, add_lora
 from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_dtype
 from packing import Packer
+from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from parallel.sharding import (
-    copy_weights,
-    make_optimizer,
-    reshard,
-    same_tower,
-    set_learning_rate,
-    shard,
-)
-from parallel.tensor_parallel import check_tp
+from parallel.sharding import ParallelConfig, make_optimizer
 from rollout import Examples, Rollout, make_prompts
 from utils import Context, print0, setting
 
@@ -55,27 +46,6 @@ class OptimConfig:
         return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Parallelism"""
-
-    replicate: int = setting(1, "HSDP: shard within this many groups of processes (nodes), replicate across "
-                                "them", least=1)
-    tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
-    offload: str = setting("none", "keep in the CPU's memory (GPU only): the reference between uses, or all weights, "
-                           "gradients and optimizers", choices=("none", "reference", "all"))
-
-    def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
-        if world % self.replicate:
-            raise UserError(f"--replicate {self.replicate}: {world} processes do not divide into so many groups")
-        if world % (self.replicate * self.tp):
-            within = f" within each of --replicate {self.replicate}" if self.replicate > 1 else ""
-            raise UserError(f"--tp {self.tp}: {world} processes do not divide into groups of so many{within}")
-        if self.offload != "none" and not torch.cuda.is_available():
-            raise UserError(f"--offload {self.offload}: there is no GPU whose memory it could spare; leave it out")
-        check_tp(model, self.tp)
-
-
 @dataclass(eq=False)
 class Models:
     """`critic` is a separate one; a value head is part of the policy. `reference` may be the policy without
@@ -87,7 +57,8 @@ class Models:
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Policy | AdaptersOff | None = None
     dtype: torch.dtype = torch.float32  # of computation
-    saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds of each, by name
+    saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds: model and optimizer, by name
+    parts: list[str] = field(default_factory=list)  # saved_parts
 
     def each(self) -> Iterator[Policy]:
         """The models that have weights of their own."""
@@ -98,27 +69,26 @@ class Models:
     def reshard(self) -> None:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
         for model in self.each():
-            reshard(model)
+            sharding.reshard(model)
 
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""
         factor = optim.factor(step, steps)
-        vision_lr = None if optim.vision_lr is None else factor * optim.vision_lr
-        set_learning_rate(self.optimizer, factor * optim.lr, factor * optim.critic_lr, vision_lr)
+        sharding.set_learning_rates(self.optimizer, factor)
         if self.critic:
-            set_learning_rate(self.critic_optimizer, factor * optim.critic_lr)
+            sharding.set_learning_rates(self.critic_optimizer, factor)
         return factor * optim.lr
 
     def after_step(self, step: int, ref_every: int) -> None:
         """The reference becomes the policy, every so many steps."""
         if ref_every and step % ref_every == 0:
-            copy_weights(self.policy, self.reference)
+            sharding.copy_weights(self.policy, self.reference)
             self.reference.cache = self.policy.cache  # now of one tower
 
     def own_caches(self) -> None:
         """A model whose tower is not the policy's, in a run that once trained its tower, caches features of its own."""
         for model in self.each():
-            if model.cache is not None and not same_tower(self.policy, model):
+            if model.cache is not None and not sharding.same_tower(self.policy, model):
                 model.cache = VisionCache(self.policy.cache.max_bytes)
 
 
@@ -133,23 +103,24 @@ def build_models(
     cache = VisionCache(cfg.vision_cache_gb * 2**30) if cfg.vision_frozen and cfg.vision_cache_gb > 0 else None
     lora = cfg.lora(seed)
 
-    def build(kind: type[Policy], **more: Any) -> Policy:
+    def build(kind: type[Policy], **more: bool) -> Policy:
         hf = meta_hf(cfg.model, master, cfg.family_paths)
         if lora:
             add_lora(hf, lora)
         model = kind(hf, processor, cfg.train_vision, cfg.attn, cache, cfg.kernel, **more).train()
         if cfg.grad_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        place(model, offload=parallel.offload == "all")
-        return model
+        return place(model)
 
-    def place(model: Policy, **more: bool) -> None:
-        shard(model, ctx.device, dtype, replicate=parallel.replicate, tp=parallel.tp, **more)
+    def place(model: Policy, frozen: bool = False) -> Policy:
+        sharding.shard(model, ctx.device, dtype, parallel, frozen)
         load_sharded(model, cfg.model)
+        return model
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
     optimizer = make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
-    models = Models(policy, optimizer, dtype=dtype, saved={"policy": (policy, optimizer)})
+    models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(cfg, algo))
+    models.saved["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
         models.critic_optimizer = make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
@@ -158,8 +129,8 @@ def build_models(
         models.reference = AdaptersOff(policy)
     elif algo.needs_reference:
         hf = meta_hf(cfg.model, dtype, cfg.family_paths)
-        models.reference = Policy(hf, processor, "none", cfg.attn, cache, cfg.kernel).requires_grad_(False).eval()
-        place(models.reference, frozen=True, offload=parallel.offload != "none")
+        reference = Policy(hf, processor, "none", cfg.attn, cache, cfg.kernel).requires_grad_(False).eval()
+        models.reference = place(reference, frozen=True)
         if algo.ref_every:  # one that is never refreshed is --model, and is read from there
             models.saved["reference"] = models.reference, None
     return models
