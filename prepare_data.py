@@ -31,11 +31,11 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, writing
+from settings import REQUIRED, add_settings, setting
 from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.look import first_of, print_example, print_statistics, shown
 from sources.tables import SPLITS, Record, batch_records, csv_records, data_files, file_names, jsonl_records
-from utils import add_settings, setting
 
 MARK = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -84,6 +84,15 @@ class ReadingConfig:
     data_source: str | None = setting(None, "task of all rows, e.g. geo3k, whatever the rows themselves say")
     instruction: str = setting("", "text behind prompts that lack it; geo3k: the text of that task")
     bad_rows: str = setting("error", "what to do with unreadable rows", choices=("error", "skip"))
+
+
+@dataclass(frozen=True)
+class DataConfig(ReadingConfig):
+    """Data"""
+
+    data: str = setting(REQUIRED, "training parquet file(s), see prepare_data.py", metavar="FILE")
+    eval_data: str | None = setting(None, "parquet file(s) for evaluation during training", metavar="FILE")
+    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
 
 
 @dataclass(frozen=True)

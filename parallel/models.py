@@ -15,7 +15,8 @@ from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
 from parallel.sharding import ParallelConfig, make_optimizer
 from rollout import Examples, Rollout, make_prompts
-from utils import Context, print0, setting
+from settings import setting
+from utils import Context, print0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Models:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
         for model in self.each():
             sharding.reshard(model)
+
+    def zero_grad(self) -> None:
+        for model in self.each():
+            model.zero_grad(set_to_none=True)
 
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""
