@@ -22,7 +22,7 @@ from errors import need
 from layers.lora import lora_layers
 from model import Policy
 from parallel.tensor_parallel import check_tp, divide_blocks
-from utils import setting
+from settings import setting
 
 
 @dataclass(frozen=True)
