@@ -26,7 +26,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
-from errors import UserError, check_writable, writing
+from errors import UserError, check_writable, need, writing
 from layers.attention import register_attention
 from model import Policy, find_family, load_config, load_hf, prepare
 from parallel.sharding import local
@@ -84,11 +84,10 @@ def weight_files(path: str) -> list[Path]:
     cached = functools.partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     index = cached("model.safetensors.index.json")
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
-    files = {name: cached(name) for name in names}
-    missing = [name for name, file in files.items() if file is None]
-    if missing:
-        raise UserError(f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights)")
-    return [Path(file) for file in files.values()]
+    files = [cached(name) for name in names]
+    missing = [name for name, file in zip(names, files, strict=True) if file is None]
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} files of weights are missing: {missing[:3]}")
+    return [Path(file) for file in files]
 
 
 @contextmanager
@@ -128,42 +127,40 @@ def tensors_of(files: list[Path]) -> Iterator[Stored]:
 def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[str, list[Stored]]:
     """For each parameter, by name and shape, the tensors that it is made of. All files are checked; a UserError
     names what is damaged, missing or of another shape."""
-    files, converters, known, unused = weight_files(path), converters_of(hf), dict(hf.state_dict()), []
+    converters, known = converters_of(hf), dict(hf.state_dict())
     renamings = [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightRenaming)]
     found: dict[str, list[Stored]] = {name: [] for name in shapes}
-    for stored in tensors_of(files):
+    left = {name: math.prod(shape) for name, shape in shapes.items()}  # numbers of it that are still to be found
+    unused = []
+    for stored in tensors_of(weight_files(path)):
         name, pattern = rename_source_key(stored.key, renamings, converters, hf.base_model_prefix, known)
         if name in shapes:
             found[name].append(place(stored, name, shapes[name], pattern, converters))
+            left[name] -= math.prod(stored.shape)
         elif name not in known:
             unused.append(stored.key)
     if unused:
         print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
-    size = {name: sum(math.prod(stored.shape) for stored in parts) for name, parts in found.items()}
-    missing = [name for name, shape in shapes.items() if size[name] < math.prod(shape)]
-    if missing:
-        raise UserError(f"--model {path!r}: {len(missing)} tensors are in none of {', '.join(f.name for f in files)}, "
-                        f"or not all of them: {', '.join(missing[:3])}; fetch it again")
+    missing = [name for name, n in left.items() if n > 0]
+    need(not missing, f"--model {path!r}: {len(missing)} tensors are missing or not whole: {missing[:3]}; fetch it again")
     return found
 
 
 def place(stored: Stored, name: str, want: list[int], pattern: str | None, converters: list[WeightConverter]) -> Stored:
     """Where a tensor of a file belongs in its parameter, of shape `want`; UserError if it does not fit there. The
     pattern is that of the converter that its name matches."""
-    if stored.dtype not in FLOATS:
-        raise UserError(f"{stored.file}: {stored.key} is of dtype {stored.dtype}, not one of {', '.join(FLOATS)}: "
-                        f"quantised weights")
-    if stored.shape == want:
+    told, dtype, shape = f"{stored.file}: {stored.key}", stored.dtype, stored.shape
+    need(dtype in FLOATS, f"{told} is of dtype {dtype}, not one of {', '.join(FLOATS)}: quantised weights")
+    if shape == want:
         return stored
     if pattern and "*" in pattern:
         patterns = next(converter.source_patterns for converter in converters if pattern in converter.source_patterns)
         expert = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored.key)[1])
-        if expert < want[0] and stored.shape == [want[1] // len(patterns), *want[2:]]:
+        if expert < want[0] and shape == [want[1] // len(patterns), *want[2:]]:
             return replace(stored, expert=expert, part=patterns.index(pattern), n_parts=len(patterns))
-    elif pattern and stored.shape == [want[0], *want[:0:-1]]:
+    elif pattern and shape == [want[0], *want[:0:-1]]:
         return replace(stored, transposed=True)
-    raise UserError(f"{stored.file}: {stored.key} has shape {stored.shape}, the config asks {want} of {name}: files of "
-                    f"another model, or damaged; fetch them again with their config.json")
+    raise UserError(f"{told} has shape {shape}, the config asks {want} of {name}: not its files, or damaged ones")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,9 +187,9 @@ def load_sharded(policy: Policy, path: str) -> None:
             with opened(file) as tensors:
                 for stored in stored_there:
                     read_stored(stored, tensors, parameter.to_local(), offset)
-    if bad := find_bad(dict(hf.named_parameters())):
-        files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
-        raise UserError(f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged")
+    bad = find_bad(dict(hf.named_parameters()))
+    files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
+    need(not bad, f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged")
 
 
 def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset: Sequence[int]) -> None:
@@ -210,12 +207,12 @@ def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset:
 
 
 @torch.no_grad()
-def find_bad(tensors: dict[str, torch.Tensor], largest: float = LARGEST) -> str | None:
-    """The first tensor with a value that is NaN or above `largest`, whichever rank holds it; the same answer on all
-    of them."""
+def find_bad(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor with a value that is NaN or above LARGEST, or above fp32's largest in an optimizer's state,
+    whichever rank holds it; the same answer on all of them."""
     names, first = list(tensors), torch.tensor(len(tensors))
-    for i, tensor in enumerate(tensors.values()):
-        values = local(tensor)
+    for i, (name, tensor) in enumerate(tensors.items()):
+        values, largest = local(tensor), torch.finfo(torch.float32).max if "optimizer.state." in name else LARGEST
         # the norm is the largest absolute value, or NaN where there is one
         if values.numel() and not torch.linalg.vector_norm(values, math.inf).item() <= largest:
             first.fill_(i)

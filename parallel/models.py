@@ -1,8 +1,8 @@
 """What trains: policy, critic and reference with their optimizers, built without weights, sharded and filled."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_d
 from packing import Packer
 from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from parallel.sharding import ParallelConfig, make_optimizer
+from parallel.sharding import make_optimizer
 from rollout import Examples, Rollout, make_prompts
 from settings import setting
 from utils import Context, print0
@@ -61,11 +61,9 @@ class Models:
     saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds: model and optimizer, by name
     parts: list[str] = field(default_factory=list)  # saved_parts
 
-    def each(self) -> Iterator[Policy]:
+    def each(self) -> list[Policy]:
         """The models that have weights of their own."""
-        for model in (self.policy, self.critic, self.reference):
-            if isinstance(model, Policy):
-                yield model
+        return [model for model in (self.policy, self.critic, self.reference) if isinstance(model, Policy)]
 
     def reshard(self) -> None:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
@@ -79,9 +77,8 @@ class Models:
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""
         factor = optim.factor(step, steps)
-        sharding.set_learning_rates(self.optimizer, factor)
-        if self.critic:
-            sharding.set_learning_rates(self.critic_optimizer, factor)
+        for optimizer in filter(None, (self.optimizer, self.critic_optimizer)):
+            sharding.set_learning_rates(optimizer, factor)
         return factor * optim.lr
 
     def after_step(self, step: int, ref_every: int) -> None:
@@ -97,34 +94,34 @@ class Models:
                 model.cache = VisionCache(self.policy.cache.max_bytes)
 
 
-def build_models(
-    cfg: ModelConfig, algo: Algorithm, optim: OptimConfig, parallel: ParallelConfig, processor: Processor, ctx: Context,
-    seed: int,
-) -> Models:
-    """All that the algorithm needs, at the weights of --model."""
-    dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-    master = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.master_dtype]
+def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
+    """All that the algorithm of train.py's `cfg` needs, at the weights of --model."""
+    algo, optim = cfg.algo, cfg.optim
+    model, paths = cfg.model, cfg.model.family_paths
+    dtype = default_dtype(ctx.device) if model.dtype == "auto" else getattr(torch, model.dtype)
+    master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
     # One cache for engine and trainer: with the tower frozen both compute the same features
-    cache = VisionCache(cfg.vision_cache_gb * 2**30) if cfg.vision_frozen and cfg.vision_cache_gb > 0 else None
-    lora = cfg.lora(seed)
+    cached = model.vision_frozen and model.vision_cache_gb > 0
+    cache = VisionCache(model.vision_cache_gb * 2**30) if cached else None
+    lora = model.lora(cfg.run.seed)
+
+    def place(policy: Policy, frozen: bool = False) -> Policy:
+        sharding.shard(policy, ctx.device, dtype, cfg.parallel, frozen)
+        load_sharded(policy, model.model)
+        return policy
 
     def build(kind: type[Policy], **more: bool) -> Policy:
-        hf = meta_hf(cfg.model, master, cfg.family_paths)
+        hf = meta_hf(model.model, master, paths)
         if lora:
             add_lora(hf, lora)
-        model = kind(hf, processor, cfg.train_vision, cfg.attn, cache, cfg.kernel, **more).train()
-        if cfg.grad_checkpointing:
+        policy = kind(hf, processor, model.train_vision, model.attn, cache, model.kernel, **more).train()
+        if model.grad_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        return place(model)
-
-    def place(model: Policy, frozen: bool = False) -> Policy:
-        sharding.shard(model, ctx.device, dtype, parallel, frozen)
-        load_sharded(model, cfg.model)
-        return model
+        return place(policy)
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
     optimizer = make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
-    models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(cfg, algo))
+    models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(model, algo))
     models.saved["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
@@ -133,9 +130,8 @@ def build_models(
     if algo.needs_reference and lora:
         models.reference = AdaptersOff(policy)
     elif algo.needs_reference:
-        hf = meta_hf(cfg.model, dtype, cfg.family_paths)
-        reference = Policy(hf, processor, "none", cfg.attn, cache, cfg.kernel).requires_grad_(False).eval()
-        models.reference = place(reference, frozen=True)
+        reference = Policy(meta_hf(model.model, dtype, paths), processor, "none", model.attn, cache, model.kernel)
+        models.reference = place(reference.requires_grad_(False).eval(), frozen=True)
         if algo.ref_every:  # one that is never refreshed is --model, and is read from there
             models.saved["reference"] = models.reference, None
     return models
@@ -159,22 +155,18 @@ def probe_memory(
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
     longest = examples[examples.lengths.index(max(examples.lengths))]
     prompt = make_prompts([longest], processor)[0]
-    room = packer.max_tokens - len(prompt.token_ids)
-    rollouts = []
-    while room > 0:
-        n = min(max_new_tokens, room)
-        response = [len(rollouts) % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
-        rollouts.append(Rollout(prompt, len(rollouts), response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
-        room -= n
+    room, rollouts = packer.max_tokens - len(prompt.token_ids), []
+    for sample, taken in enumerate(range(0, room, max_new_tokens)):
+        n = min(max_new_tokens, room - taken)
+        response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
+        rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
     try:
         out = policy(micro, temperature)
         (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
-    except torch.OutOfMemoryError as e:
-        raise UserError(
-            f"--micro-tokens {packer.max_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this "
-            f"GPU's memory ({str(e).splitlines()[0]}); lower it, or turn on --grad-checkpointing"
-        ) from e
+    except torch.OutOfMemoryError as error:
+        why = f"a full micro-batch does not fit in this GPU's memory ({str(error).splitlines()[0]})"
+        raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; lower it, or --grad-checkpointing") from error
     policy.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30

@@ -31,17 +31,15 @@ class ParallelConfig:
 
     replicate: int = setting(1, "HSDP: shard within so many groups of processes (nodes), replicate across", least=1)
     tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
-    offload: str = setting("none", "keep in the CPU's memory (GPU only): the reference between uses, or all weights, "
-                           "gradients and optimizers", choices=("none", "reference", "all"))
+    offload: str = setting("none", "in the CPU's memory: the reference, or all weights, gradients and optimizers (GPU)",
+                           choices=("none", "reference", "all"))
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
-        need(world % self.replicate == 0,
-             f"--replicate {self.replicate}: {world} processes do not divide into so many groups")
-        need(world % (self.replicate * self.tp) == 0,
-             f"--tp {self.tp}: {world} processes do not divide into groups of so many in each of --replicate "
-             f"{self.replicate}")
-        need(self.offload == "none" or torch.cuda.is_available(),
-             f"--offload {self.offload}: there is no GPU whose memory it could spare; leave it out")
+        told = f"{world} processes do not divide into groups of so many"
+        need(world % self.replicate == 0, f"--replicate {self.replicate}: {told}")
+        need(world % (self.replicate * self.tp) == 0, f"--tp {self.tp}: {told} in each of --replicate {self.replicate}")
+        has_gpu = torch.cuda.is_available()
+        need(self.offload == "none" or has_gpu, f"--offload {self.offload}: there is no GPU to spare; leave it out")
         check_tp(model, self.tp)
 
 
