@@ -343,7 +343,7 @@ def main(cfg: Config) -> None:
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, max_new_tokens, temperature)
+        probe_memory(models.policy, train_set, packer, processor, max_new_tokens)
     engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:

@@ -7,11 +7,9 @@ over by --resume.
 """
 
 import errno
-import itertools
 import json
 import math
 import os
-import pathlib
 import pickle
 import re
 import shutil
@@ -21,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from pathlib import Path
+from itertools import chain, count
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -106,24 +104,16 @@ def read_trainer(checkpoint: Path) -> dict:
     return rest
 
 
-def run_file(checkpoint: Path) -> Path:
-    return checkpoint.resolve().parent.parent / "run.json"
-
-
 def run_args(checkpoint: Path) -> dict:
     """The arguments of a checkpoint's run; none where there is no run.json around it."""
-    file, remedy = run_file(checkpoint), "; remove it, and --resume goes on with the flags that are given"
+    file = checkpoint.resolve().parent.parent / "run.json"
+    remedy = "; remove it, and --resume goes on with the flags that are given"
     if not file.is_file():
         return {}
     args = read_json(file, remedy).get("args")
     need(isinstance(args, dict), f"{file}: damaged: it holds no args{remedy}")
     need("freeze_vision" not in args, f"{file}: of a run of an earlier version; go on with that, or export its weights")
     return args
-
-
-def model_config(args: dict) -> ModelConfig:
-    """The model of a run, by its settings as run.json has them."""
-    return read_settings(ModelConfig, args)
 
 
 def locate(path: str) -> tuple[str, Path | None, dict]:
@@ -138,9 +128,9 @@ def locate(path: str) -> tuple[str, Path | None, dict]:
         need(checkpoints, f"{path!r} is a run without a complete checkpoint; train past --save-every first")
         found = checkpoints[-1]
         args = run_args(found)
-        need(args, f"{path!r} is a checkpoint without its run: no {run_file(found)}")
+        need(args, f"{path!r} is a checkpoint without its run: no run.json two folders above {found}")
         base = args.get("model", path)
-    load_config(base, model_config(args | {"model": base}).family_paths)
+    load_config(base, read_settings(ModelConfig, args | {"model": base}).family_paths)
     return base, found, args
 
 
@@ -185,8 +175,7 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
     found = on_rank0(lambda: complete_checkpoints(path))
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
-        reason = damage(checkpoint)
-        if reason is None:
+        if not (reason := damage(checkpoint)):
             break
         wrong[checkpoint] = reason
     reasons = "; ".join(wrong.values())
@@ -198,7 +187,7 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
 
 
 def put_aside(checkpoint: Path) -> Path:
-    names = (f"damaged_{checkpoint.name}" + (f"_{i}" if i > 1 else "") for i in itertools.count(1))
+    names = (f"damaged_{checkpoint.name}" + (f"_{i}" if i > 1 else "") for i in count(1))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     with writing(checkpoint, f"--resume: {checkpoint} is damaged"):
         return checkpoint.rename(target)
@@ -332,7 +321,7 @@ def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: d
 
     try:
         on_rank0(prepare)
-        with _one_error():
+        with _one_error(temporary):
             dcp.save(state, storage_writer=_Writer(temporary))
         parts = [None] * dist.get_world_size()
         mine = [(file.name, checksum(file)) for file in temporary.glob(f"__{dist.get_rank()}_*")]
@@ -348,13 +337,18 @@ def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: d
 
 
 @contextmanager
-def _one_error() -> Iterator[None]:
+def _one_error(checkpoint: Path) -> Iterator[None]:
     """What some ranks met, the same on all of them; or, of what says nothing to a user, all with their tracebacks."""
     try:
         yield
-    except dcp.api.CheckpointException as failure:
-        told = [error for error, _ in failure.failures.values() if isinstance(error, UserError | OSError)]
-        raise (told[0] if told else failure) from failure
+    except dcp.CheckpointException as failure:
+        for error, _ in failure.failures.values():
+            if isinstance(error, UserError | OSError):
+                raise error from failure
+            forged = isinstance(error, pickle.UnpicklingError)  # of torch.load(weights_only=True)
+            named = re.findall(r"GLOBAL ([\w.]+)", str(error))
+            need(not forged, f"{checkpoint}: a tensor of it names {named}: not run; forged or damaged")
+        raise
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,7 +363,7 @@ ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in RECORDS}
 ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 for _module in ("pathlib", "pathlib._local"):
-    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], pathlib.PurePath)
+    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], PurePath)
 
 
 # What comes of bytes that flipped, or were forged
@@ -389,8 +383,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run")
+        need((module, name) in ALLOWED, f"it names {module}.{name}, no part of a checkpoint: not run")
         return ALLOWED[module, name]
 
 
@@ -412,7 +405,7 @@ def read_metadata(checkpoint: Path) -> metadata.Metadata:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's read_metadata is pickle.load."""
+    """torch's own reads metadata with pickle.load."""
 
     def __init__(self, checkpoint: Path):
         super().__init__(checkpoint)
@@ -421,13 +414,6 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self) -> metadata.Metadata:
         return self.metadata
 
-    def read_data(self, plan, planner):
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:  # of torch.load(weights_only=True)
-            named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-            raise UserError(f"{self.path}: a tensor of it names {named}: not run; forged or damaged") from error
-
 
 def _load(state: dict[str, torch.Tensor], checkpoint: Path, **options) -> None:
     """Into the tensors themselves. What is no tensor torch would read with torch.load(weights_only=False)."""
@@ -435,7 +421,7 @@ def _load(state: dict[str, torch.Tensor], checkpoint: Path, **options) -> None:
     held = reader.metadata.state_dict_metadata
     programs = [name for name in state if isinstance(held.get(name), metadata.BytesStorageMetadata)]
     need(not programs, f"{checkpoint / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
-    with _one_error():
+    with _one_error(checkpoint):
         dcp.load(state, storage_reader=reader, **options)
 
 
@@ -453,7 +439,7 @@ def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = Tr
     merged or not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
     base, found, args = locate(path)
     found = intact(Path(path)) if args else found
-    cfg = model_config(args | {"model": base})
+    cfg = read_settings(ModelConfig, args | {"model": base})
     hf = load_hf(base, torch.float32 if found else dtype, cfg.family_paths)
     if args:
         if lora := cfg.lora(args.get("seed", 0)):

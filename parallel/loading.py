@@ -142,7 +142,7 @@ def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[
     if unused:
         print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
     missing = [name for name, n in left.items() if n > 0]
-    need(not missing, f"--model {path!r}: {len(missing)} tensors are missing or not whole: {missing[:3]}; fetch it again")
+    need(not missing, f"--model {path!r}: {len(missing)} tensors are missing or cut: {missing[:3]}; fetch it again")
     return found
 
 

@@ -33,8 +33,8 @@ class OptimConfig:
     micro_tokens: int = setting(8192, "most tokens in a micro-batch", least=1)
 
     def check(self, model: ModelConfig, steps: int) -> None:
-        need(self.vision_lr is None or not model.vision_frozen,
-             f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
+        idle = self.vision_lr is not None and model.vision_frozen
+        need(not idle, f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
         need(self.warmup_steps <= steps, f"--warmup-steps {self.warmup_steps} exceeds --steps {steps}")
 
     def factor(self, step: int, steps: int) -> float:
@@ -78,7 +78,8 @@ class Models:
         """The policy's, which it returns, the vision tower's and the critic's."""
         factor = optim.factor(step, steps)
         for optimizer in filter(None, (self.optimizer, self.critic_optimizer)):
-            sharding.set_learning_rates(optimizer, factor)
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group["peak"]
         return factor * optim.lr
 
     def after_step(self, step: int, ref_every: int) -> None:
@@ -139,18 +140,13 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
 
 def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
     """What a checkpoint holds besides the policy's own weights; what a resumed run must have, too."""
-    parts = {
-        "critic": algo.needs_values and algo.critic == "separate",
-        "reference": algo.ref_every > 0,
-        "value_head": algo.needs_values and algo.critic == "head",
-        f"lora_rank_{cfg.lora_rank}": cfg.lora_rank > 0,
-    }
-    return sorted(name for name, held in parts.items() if held)
+    parts = [{"head": "value_head", "separate": "critic"}[algo.critic]] if algo.needs_values else []
+    parts += ["reference"] if algo.ref_every else []
+    parts += [f"lora_rank_{cfg.lora_rank}"] if cfg.lora_rank else []
+    return sorted(parts)
 
 
-def probe_memory(
-    policy: Policy, examples: Examples, packer: Packer, processor: Processor, max_new_tokens: int, temperature: float
-) -> int:
+def probe_memory(policy: Policy, examples: Examples, packer: Packer, processor: Processor, max_new_tokens: int) -> int:
     """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
     longest = examples[examples.lengths.index(max(examples.lengths))]
@@ -162,7 +158,7 @@ def probe_memory(
         rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
     try:
-        out = policy(micro, temperature)
+        out = policy(micro)
         (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
     except torch.OutOfMemoryError as error:
         why = f"a full micro-batch does not fit in this GPU's memory ({str(error).splitlines()[0]})"

@@ -7,13 +7,13 @@ holds all of it.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -31,13 +31,11 @@ class ParallelConfig:
 
     replicate: int = setting(1, "HSDP: shard within so many groups of processes (nodes), replicate across", least=1)
     tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
-    offload: str = setting("none", "in the CPU's memory: the reference, or all weights, gradients and optimizers (GPU)",
-                           choices=("none", "reference", "all"))
+    offload: str = setting("none", "kept in the CPU's memory (GPU only)", choices=("none", "reference", "all"))
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
-        told = f"{world} processes do not divide into groups of so many"
-        need(world % self.replicate == 0, f"--replicate {self.replicate}: {told}")
-        need(world % (self.replicate * self.tp) == 0, f"--tp {self.tp}: {told} in each of --replicate {self.replicate}")
+        told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into groups of so many"
+        need(world % (self.replicate * self.tp) == 0, told)
         has_gpu = torch.cuda.is_available()
         need(self.offload == "none" or has_gpu, f"--offload {self.offload}: there is no GPU to spare; leave it out")
         check_tp(model, self.tp)
@@ -139,9 +137,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # Weights
 
 
-def full_parameters(
-    policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_parameters(policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple]:
     """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before
     it travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers
     that have one. All ranks must consume it together."""
@@ -169,20 +165,19 @@ def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
 @torch.no_grad()
 def copy_weights(source: Policy, target: Policy) -> None:
     """Weights of one model into another, shard by shard; both are sharded in the same way. A value head is left out."""
-    found = dict(source.hf.named_parameters())
-    for name, parameter in target.hf.named_parameters():
-        parameter.to_local().copy_(found[name].to_local())
+    for mine, theirs in zip(target.hf.parameters(), source.hf.parameters(), strict=True):
+        mine.to_local().copy_(theirs.to_local())
 
 
 @torch.no_grad()
 def same_tower(a: Policy, b: Policy) -> bool:
     """Are the vision towers of two models, sharded in the same way, equal on all ranks? Then they can share a cache
     of features."""
-    differ = torch.zeros((), dtype=torch.int32, device=a.banned.device)
-    for p, q in zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True):
-        differ |= not torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device))
-    dist.all_reduce(differ, dist.ReduceOp.MAX)
-    return not differ.item()
+    pairs = zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True)
+    equal = all(torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device)) for p, q in pairs)
+    everywhere = torch.tensor(equal, dtype=torch.int32, device=a.banned.device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -204,20 +199,10 @@ def make_optimizer(
             # operations on lists of tensors want all of a list on the same mesh
             layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
             groups.setdefault((peak, layout), []).append(p)
-    listed = [{"params": parameters, "peak": peak} for (peak, _), parameters in groups.items()]
+    listed = [{"params": parameters, "lr": peak, "peak": peak} for (peak, _), parameters in groups.items()]
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    optimizer = torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    for p in chain.from_iterable(groups.values()):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()  # at learning rate 0
-    optimizer.zero_grad(set_to_none=True)
+    optimizer = torch.optim.AdamW(listed, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    _init_optim_state(optimizer)  # a step without gradients, at learning rate 0
     for state in optimizer.state.values():
         state["step"].zero_()
-    set_learning_rates(optimizer)
     return optimizer
-
-
-def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
-    """This share of the peak of each group."""
-    for group in optimizer.param_groups:
-        group["lr"] = factor * group["peak"]

@@ -154,7 +154,7 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
     """Each process of the group computes log-probabilities, entropies and loss of some of the tokens, and all get
     all of them."""
     head = policy.head
-    size = dist.get_world_size(group)
+    size = group.size()
 
     def divided(hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:  # as Policy.head
         # Gradients of the head itself are those of some tokens, and are divided by the size of the group as those of
@@ -176,8 +176,7 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
 def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
     """Of n tokens, those of which this process computes the head; whole responses where the loss couples their
     tokens."""
-    rank = dist.get_rank(group)
-    size = dist.get_world_size(group)
+    rank, size = group.rank(), group.size()
     cuts = torch.arange(n + 1)
     if loss is not None and not loss.per_token:
         ends = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1

@@ -76,8 +76,7 @@ class Interrupt(threading.Thread):
 
     def check(self) -> None:
         """On all ranks at once: go on, or save and raise Interrupted."""
-        number = self.agreed()
-        if number:
+        if number := self.agreed():
             text = f"{signal.Signals(number).name}: {self.save()}"
             if self.timer:
                 self.timer.cancel()
