@@ -103,7 +103,7 @@ def opened(file: Path) -> Iterator[safe_open]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file, and what it is of a parameter: all of it, or one of the equal parts of one expert's rows."""
+    """A tensor of a file, and what it is of a parameter: all of it, or some rows of one of its experts."""
 
     file: Path
     key: str
@@ -111,8 +111,7 @@ class Stored:
     shape: list[int]
     transposed: bool = False  # the file has the last two axes the other way round
     expert: int | None = None
-    part: int = 0
-    n_parts: int = 1
+    row: int = 0  # of the expert's, the first that is here
 
 
 def tensors_of(files: list[Path]) -> Iterator[Stored]:
@@ -127,7 +126,8 @@ def tensors_of(files: list[Path]) -> Iterator[Stored]:
 def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[str, list[Stored]]:
     """For each parameter, by name and shape, the tensors that it is made of. All files are checked; a UserError
     names what is damaged, missing or of another shape."""
-    converters, known = converters_of(hf), dict(hf.state_dict())
+    converters = converters_of(hf)
+    known = dict(hf.state_dict())
     renamings = [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightRenaming)]
     found: dict[str, list[Stored]] = {name: [] for name in shapes}
     left = {name: math.prod(shape) for name, shape in shapes.items()}  # numbers of it that are still to be found
@@ -149,15 +149,16 @@ def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[
 def place(stored: Stored, name: str, want: list[int], pattern: str | None, converters: list[WeightConverter]) -> Stored:
     """Where a tensor of a file belongs in its parameter, of shape `want`; UserError if it does not fit there. The
     pattern is that of the converter that its name matches."""
-    told, dtype, shape = f"{stored.file}: {stored.key}", stored.dtype, stored.shape
-    need(dtype in FLOATS, f"{told} is of dtype {dtype}, not one of {', '.join(FLOATS)}: quantised weights")
+    told = f"{stored.file}: {stored.key}"
+    need(stored.dtype in FLOATS, f"{told} is of dtype {stored.dtype}, not {', '.join(FLOATS)}: quantised weights")
+    shape = stored.shape
     if shape == want:
         return stored
     if pattern and "*" in pattern:
         patterns = next(converter.source_patterns for converter in converters if pattern in converter.source_patterns)
         expert = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored.key)[1])
         if expert < want[0] and shape == [want[1] // len(patterns), *want[2:]]:
-            return replace(stored, expert=expert, part=patterns.index(pattern), n_parts=len(patterns))
+            return replace(stored, expert=expert, row=patterns.index(pattern) * shape[0])
     elif pattern and shape == [want[0], *want[:0:-1]]:
         return replace(stored, transposed=True)
     raise UserError(f"{told} has shape {shape}, the config asks {want} of {name}: not its files, or damaged ones")
@@ -200,7 +201,7 @@ def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset:
         if not 0 <= stored.expert - offset[0] < len(local):
             return
         expert = local[stored.expert - offset[0]]  # whole: a mixture is sharded by experts, and never divided
-        local, offset = expert.chunk(stored.n_parts)[stored.part], (0,) * expert.ndim
+        local, offset = expert[stored.row : stored.row + stored.shape[0]], (0,) * expert.ndim
     if local.numel():
         rows = tuple(slice(start, start + n) for start, n in zip(offset, local.shape, strict=True))
         local.copy_(tensors.get_slice(stored.key)[rows])
@@ -212,7 +213,8 @@ def find_bad(tensors: dict[str, torch.Tensor]) -> str | None:
     whichever rank holds it; the same answer on all of them."""
     names, first = list(tensors), torch.tensor(len(tensors))
     for i, (name, tensor) in enumerate(tensors.items()):
-        values, largest = local(tensor), torch.finfo(torch.float32).max if "optimizer.state." in name else LARGEST
+        values = local(tensor)
+        largest = torch.finfo(torch.float32).max if "optimizer.state." in name else LARGEST
         # the norm is the largest absolute value, or NaN where there is one
         if values.numel() and not torch.linalg.vector_norm(values, math.inf).item() <= largest:
             first.fill_(i)

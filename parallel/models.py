@@ -13,7 +13,6 @@ from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_d
 from packing import Packer
 from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from parallel.sharding import make_optimizer
 from rollout import Examples, Rollout, make_prompts
 from settings import setting
 from utils import Context, print0
@@ -121,12 +120,12 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
         return place(policy)
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
-    optimizer = make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
+    optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
     models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(model, algo))
     models.saved["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
-        models.critic_optimizer = make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
+        models.critic_optimizer = sharding.make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
         models.saved["critic"] = models.critic, models.critic_optimizer
     if algo.needs_reference and lora:
         models.reference = AdaptersOff(policy)
@@ -151,7 +150,8 @@ def probe_memory(policy: Policy, examples: Examples, packer: Packer, processor: 
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
     longest = examples[examples.lengths.index(max(examples.lengths))]
     prompt = make_prompts([longest], processor)[0]
-    room, rollouts = packer.max_tokens - len(prompt.token_ids), []
+    room = packer.max_tokens - len(prompt.token_ids)
+    rollouts = []
     for sample, taken in enumerate(range(0, room, max_new_tokens)):
         n = min(max_new_tokens, room - taken)
         response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
