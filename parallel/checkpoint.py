@@ -72,8 +72,7 @@ def complete_checkpoints(path: Path) -> list[Path]:
     """Those of a run, oldest first; of a checkpoint, itself."""
     if (path / "trainer.json").is_file():
         return [path]
-    last = path.glob("checkpoints/step_*/trainer.json")
-    found = [file.parent for file in last if step_of(file.parent) is not None]
+    found = [f.parent for f in path.glob("checkpoints/step_*/trainer.json") if step_of(f.parent) is not None]
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
@@ -99,8 +98,8 @@ def read_trainer(checkpoint: Path) -> dict:
     if {"files", "crc32"} & trainer.keys():  # else it is of an earlier version
         need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
     step = trainer.get("step")
-    named = step_of(checkpoint) in (None, step)
-    need(isinstance(step, int) and named, f"{file}: of step {step}, but the folder's name says another; rename it back")
+    named_so = isinstance(step, int) and step_of(checkpoint) in (None, step)
+    need(named_so, f"{file}: of step {step}, but the folder's name says another; rename it back")
     return rest
 
 
@@ -373,14 +372,12 @@ BROKEN = (pickle.PickleError, ValueError, TypeError, LookupError, AttributeError
 class _Unpickler(pickle._Unpickler):
     """Python's own, because the one in C cannot be kept from giving new attributes to a class (opcode BUILD)."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
-
     def load_build(self) -> None:
         if type(self.stack[-2]) not in RECORDS:
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint")
         super().load_build()
 
-    dispatch[pickle.BUILD[0]] = load_build
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> object:
         need((module, name) in ALLOWED, f"it names {module}.{name}, no part of a checkpoint: not run")

@@ -180,14 +180,13 @@ def load_sharded(policy: Policy, path: str) -> None:
     policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     if tied:  # each module has got a tensor of its own
         hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
-    for name, parameter in hf.named_parameters():
+    for name, p in hf.named_parameters():
         # Files are opened anew for each parameter: what was read stays in a process's memory as long as they are open
         for file, stored_there in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            _, offset = compute_local_shape_and_global_offset(waiting[name], mesh, placements)
+            _, offset = compute_local_shape_and_global_offset(waiting[name], p.device_mesh, p.placements)
             with opened(file) as tensors:
                 for stored in stored_there:
-                    read_stored(stored, tensors, parameter.to_local(), offset)
+                    read_stored(stored, tensors, p.to_local(), offset)
     bad = find_bad(dict(hf.named_parameters()))
     files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
     need(not bad, f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged")

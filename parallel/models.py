@@ -165,6 +165,6 @@ def probe_memory(policy: Policy, examples: Examples, packer: Packer, processor: 
         raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; lower it, or --grad-checkpointing") from error
     policy.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} GiB")
+        peak = torch.cuda.max_memory_allocated()
+        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak / 2**30:.1f} GiB")
     return micro.n_tokens

@@ -54,9 +54,8 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     for name, (was, now) in changes(run_args(start), settings).items():
         told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"
         need(name not in fixed, f"--resume {start}: other weights were trained there: {told}")
-    same = newest is None or newest.resolve() == start.resolve()
-    told = f"of --out {out}, which is {newest}; two histories must not mix: choose another --out"
-    need(same, f"--resume {resume} is not the newest checkpoint {told}")
+    ok = newest is None or newest.resolve() == start.resolve()
+    need(ok, f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
     return start
 
 

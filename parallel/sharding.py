@@ -36,8 +36,7 @@ class ParallelConfig:
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
         told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into groups of so many"
         need(world % (self.replicate * self.tp) == 0, told)
-        has_gpu = torch.cuda.is_available()
-        need(self.offload == "none" or has_gpu, f"--offload {self.offload}: there is no GPU to spare; leave it out")
+        need(self.offload == "none" or torch.cuda.is_available(), f"--offload {self.offload}: there is no GPU to spare")
         check_tp(model, self.tp)
 
 

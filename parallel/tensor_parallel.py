@@ -176,11 +176,10 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
 def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
     """Of n tokens, those of which this process computes the head; whole responses where the loss couples their
     tokens."""
-    rank, size = group.rank(), group.size()
     cuts = torch.arange(n + 1)
     if loss is not None and not loss.per_token:
         ends = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1
         cuts = torch.tensor([0, *ends.tolist(), n])
-    wanted = torch.tensor([n * rank // size, n * (rank + 1) // size])
+    wanted = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])
     start, stop = cuts[torch.searchsorted(cuts, wanted)].tolist()
     return slice(start, stop)
