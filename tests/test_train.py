@@ -748,7 +748,7 @@ CASES = [
         "the reference is the policy without its adapters",
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
-    ("good", {"--replicate": "2"}, "--replicate 2: 1 processes do not divide"),
+    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
     ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into groups of so many"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
