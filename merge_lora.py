@@ -22,8 +22,8 @@ from transformers.utils import cached_file
 
 from errors import UserError
 from layers.lora import lora_layers, merge_lora, write_adapter
-from model import Policy, Processor, load_hf
-from parallel.checkpoint import load_trained, locate, model_config
+from model import ModelConfig, Policy, Processor, load_hf
+from parallel.checkpoint import load_trained, locate
 from parallel.loading import check_new_folder, save_hf, whole_folder
 from rollout import written as written_response
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
@@ -94,7 +94,7 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     rounded = probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
-    written = load_hf(str(folder), paths=model_config({"model": base} | run).family_paths)
+    written = load_hf(str(folder), paths=read_settings(ModelConfig, {"model": base} | run).family_paths)
     check_weights(written, hf)
     reader = Processor(str(folder))
     if reader.image_processor.size != processor.image_processor.size:

@@ -35,16 +35,9 @@ from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, PromptsOf, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
-from parallel.models import (
-    Models,
-    OptimConfig,
-    ParallelConfig,
-    build_models,
-    probe_memory,
-    saved_parts,
-)
+from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
 from parallel.resume import Saver, changed_settings, find_start, resumed_settings
-from parallel.sharding import clip_gradients, full_parameters
+from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, Example, ReadingConfig
 from report.log import RunLog, Skipped, lock_folder
@@ -336,7 +329,7 @@ def main(cfg: Config) -> None:
     dist.barrier()
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
 
-    models = build_models(cfg.model, algo, cfg.optim, cfg.parallel, processor, ctx, cfg.run.seed)
+    models = build_models(cfg, processor, ctx)
     state = State(kl_coef=algo.kl_coef)
     if checkpoint:
         position = load_checkpoint(checkpoint, models.saved)
@@ -350,7 +343,7 @@ def main(cfg: Config) -> None:
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, max_new_tokens, temperature)
+        probe_memory(models.policy, train_set, packer, processor, max_new_tokens)
     engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:

@@ -40,7 +40,7 @@ import merge_lora  # noqa: E402
 import prepare_data  # noqa: E402
 import train  # noqa: E402
 from model import Policy  # noqa: E402
-from parallel.checkpoint import complete_checkpoints, differs, read_trainer, step_of  # noqa: E402
+from parallel.checkpoint import checksum, complete_checkpoints, read_trainer, step_of  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
 from report.log import Skipped, read_rows  # noqa: E402
 from utils import run_script  # noqa: E402
@@ -287,7 +287,7 @@ def verified(out: Path) -> bool:
     """Is there a checkpoint, and are all of them as they were written?"""
     found = complete_checkpoints(out)
     return bool(found) and not any(
-        differs(c / name, written) for c in found for name, written in read_trainer(c)["files"].items()
+        checksum(c / name) != written for c in found for name, written in read_trainer(c)["files"].items()
     )
 
 
@@ -799,7 +799,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
     with disk(toy, size + 4 * one) as place:
         out, filler = toy.begun(ranks, place), place / "filler"
         run = toy.train(out, ranks=ranks, before=fills).wait()
-        checks = one_line(run, "disk full", "bytes", "free") | {
+        checks = one_line(run, "no space left", "bytes", "free") | {
             "older checkpoints verify": verified(out) and newest(out) == BEGUN
         }
         checks |= (

@@ -7,10 +7,9 @@ over by --resume.
 """
 
 import errno
-import itertools
 import json
+import math
 import os
-import pathlib
 import pickle
 import re
 import shutil
@@ -19,18 +18,19 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeVar
+from functools import partial
+from itertools import chain, count
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import LoadItemType
 
-from errors import FULL, UserError, existing, free_bytes, writing
+from errors import CLOSED, FULL, UserError, existing, need, writing
 from layers.lora import add_lora, lora_layers, merge_lora, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
 from parallel.loading import BAD, find_bad
@@ -38,13 +38,12 @@ from parallel.sharding import reshard
 from settings import read_settings
 from utils import print0
 
-T = TypeVar("T")
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
 Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
 OVERHEAD = 2048  # bytes on disk of each process's part of a tensor, on top of its values
 
 
-def on_rank0(do: Callable[[], T]) -> T:
+def on_rank0(do: Callable[[], Any]) -> Any:
     """What rank 0 does to files, once: its result, or what went wrong with them, on all ranks."""
     done = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -69,22 +68,20 @@ def step_of(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete_checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    found = [path for path in (out / "checkpoints").glob("step_*") if step_of(path) is not None]
-    complete = [path for path in found if (path / "trainer.json").is_file()]
-    return sorted(complete, key=lambda path: (step_of(path), path.name))
+def complete_checkpoints(path: Path) -> list[Path]:
+    """Those of a run, oldest first; of a checkpoint, itself."""
+    if (path / "trainer.json").is_file():
+        return [path]
+    found = [f.parent for f in path.glob("checkpoints/step_*/trainer.json") if step_of(f.parent) is not None]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path, remedy: str = "") -> dict:
     try:
         found = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: empty, cut short or damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: damaged: it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: missing, empty, cut short or damaged ({error}){remedy}") from error
+    need(isinstance(found, dict), f"{file}: damaged: it holds no JSON object{remedy}")
     return found
 
 
@@ -98,58 +95,42 @@ def read_trainer(checkpoint: Path) -> dict:
     file = checkpoint / "trainer.json"
     trainer = read_json(file)
     rest = {key: value for key, value in trainer.items() if key != "crc32"}
-    if {"files", "crc32"} & trainer.keys() and file.read_text() != sealed(rest):
-        raise UserError(f"{file}: damaged: its checksum is not the one it was written with")
-    if not isinstance(trainer.get("step"), int) or step_of(checkpoint) not in (None, trainer["step"]):
-        raise UserError(
-            f"{file}: it is of step {trainer.get('step')}, but the folder's name says another; rename it back"
-        )
+    if {"files", "crc32"} & trainer.keys():  # else it is of an earlier version
+        need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
+    step = trainer.get("step")
+    named_so = isinstance(step, int) and step_of(checkpoint) in (None, step)
+    need(named_so, f"{file}: of step {step}, but the folder's name says another; rename it back")
     return rest
 
 
-def run_args(checkpoint: Path) -> dict | None:
-    """The arguments of a checkpoint's run; None where there is no run.json around it."""
+def run_args(checkpoint: Path) -> dict:
+    """The arguments of a checkpoint's run; none where there is no run.json around it."""
     file = checkpoint.resolve().parent.parent / "run.json"
+    remedy = "; remove it, and --resume goes on with the flags that are given"
     if not file.is_file():
-        return None
-    remedy = "It holds the run's flags: remove it, and --resume goes on with those that are given"
-    try:
-        args = read_json(file).get("args")
-    except UserError as error:
-        raise UserError(f"{error}. {remedy}") from error
-    if not isinstance(args, dict):
-        raise UserError(f"{file}: damaged: it holds no args. {remedy}")
-    if "freeze_vision" in args:
-        raise UserError(
-            f"{file}: of a run of an earlier version, whose settings had other names (--freeze-vision, for one); go on "
-            f"with that version, or start a new run from what its merge_lora.py exports"
-        )
+        return {}
+    args = read_json(file, remedy).get("args")
+    need(isinstance(args, dict), f"{file}: damaged: it holds no args{remedy}")
+    need("freeze_vision" not in args, f"{file}: of a run of an earlier version; go on with that, or export its weights")
     return args
 
 
-def model_config(args: dict) -> ModelConfig:
-    """The model of a run, by its settings as run.json has them."""
-    return read_settings(ModelConfig, args)
-
-
-def find_checkpoint(path: str) -> tuple[Path, dict] | None:
-    """For a run directory or one of its checkpoints: (checkpoint, the run's arguments). None for anything else."""
+def locate(path: str) -> tuple[str, Path | None, dict]:
+    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
+    checkpoint or adapter folder."""
     given = Path(path)
-    if (given / "trainer.json").is_file():
-        checkpoint = given
-    elif (given / "run.json").is_file():
-        complete = complete_checkpoints(given)
-        if not complete:
-            raise UserError(f"{path!r} is a run without a complete checkpoint; train past --save-every first")
-        checkpoint = complete[-1]
-    else:
-        return None
-    args = run_args(checkpoint)
-    if args is None:
-        raise UserError(
-            f"{path!r} is a checkpoint without its run: no {checkpoint.resolve().parent.parent / 'run.json'}"
-        )
-    return checkpoint, args
+    base, found, args = path, None, {}
+    if (given / "adapter_config.json").is_file():
+        base, found = read_json(given / "adapter_config.json").get("base_model_name_or_path") or "", given
+    elif (given / "trainer.json").is_file() or (given / "run.json").is_file():
+        checkpoints = complete_checkpoints(given)
+        need(checkpoints, f"{path!r} is a run without a complete checkpoint; train past --save-every first")
+        found = checkpoints[-1]
+        args = run_args(found)
+        need(args, f"{path!r} is a checkpoint without its run: no run.json two folders above {found}")
+        base = args.get("model", path)
+    load_config(base, read_settings(ModelConfig, args | {"model": base}).family_paths)
+    return base, found, args
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,31 +146,24 @@ def checksum(file: Path) -> list:
     return [size, f"{crc:08x}"]
 
 
-def differs(file: Path, written: list) -> str | None:
-    try:
-        found = checksum(file)
-    except OSError as error:
-        return f"{file}: cannot be read ({error.strerror})"
-    if found[0] != written[0]:
-        return f"{file}: {found[0]} bytes, where {written[0]} were written"
-    return None if found == written else f"{file}: damaged: its checksum is not the one it was written with"
-
-
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. Ranks share the reading, and all get the same answer."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    wrong = None
     try:
-        files = read_trainer(checkpoint).get("files")
-        if files is None:
+        written = read_trainer(checkpoint).get("files")
+        if written is None:
             print0(f"{checkpoint} was written without checksums, by an earlier version; it cannot be verified")
-        mine = sorted(files or {})[rank::world]
-        wrong = next(filter(None, (differs(checkpoint / name, files[name]) for name in mine)), None)
-    except UserError as error:
+        for name in sorted(written or {})[rank::world]:
+            file = checkpoint / name
+            found = checksum(file)
+            need(found == written[name], f"{file}: damaged: its size and checksum are {found}, not {written[name]}")
+    except (UserError, OSError) as error:
         wrong = str(error)
-    found = [wrong] * world
+    told = [wrong] * world
     if dist.is_initialized():
-        dist.all_gather_object(found, wrong)
-    return next(filter(None, found), None)
+        dist.all_gather_object(told, wrong)
+    return next(filter(None, told), None)
 
 
 def intact(path: Path, set_aside: bool = False) -> Path | None:
@@ -197,25 +171,22 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
 
     Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep
     nor a later start counts them."""
-    found = on_rank0(lambda: [path] if (path / "trainer.json").is_file() else complete_checkpoints(path))
+    found = on_rank0(lambda: complete_checkpoints(path))
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
-        reason = damage(checkpoint)
-        if reason is None:
+        if not (reason := damage(checkpoint)):
             break
         wrong[checkpoint] = reason
-    if found and len(wrong) == len(found):
-        raise UserError(
-            f"{path}: no intact checkpoint: {'; '.join(wrong.values())}. Restore these files, or use another"
-        )
-    names = on_rank0(lambda: [put_aside(checkpoint).name for checkpoint in wrong]) if set_aside else []
-    for i, reason in enumerate(wrong.values()):
-        print0(f"passed over: {reason}" + (f". The folder is now called {names[i]}" if set_aside else ""))
+    reasons = "; ".join(wrong.values())
+    need(not found or len(wrong) < len(found), f"{path}: no intact checkpoint: {reasons}; restore these files")
+    for damaged, reason in wrong.items():
+        renamed = f". The folder is now called {on_rank0(partial(put_aside, damaged)).name}" if set_aside else ""
+        print0(f"passed over: {reason}{renamed}")
     return checkpoint if found else None
 
 
 def put_aside(checkpoint: Path) -> Path:
-    names = (f"damaged_{checkpoint.name}" + (f"_{i}" if i > 1 else "") for i in itertools.count(1))
+    names = (f"damaged_{checkpoint.name}" + (f"_{i}" if i > 1 else "") for i in count(1))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     with writing(checkpoint, f"--resume: {checkpoint} is damaged"):
         return checkpoint.rename(target)
@@ -241,24 +212,15 @@ def _state(models: Models) -> dict[str, torch.Tensor]:
     return found
 
 
-def _find_bad(state: dict[str, torch.Tensor]) -> str | None:
-    """The first weight that no forward survives, or optimizer state that is not finite; on all ranks."""
-    of_optimizers = {name: tensor for name, tensor in state.items() if "optimizer" in name.split(".")[:2]}
-    weights = {name: tensor for name, tensor in state.items() if name not in of_optimizers}
-    return find_bad(weights) or find_bad(of_optimizers, torch.finfo(torch.float32).max)
-
-
-class _Writer(FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:  # torch's zip writer, closing a file that could not be written, hides why
             hidden: BaseException | None = error
-            while hidden is not None and not isinstance(hidden, OSError):
+            while hidden and not isinstance(hidden, OSError):
                 hidden = hidden.__context__
-            if hidden is None:
-                raise
-            raise hidden from None
+            raise (hidden or error) from None
 
 
 def sync(path: Path) -> None:
@@ -291,31 +253,22 @@ def _remove_leftovers(folder: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
-def _bytes_of(state: dict[str, torch.Tensor]) -> int:
-    """What it takes on disk, a little overestimated."""
-    return sum(tensor.numel() * tensor.element_size() + OVERHEAD * dist.get_world_size() for tensor in state.values())
-
-
-def _fits(needed: int, folder: Path) -> bool:
-    disk = shutil.disk_usage(existing(folder))
-    return needed <= disk.free or disk.total == 0  # 0: a file system that does not say
+def _room(out: Path, state: dict[str, torch.Tensor]) -> tuple[int, float]:
+    """(bytes that a checkpoint takes, a little overestimated; bytes that are free)"""
+    values = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    disk = shutil.disk_usage(existing(out))
+    free = disk.free if disk.total else math.inf  # 0: a file system that does not say
+    return values + OVERHEAD * len(state) * dist.get_world_size(), free
 
 
 def check_room(out: Path, keep: int, models: Models) -> None:
     """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a
     warning if it cannot hold `keep` and the one being written."""
-    needed = _bytes_of(_state(models))
-    free, missing = free_bytes(out), max(1, keep + 1 - len(complete_checkpoints(out)))
-    if not _fits(needed, out):
-        raise UserError(
-            f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some, or choose "
-            f"another folder"
-        )
-    if free < needed * missing:
-        print0(
-            f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints and the one being written need "
-            f"{needed * missing / 2**30:.3g} more"
-        )
+    needed, free = _room(out, _state(models))
+    need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some")
+    more = needed * max(1, keep + 1 - len(complete_checkpoints(out)))
+    if free < more:
+        print0(f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints need {more / 2**30:.3g} more")
 
 
 def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: dict | None = None) -> None:
@@ -327,39 +280,29 @@ def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: d
     seeded from (seed, purpose, step, ...).
     """
     final = out / "checkpoints" / f"step_{step:06d}"
-    temporary, rank = final.with_name("." + final.name), dist.get_rank()
+    temporary = final.with_name("." + final.name)
     state = _state(models)
-    needed = _bytes_of(state)
-    bad = _find_bad(state)
-    if bad:
-        good = on_rank0(lambda: complete_checkpoints(out))
-        remedy = f"Continue from {good[-1]} with --resume auto" if good else "There is no earlier one: start again"
-        raise UserError(
-            f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written. {remedy}, with a lower --lr or "
-            f"--max-grad-norm"
-        )
 
-    def disk_full() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
+    def remedy() -> str:
         earlier = complete_checkpoints(out)
-        older = f"{earlier[-1].name} is intact: go on with --resume auto" if earlier else "there is no earlier one"
-        raise UserError(
-            f"--out {out}: disk full: the checkpoint of step {step} needs {needed} bytes, "
-            f"{free_bytes(final.parent)} are free. Free some; {older}"
-        )
+        return f"go on from {earlier[-1]} with --resume auto" if earlier else "there is no earlier one: start again"
+
+    if bad := find_bad(state):
+        told = f"after step {step} {bad} {BAD}; no checkpoint was written; {on_rank0(remedy)}"
+        raise UserError(f"--out {out}: {told}, with a lower --lr or --max-grad-norm")
 
     def prepare() -> None:
-        with writing(out, f"--out {out}"):
-            final.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(final.parent, step)
-            if not _fits(needed, final.parent):
-                disk_full()
-            temporary.mkdir()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(final.parent, step)
+        needed, free = _room(out, state)
+        if needed > free:
+            raise OSError(errno.ENOSPC, "", temporary)
+        temporary.mkdir()
 
     def finish() -> None:
-        files[".metadata"] = checksum(temporary / ".metadata")
-        trainer = {"step": step, "world": dist.get_world_size(), "parts": contents(models), **(position or {})}
-        (temporary / "trainer.json").write_text(sealed(trainer | {"files": dict(sorted(files.items()))}))
+        files = dict(sorted([*chain.from_iterable(parts), (".metadata", checksum(temporary / ".metadata"))]))
+        trainer = {"step": step, "world": dist.get_world_size(), **(position or {}), "files": files}
+        (temporary / "trainer.json").write_text(sealed(trainer))
         sync(temporary / "trainer.json")
         sync(temporary)
         if final.exists():
@@ -370,40 +313,41 @@ def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: d
             if old != final:
                 _discard(old)
 
-    on_rank0(prepare)
+    def fail(error: OSError) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with writing(out, f"--out {out}: the checkpoint of step {step} needs {_room(out, state)[0]} bytes", remedy()):
+            raise error
+
     try:
-        with _one_error():
+        on_rank0(prepare)
+        with _one_error(temporary):
             dcp.save(state, storage_writer=_Writer(temporary))
-        everyone: list[dict] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, {file.name: checksum(file) for file in temporary.glob(f"__{rank}_*")})
-        files = dict(itertools.chain.from_iterable(theirs.items() for theirs in everyone))
+        parts = [None] * dist.get_world_size()
+        mine = [(file.name, checksum(file)) for file in temporary.glob(f"__{dist.get_rank()}_*")]
+        dist.all_gather_object(parts, mine)
         on_rank0(finish)
     except OSError as error:
-        if error.errno in FULL:  # the same on all ranks
-            on_rank0(disk_full)
-        with writing(out, f"--out {out}"):
-            raise
+        if error.errno in FULL + CLOSED:  # the same on all ranks
+            on_rank0(partial(fail, error))
+        raise
     finally:
-        if rank == 0:
+        if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def contents(models: Models) -> list[str]:
-    """What a checkpoint holds other than the policy itself, for --resume to compare."""
-    policy, _ = models["policy"]
-    ranks = {f"lora_rank_{layer.lora_A.shape[0]}" for layer in lora_layers(policy).values()}
-    heads = {"value_head"} if hasattr(policy, "value_head") else set()
-    return sorted((models.keys() - {"policy"}) | ranks | heads)
-
-
 @contextmanager
-def _one_error() -> Iterator[None]:
+def _one_error(checkpoint: Path) -> Iterator[None]:
     """What some ranks met, the same on all of them; or, of what says nothing to a user, all with their tracebacks."""
     try:
         yield
-    except CheckpointException as failure:
-        told = [error for error, _ in failure.failures.values() if isinstance(error, UserError | OSError)]
-        raise (told[0] if told else failure) from failure
+    except dcp.CheckpointException as failure:
+        for error, _ in failure.failures.values():
+            if isinstance(error, UserError | OSError):
+                raise error from failure
+            forged = isinstance(error, pickle.UnpicklingError)  # of torch.load(weights_only=True)
+            named = re.findall(r"GLOBAL ([\w.]+)", str(error))
+            need(not forged, f"{checkpoint}: a tensor of it names {named}: not run; forged or damaged")
+        raise
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -418,7 +362,7 @@ ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in RECORDS}
 ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 for _module in ("pathlib", "pathlib._local"):
-    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], pathlib.PurePath)
+    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], PurePath)
 
 
 # What comes of bytes that flipped, or were forged
@@ -428,18 +372,15 @@ BROKEN = (pickle.PickleError, ValueError, TypeError, LookupError, AttributeError
 class _Unpickler(pickle._Unpickler):
     """Python's own, because the one in C cannot be kept from giving new attributes to a class (opcode BUILD)."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
-
     def load_build(self) -> None:
         if type(self.stack[-2]) not in RECORDS:
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint")
         super().load_build()
 
-    dispatch[pickle.BUILD[0]] = load_build
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, no part of a checkpoint: not run")
+        need((module, name) in ALLOWED, f"it names {module}.{name}, no part of a checkpoint: not run")
         return ALLOWED[module, name]
 
 
@@ -449,103 +390,64 @@ def read_metadata(checkpoint: Path) -> metadata.Metadata:
     try:
         with open(file, "rb") as f:
             found = _Unpickler(f).load()
-        ends = [(info.relative_path, info.offset + info.length) for info in found.storage_data.values()]
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file; the checkpoint is not complete") from error
-    except BROKEN as error:
-        raise UserError(
-            f"{file}: {error} ({type(error).__name__}): forged or damaged; do not use this checkpoint"
-        ) from error
-    for name, end in ends:
-        if Path(name).name != name:
-            raise UserError(f"{file}: it names {name!r}, outside the checkpoint: forged; do not use it")
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size < end:
-            raise UserError(f"{checkpoint / name}: missing or cut short; restore it, or use another checkpoint")
+        for info in found.storage_data.values():
+            name, end = info.relative_path, info.offset + info.length
+            need(Path(name).name == name, f"it names {name!r}, outside the checkpoint")
+            whole = (checkpoint / name).is_file() and (checkpoint / name).stat().st_size >= end
+            need(whole, f"{checkpoint / name}: missing or cut short")
+    except (*BROKEN, OSError) as error:
+        told = f"{error} ({type(error).__name__})"
+        raise UserError(f"{file}: {told}: forged or damaged; restore it, or use another checkpoint") from error
     return found
 
 
-class _Reader(FileSystemReader):
-    """torch's read_metadata is pickle.load, and what is no tensor it reads with torch.load(weights_only=False)."""
+class _Reader(dcp.FileSystemReader):
+    """torch's own reads metadata with pickle.load."""
 
     def __init__(self, checkpoint: Path):
         super().__init__(checkpoint)
-        self.metadata, self.reading = read_metadata(checkpoint), checkpoint
+        self.metadata = read_metadata(checkpoint)
 
     def read_metadata(self) -> metadata.Metadata:
         return self.metadata
 
-    def _slice_file(self, file, info):
-        self.reading = self.path / info.relative_path
-        return super()._slice_file(file, info)
-
-    def read_data(self, plan, planner):
-        for item in plan.items:
-            if item.type != LoadItemType.TENSOR:
-                raise UserError(
-                    f"{self.path / '.metadata'}: {item.dest_index.fqn} is no tensor there, but an object that "
-                    f"runs what it likes when read: forged; do not use this checkpoint"
-                )
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:  # of torch.load(weights_only=True)
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            raise UserError(
-                f"{self.reading}: it names {named[1] if named else '?'}, no part of a tensor: not run; forged or "
-                f"damaged; do not use this checkpoint"
-            ) from error
-
 
 def _load(state: dict[str, torch.Tensor], checkpoint: Path, **options) -> None:
-    """Into the tensors themselves."""
-    with _one_error():
-        dcp.load(state, storage_reader=_Reader(checkpoint), **options)
+    """Into the tensors themselves. What is no tensor torch would read with torch.load(weights_only=False)."""
+    reader = _Reader(checkpoint)
+    held = reader.metadata.state_dict_metadata
+    programs = [name for name in state if isinstance(held.get(name), metadata.BytesStorageMetadata)]
+    need(not programs, f"{checkpoint / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
+    with _one_error(checkpoint):
+        dcp.load(state, storage_reader=reader, **options)
 
 
 def load_checkpoint(path: Path, models: Models) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
     state = _state(models)
     _load(state, path)
-    bad = _find_bad(state)
-    if bad:
-        raise UserError(
-            f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before it"
-        )
+    bad = find_bad(state)
+    need(not bad, f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before")
     return read_trainer(path)
-
-
-def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
-    checkpoint or adapter folder."""
-    if (Path(path) / "adapter_config.json").is_file():
-        base = read_json(Path(path) / "adapter_config.json").get("base_model_name_or_path") or ""
-        load_config(base)
-        return base, Path(path), {}
-    checkpoint, args = find_checkpoint(path) or (None, {})
-    base = args.get("model", path)
-    load_config(base, model_config(args | {"model": base}).family_paths)
-    return base, checkpoint, args
 
 
 def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
     """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters
     merged or not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
     base, found, args = locate(path)
-    found = intact(Path(path)) if found and args else found
-    cfg = model_config(args | {"model": base})
+    found = intact(Path(path)) if args else found
+    cfg = read_settings(ModelConfig, args | {"model": base})
     hf = load_hf(base, torch.float32 if found else dtype, cfg.family_paths)
-    lora = cfg.lora(args.get("seed", 0))
-    if found and not args:
-        read_adapter(hf, found, base)
-    elif found:
-        if lora:
+    if args:
+        if lora := cfg.lora(args.get("seed", 0)):
             add_lora(hf, lora)
         state = {f"model.hf.{name}": p.detach() for name, p in hf.named_parameters() if not lora or ".lora_" in name}
-        with warnings.catch_warnings():  # that there is no process group is the intent
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with warnings.catch_warnings(action="ignore"):  # that no process group takes part is the intent
             _load(state, found, no_dist=True)
+    elif found:
+        read_adapter(hf, found, base)
     hf.loaded_from = found or base
-    bad = find_bad(dict(hf.named_parameters()))
-    if bad:
-        adapted = ".lora_" in bad or not lora_layers(hf)  # else the base's own
-        raise UserError(f"{found if found and adapted else base}: {bad} {BAD}: damaged, or of a training that diverged")
+    bad = find_bad(dict(hf.named_parameters())) or ""
+    blamed = base if lora_layers(hf) and ".lora_" not in bad else hf.loaded_from  # for weights that no adapter changed
+    need(not bad, f"{blamed}: {bad} {BAD}: damaged, or of a training that diverged")
     return (merge_lora(hf) if merge else hf).to(dtype)

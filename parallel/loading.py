@@ -1,6 +1,7 @@
 """A model's files into shards, each process reading its own part of each tensor; and a model's folder out of a
 model."""
 
+import functools
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,15 +20,16 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
-from errors import UserError, check_writable, writing
+from errors import UserError, check_writable, need, writing
 from layers.attention import register_attention
 from model import Policy, find_family, load_config, load_hf, prepare
+from parallel.sharding import local
 from utils import print0
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights, as safetensors calls them
@@ -42,7 +44,7 @@ def meta_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     config = load_config(path, paths)
     family = find_family(config, path, paths)
     register_attention()
-    with _parameters_on_meta():
+    with register_module_parameter_registration_hook(on_meta):
         hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
     strange = [converter for converter in converters_of(hf) if not understood(converter)]
     if strange:
@@ -52,22 +54,10 @@ def meta_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     return prepare(hf, family)
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Parameters without memory; buffers, such as rotary frequencies, are no part of a checkpoint and are made for
     real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+    return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -91,15 +81,13 @@ def understood(converter: WeightConverter) -> bool:
 
 def weight_files(path: str) -> list[Path]:
     """The safetensors files of a model folder or hub id; a UserError for one that is missing."""
-    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    cached = functools.partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    index = cached("model.safetensors.index.json")
     names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
-    files = {name: cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names}
-    missing = [name for name, file in files.items() if file is None]
-    if missing:
-        raise UserError(
-            f"--model {path!r}: no {missing[0]} there ({len(missing)} of {len(names)} files of weights are missing)"
-        )
-    return [Path(file) for file in files.values()]
+    files = [cached(name) for name in names]
+    missing = [name for name, file in zip(names, files, strict=True) if file is None]
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} files of weights are missing: {missing[:3]}")
+    return [Path(file) for file in files]
 
 
 @contextmanager
@@ -115,72 +103,65 @@ def opened(file: Path) -> Iterator[safe_open]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file, and what it is of a parameter: all of it, or one of the equal parts of one expert's rows."""
+    """A tensor of a file, and what it is of a parameter: all of it, or some rows of one of its experts."""
 
     file: Path
     key: str
+    dtype: str
+    shape: list[int]
     transposed: bool = False  # the file has the last two axes the other way round
     expert: int | None = None
-    part: int = 0
-    n_parts: int = 1
+    row: int = 0  # of the expert's, the first that is here
+
+
+def tensors_of(files: list[Path]) -> Iterator[Stored]:
+    """By their headers; no tensor is read."""
+    for file in files:
+        with opened(file) as tensors:
+            for key in tensors.keys():
+                header = tensors.get_slice(key)
+                yield Stored(file, key, header.get_dtype(), header.get_shape())
 
 
 def find_stored(hf: nn.Module, path: str, shapes: dict[str, list[int]]) -> dict[str, list[Stored]]:
     """For each parameter, by name and shape, the tensors that it is made of. All files are checked; a UserError
     names what is damaged, missing or of another shape."""
-    files, converters, known = weight_files(path), converters_of(hf), dict(hf.state_dict())
+    converters = converters_of(hf)
+    known = dict(hf.state_dict())
     renamings = [transform for transform in get_model_conversion_mapping(hf) if isinstance(transform, WeightRenaming)]
     found: dict[str, list[Stored]] = {name: [] for name in shapes}
     left = {name: math.prod(shape) for name, shape in shapes.items()}  # numbers of it that are still to be found
     unused = []
-    for file in files:
-        with opened(file) as tensors:
-            for key in tensors.keys():
-                name, pattern = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
-                if name not in shapes:
-                    unused += [] if name in known else [key]
-                    continue
-                tensor = tensors.get_slice(key)
-                dtype, shape = tensor.get_dtype(), tensor.get_shape()
-                if dtype not in FLOATS:
-                    raise UserError(
-                        f"{file}: {key} is of dtype {dtype}, not one of {', '.join(FLOATS)}: quantised weights"
-                    )
-                stored = place(file, key, shape, shapes[name], pattern, converters)
-                if stored is None:
-                    raise UserError(
-                        f"{file}: {key} has shape {shape}, the config asks {shapes[name]} of {name}: files of another "
-                        f"model, or damaged; fetch them again with their config.json"
-                    )
-                found[name].append(stored)
-                left[name] -= math.prod(shape)
+    for stored in tensors_of(weight_files(path)):
+        name, pattern = rename_source_key(stored.key, renamings, converters, hf.base_model_prefix, known)
+        if name in shapes:
+            found[name].append(place(stored, name, shapes[name], pattern, converters))
+            left[name] -= math.prod(stored.shape)
+        elif name not in known:
+            unused.append(stored.key)
     if unused:
         print0(f"{path}: {len(unused)} tensors that the model has no place for are not read: {', '.join(unused[:3])}")
     missing = [name for name, n in left.items() if n > 0]
-    if missing:
-        names = ", ".join(file.name for file in files)
-        raise UserError(
-            f"--model {path!r}: {len(missing)} tensors are in none of {names}, or not all of them: "
-            f"{', '.join(missing[:3])}; fetch it again"
-        )
+    need(not missing, f"--model {path!r}: {len(missing)} tensors are missing or cut: {missing[:3]}; fetch it again")
     return found
 
 
-def place(
-    file: Path, key: str, shape: list[int], want: list[int], pattern: str | None, converters: list[WeightConverter]
-) -> Stored | None:
-    """Where a tensor of a file belongs in its parameter, of shape `want`; None if it does not fit there. The pattern
-    is that of the converter that its name matches."""
-    if pattern is not None and "*" in pattern:
-        patterns = next(converter.source_patterns for converter in converters if pattern in converter.source_patterns)
-        expert = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key)[1])
-        fits = expert < want[0] and shape == [want[1] // len(patterns), *want[2:]]
-        return Stored(file, key, expert=expert, part=patterns.index(pattern), n_parts=len(patterns)) if fits else None
+def place(stored: Stored, name: str, want: list[int], pattern: str | None, converters: list[WeightConverter]) -> Stored:
+    """Where a tensor of a file belongs in its parameter, of shape `want`; UserError if it does not fit there. The
+    pattern is that of the converter that its name matches."""
+    told = f"{stored.file}: {stored.key}"
+    need(stored.dtype in FLOATS, f"{told} is of dtype {stored.dtype}, not {', '.join(FLOATS)}: quantised weights")
+    shape = stored.shape
     if shape == want:
-        return Stored(file, key)
-    if pattern is not None and shape == [want[0], *want[:0:-1]]:
-        return Stored(file, key, transposed=True)
-    return None
+        return stored
+    if pattern and "*" in pattern:
+        patterns = next(converter.source_patterns for converter in converters if pattern in converter.source_patterns)
+        expert = int(re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored.key)[1])
+        if expert < want[0] and shape == [want[1] // len(patterns), *want[2:]]:
+            return replace(stored, expert=expert, row=patterns.index(pattern) * shape[0])
+    elif pattern and shape == [want[0], *want[:0:-1]]:
+        return replace(stored, transposed=True)
+    raise UserError(f"{told} has shape {shape}, the config asks {want} of {name}: not its files, or damaged ones")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,20 +180,16 @@ def load_sharded(policy: Policy, path: str) -> None:
     policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     if tied:  # each module has got a tensor of its own
         hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
-    for name, parameter in hf.named_parameters():
+    for name, p in hf.named_parameters():
         # Files are opened anew for each parameter: what was read stays in a process's memory as long as they are open
-        for file, tensors_of_file in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            _, offset = compute_local_shape_and_global_offset(waiting[name], mesh, placements)
+        for file, stored_there in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
+            _, offset = compute_local_shape_and_global_offset(waiting[name], p.device_mesh, p.placements)
             with opened(file) as tensors:
-                for stored in tensors_of_file:
-                    read_stored(stored, tensors, parameter.to_local(), offset)
+                for stored in stored_there:
+                    read_stored(stored, tensors, p.to_local(), offset)
     bad = find_bad(dict(hf.named_parameters()))
-    if bad:
-        files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
-        raise UserError(
-            f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged; fetch it again"
-        )
+    files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
+    need(not bad, f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged")
 
 
 def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset: Sequence[int]) -> None:
@@ -223,25 +200,22 @@ def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset:
         if not 0 <= stored.expert - offset[0] < len(local):
             return
         expert = local[stored.expert - offset[0]]  # whole: a mixture is sharded by experts, and never divided
-        local, offset = expert.chunk(stored.n_parts)[stored.part], (0,) * expert.ndim
+        local, offset = expert[stored.row : stored.row + stored.shape[0]], (0,) * expert.ndim
     if local.numel():
         rows = tuple(slice(start, start + n) for start, n in zip(offset, local.shape, strict=True))
         local.copy_(tensors.get_slice(stored.key)[rows])
 
 
 @torch.no_grad()
-def find_bad(tensors: dict[str, torch.Tensor], largest: float = LARGEST) -> str | None:
-    """The first tensor with a value that is NaN or above `largest`, whichever rank holds it; the same answer on all
-    of them."""
+def find_bad(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor with a value that is NaN or above LARGEST, or above fp32's largest in an optimizer's state,
+    whichever rank holds it; the same answer on all of them."""
     names, first = list(tensors), torch.tensor(len(tensors))
-    for i, tensor in enumerate(tensors.values()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # the largest absolute value, or NaN where there is one
-        if (
-            local.numel()
-            and local.is_floating_point()
-            and not torch.linalg.vector_norm(local, math.inf).item() <= largest
-        ):
+    for i, (name, tensor) in enumerate(tensors.items()):
+        values = local(tensor)
+        largest = torch.finfo(torch.float32).max if "optimizer.state." in name else LARGEST
+        # the norm is the largest absolute value, or NaN where there is one
+        if values.numel() and not torch.linalg.vector_norm(values, math.inf).item() <= largest:
             first.fill_(i)
             break
     if dist.is_initialized():
@@ -260,12 +234,11 @@ def save_hf(hf: nn.Module, folder: Path) -> None:
         config.dtype = hf.dtype  # transformers leaves the inner ones as they were read
     hf.save_pretrained(folder)
     transposes = [converter for converter in converters_of(hf) if type(converter.operations[0]).__name__ == "Transpose"]
-    names = tuple(pattern for converter in transposes for pattern in converter.source_patterns)
+    names = tuple(itertools.chain.from_iterable(converter.source_patterns for converter in transposes))
     for file in folder.glob("*.safetensors") if names else ():
         tensors = load_file(file)
-        tensors |= {
-            name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if name.endswith(names)
-        }
+        for name in filter(lambda name: name.endswith(names), tensors):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -287,12 +260,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
             try:
                 yield folder
             except SafetensorError as error:  # its own class also for what the system says
-                number = re.search(r"os error (\d+)", str(error))
-                if number is None:
-                    raise
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                if number := re.search(r"os error (\d+)", str(error)):
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise
             for file in folder.glob("*.safetensors"):  # written for their owner's eyes alone, unlike all others
                 shutil.copymode(next(folder.glob("*config.json")), file)
-            if out.exists():
-                out.rmdir()
             folder.rename(out)

@@ -1,28 +1,18 @@
 """What trains: policy, critic and reference with their optimizers, built without weights, sharded and filled."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 
 from errors import UserError, need
 from grpo import Algorithm
 from layers.lora import AdaptersOff, add_lora
 from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_dtype
 from packing import Packer
+from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from parallel.sharding import (
-    copy_weights,
-    make_optimizer,
-    reshard,
-    same_tower,
-    set_learning_rate,
-    shard,
-)
-from parallel.tensor_parallel import check_tp
 from rollout import Examples, Rollout, make_prompts
 from settings import setting
 from utils import Context, print0
@@ -42,8 +32,8 @@ class OptimConfig:
     micro_tokens: int = setting(8192, "most tokens in a micro-batch", least=1)
 
     def check(self, model: ModelConfig, steps: int) -> None:
-        need(self.vision_lr is None or not model.vision_frozen,
-             f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
+        idle = self.vision_lr is not None and model.vision_frozen
+        need(not idle, f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
         need(self.warmup_steps <= steps, f"--warmup-steps {self.warmup_steps} exceeds --steps {steps}")
 
     def factor(self, step: int, steps: int) -> float:
@@ -54,27 +44,6 @@ class OptimConfig:
             return 1.0
         progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Parallelism"""
-
-    replicate: int = setting(1, "HSDP: shard within this many groups of processes (nodes), replicate across "
-                                "them", least=1)
-    tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
-    offload: str = setting("none", "keep in the CPU's memory (GPU only): the reference between uses, or all weights, "
-                           "gradients and optimizers", choices=("none", "reference", "all"))
-
-    def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
-        if world % self.replicate:
-            raise UserError(f"--replicate {self.replicate}: {world} processes do not divide into so many groups")
-        if world % (self.replicate * self.tp):
-            within = f" within each of --replicate {self.replicate}" if self.replicate > 1 else ""
-            raise UserError(f"--tp {self.tp}: {world} processes do not divide into groups of so many{within}")
-        if self.offload != "none" and not torch.cuda.is_available():
-            raise UserError(f"--offload {self.offload}: there is no GPU whose memory it could spare; leave it out")
-        check_tp(model, self.tp)
 
 
 @dataclass(eq=False)
@@ -88,18 +57,17 @@ class Models:
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Policy | AdaptersOff | None = None
     dtype: torch.dtype = torch.float32  # of computation
-    saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds of each, by name
+    saved: dict[str, tuple] = field(default_factory=dict)  # what a checkpoint holds: model and optimizer, by name
+    parts: list[str] = field(default_factory=list)  # saved_parts
 
-    def each(self) -> Iterator[Policy]:
+    def each(self) -> list[Policy]:
         """The models that have weights of their own."""
-        for model in (self.policy, self.critic, self.reference):
-            if isinstance(model, Policy):
-                yield model
+        return [model for model in (self.policy, self.critic, self.reference) if isinstance(model, Policy)]
 
     def reshard(self) -> None:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
         for model in self.each():
-            reshard(model)
+            sharding.reshard(model)
 
     def zero_grad(self) -> None:
         for model in self.each():
@@ -108,63 +76,62 @@ class Models:
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""
         factor = optim.factor(step, steps)
-        vision_lr = None if optim.vision_lr is None else factor * optim.vision_lr
-        set_learning_rate(self.optimizer, factor * optim.lr, factor * optim.critic_lr, vision_lr)
-        if self.critic:
-            set_learning_rate(self.critic_optimizer, factor * optim.critic_lr)
+        for optimizer in filter(None, (self.optimizer, self.critic_optimizer)):
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group["peak"]
         return factor * optim.lr
 
     def after_step(self, step: int, ref_every: int) -> None:
         """The reference becomes the policy, every so many steps."""
         if ref_every and step % ref_every == 0:
-            copy_weights(self.policy, self.reference)
+            sharding.copy_weights(self.policy, self.reference)
             self.reference.cache = self.policy.cache  # now of one tower
 
     def own_caches(self) -> None:
         """A model whose tower is not the policy's, in a run that once trained its tower, caches features of its own."""
         for model in self.each():
-            if model.cache is not None and not same_tower(self.policy, model):
+            if model.cache is not None and not sharding.same_tower(self.policy, model):
                 model.cache = VisionCache(self.policy.cache.max_bytes)
 
 
-def build_models(
-    cfg: ModelConfig, algo: Algorithm, optim: OptimConfig, parallel: ParallelConfig, processor: Processor, ctx: Context,
-    seed: int,
-) -> Models:
-    """All that the algorithm needs, at the weights of --model."""
-    dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-    master = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.master_dtype]
+def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
+    """All that the algorithm of train.py's `cfg` needs, at the weights of --model."""
+    algo, optim = cfg.algo, cfg.optim
+    model, paths = cfg.model, cfg.model.family_paths
+    dtype = default_dtype(ctx.device) if model.dtype == "auto" else getattr(torch, model.dtype)
+    master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
     # One cache for engine and trainer: with the tower frozen both compute the same features
-    cache = VisionCache(cfg.vision_cache_gb * 2**30) if cfg.vision_frozen and cfg.vision_cache_gb > 0 else None
-    lora = cfg.lora(seed)
+    cached = model.vision_frozen and model.vision_cache_gb > 0
+    cache = VisionCache(model.vision_cache_gb * 2**30) if cached else None
+    lora = model.lora(cfg.run.seed)
 
-    def build(kind: type[Policy], **more: Any) -> Policy:
-        hf = meta_hf(cfg.model, master, cfg.family_paths)
+    def place(policy: Policy, frozen: bool = False) -> Policy:
+        sharding.shard(policy, ctx.device, dtype, cfg.parallel, frozen)
+        load_sharded(policy, model.model)
+        return policy
+
+    def build(kind: type[Policy], **more: bool) -> Policy:
+        hf = meta_hf(model.model, master, paths)
         if lora:
             add_lora(hf, lora)
-        model = kind(hf, processor, cfg.train_vision, cfg.attn, cache, cfg.kernel, **more).train()
-        if cfg.grad_checkpointing:
+        policy = kind(hf, processor, model.train_vision, model.attn, cache, model.kernel, **more).train()
+        if model.grad_checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        place(model, offload=parallel.offload == "all")
-        return model
-
-    def place(model: Policy, **more: bool) -> None:
-        shard(model, ctx.device, dtype, replicate=parallel.replicate, tp=parallel.tp, **more)
-        load_sharded(model, cfg.model)
+        return place(policy)
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
-    optimizer = make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
-    models = Models(policy, optimizer, dtype=dtype, saved={"policy": (policy, optimizer)})
+    optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
+    models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(model, algo))
+    models.saved["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
-        models.critic_optimizer = make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
+        models.critic_optimizer = sharding.make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
         models.saved["critic"] = models.critic, models.critic_optimizer
     if algo.needs_reference and lora:
         models.reference = AdaptersOff(policy)
     elif algo.needs_reference:
-        hf = meta_hf(cfg.model, dtype, cfg.family_paths)
-        models.reference = Policy(hf, processor, "none", cfg.attn, cache, cfg.kernel).requires_grad_(False).eval()
-        place(models.reference, frozen=True, offload=parallel.offload != "none")
+        reference = Policy(meta_hf(model.model, dtype, paths), processor, "none", model.attn, cache, model.kernel)
+        models.reference = place(reference.requires_grad_(False).eval(), frozen=True)
         if algo.ref_every:  # one that is never refreshed is --model, and is read from there
             models.saved["reference"] = models.reference, None
     return models
@@ -172,40 +139,32 @@ def build_models(
 
 def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
     """What a checkpoint holds besides the policy's own weights; what a resumed run must have, too."""
-    parts = {
-        "critic": algo.needs_values and algo.critic == "separate",
-        "reference": algo.ref_every > 0,
-        "value_head": algo.needs_values and algo.critic == "head",
-        f"lora_rank_{cfg.lora_rank}": cfg.lora_rank > 0,
-    }
-    return sorted(name for name, held in parts.items() if held)
+    parts = [{"head": "value_head", "separate": "critic"}[algo.critic]] if algo.needs_values else []
+    parts += ["reference"] if algo.ref_every else []
+    parts += [f"lora_rank_{cfg.lora_rank}"] if cfg.lora_rank else []
+    return sorted(parts)
 
 
-def probe_memory(
-    policy: Policy, examples: Examples, packer: Packer, processor: Processor, max_new_tokens: int, temperature: float
-) -> int:
+def probe_memory(policy: Policy, examples: Examples, packer: Packer, processor: Processor, max_new_tokens: int) -> int:
     """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
     longest = examples[examples.lengths.index(max(examples.lengths))]
     prompt = make_prompts([longest], processor)[0]
     room = packer.max_tokens - len(prompt.token_ids)
     rollouts = []
-    while room > 0:
-        n = min(max_new_tokens, room)
-        response = [len(rollouts) % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
-        rollouts.append(Rollout(prompt, len(rollouts), response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
-        room -= n
+    for sample, taken in enumerate(range(0, room, max_new_tokens)):
+        n = min(max_new_tokens, room - taken)
+        response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
+        rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
     try:
-        out = policy(micro, temperature)
+        out = policy(micro)
         (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
-    except torch.OutOfMemoryError as e:
-        raise UserError(
-            f"--micro-tokens {packer.max_tokens}: a full micro-batch of {micro.n_tokens} tokens does not fit in this "
-            f"GPU's memory ({str(e).splitlines()[0]}); lower it, or turn on --grad-checkpointing"
-        ) from e
+    except torch.OutOfMemoryError as error:
+        why = f"a full micro-batch does not fit in this GPU's memory ({str(error).splitlines()[0]})"
+        raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; lower it, or --grad-checkpointing") from error
     policy.zero_grad(set_to_none=True)
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} GiB")
+        peak = torch.cuda.max_memory_allocated()
+        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak / 2**30:.1f} GiB")
     return micro.n_tokens

@@ -6,37 +6,48 @@ holds all of it.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from errors import need
 from layers.lora import lora_layers
 from model import Policy
-from parallel.tensor_parallel import divide_blocks
+from parallel.tensor_parallel import check_tp, divide_blocks
+from settings import setting
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    replicate: int = setting(1, "HSDP: shard within so many groups of processes (nodes), replicate across", least=1)
+    tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
+    offload: str = setting("none", "kept in the CPU's memory (GPU only)", choices=("none", "reference", "all"))
+
+    def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
+        told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into groups of so many"
+        need(world % (self.replicate * self.tp) == 0, told)
+        need(self.offload == "none" or torch.cuda.is_available(), f"--offload {self.offload}: there is no GPU to spare")
+        check_tp(model, self.tp)
+
+
+PLAIN = ParallelConfig()
 
 
 def shard(
-    policy: Policy,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    frozen: bool = False,
-    offload: bool = False,
-    replicate: int = 1,
-    tp: int = 1,
+    policy: Policy, device: torch.device, dtype: torch.dtype, cfg: ParallelConfig = PLAIN, frozen: bool = False
 ) -> None:
     """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; also on one rank, so that
-    there is a single code path.
+    there is a single code path. It computes in `dtype`.
 
     Each language block is a unit of its own, and each block of a tower that trains. Everything else - embeddings, head,
     norms, a frozen tower, whose cache makes ranks differ in when they need it - is one unit that stays gathered between
@@ -50,38 +61,34 @@ def shard(
     divided by their number.
     """
     policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    n_shards, family = dist.get_world_size() // replicate, policy.hf.family
-    plain = {p.dtype for p in policy.parameters()} == {compute_dtype} == {torch.float32}
+    offload = cfg.offload == "all" or (frozen and cfg.offload == "reference")
+    policy.offloaded = offload and device.type == "cuda"
     # Gradients are reduced in fp32. Inputs stay as they are given: FSDP would round each float in them, the tokens'
     # numbers and the rotary tables of a tower included, and then no ratio is 1 on policy.
-    mixed = (
-        MixedPrecisionPolicy()
-        if plain
-        else MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
-    )
-    policy.offloaded = offload and device.type == "cuda"
-    common = {"mp_policy": mixed, "offload_policy": CPUOffloadPolicy() if policy.offloaded else OffloadPolicy()}
+    precision = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    waiting = fsdp.CPUOffloadPolicy() if policy.offloaded else fsdp.OffloadPolicy()
+    common = {"mp_policy": precision, "offload_policy": waiting}
+
+    family, n_shards = policy.hf.family, dist.get_world_size() // cfg.replicate
     blocks = policy.hf.get_submodule(f"{family.language}.{family.blocks}")
-    if len(blocks) == 0:
-        raise ValueError("shard: the language model has no blocks")
     units: list[nn.Module] = list(blocks)
-    if tp > 1:
-        mesh = _mesh(device, replicate, shard=n_shards // tp, tp=tp)
+    if cfg.tp > 1:
+        mesh = _mesh(device, cfg.replicate, shard=n_shards // cfg.tp, tp=cfg.tp)
         divided, units = divide_blocks(policy, blocks, mesh["tp"])
         for module in divided:
             fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], **common).set_gradient_divide_factor(1.0)
     if not policy.vision_frozen:
         units += policy.visual[0].get_submodule(family.vision_blocks)
-    mesh = _mesh(device, replicate, shard=n_shards)
+    mesh = _mesh(device, cfg.replicate, shard=n_shards)
     for unit in units:
-        fully_shard(unit, mesh=mesh, **common).set_gradient_divide_factor(float(tp))
-    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, **common).set_gradient_divide_factor(float(tp))
+        fully_shard(unit, mesh=mesh, **common).set_gradient_divide_factor(float(cfg.tp))
+    fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, **common).set_gradient_divide_factor(float(cfg.tp))
     # The loss is already divided by its global normaliser, so gradients are summed over ranks, not averaged. On gloo
     # both calls are needed, on every unit: the factor alone leaves the averaging to a reduce op that gloo lacks.
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(policy, "plain_logprobs")
+    fsdp.register_fsdp_forward_method(policy, "plain_logprobs")
 
 
 def _mesh(device: torch.device, replicate: int, **sizes: int) -> DeviceMesh:
@@ -110,17 +117,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
         if isinstance(gradient, DTensor):
             mesh = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             copies = math.prod(size for placement, size in mesh if placement.is_replicate())
-        square += torch.linalg.vector_norm(_local(gradient)).double() ** 2 / copies
+        square += torch.linalg.vector_norm(local(gradient)).double() ** 2 / copies
     dist.all_reduce(square)
     norm = square.sqrt().item()
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
         for gradient in gradients:
-            _local(gradient).mul_(factor)
+            local(gradient).mul_(factor)
     return norm
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -129,9 +136,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 # Weights
 
 
-def full_parameters(
-    policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def full_parameters(policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple]:
     """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before
     it travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers
     that have one. All ranks must consume it together."""
@@ -149,33 +154,29 @@ def full_parameters(
 
 def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Gathered from all ranks, without gradient, cast before it travels."""
-    tensor = parameter.detach()
-    tensor = tensor if dtype is None else tensor.to(dtype)
-    if not isinstance(tensor, DTensor):
-        return tensor
-    for i in range(tensor.device_mesh.ndim):  # first the shards of what tensor parallelism divides, then the whole
-        placements = [Replicate()] * (i + 1) + list(tensor.placements[i + 1 :])
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    tensor = parameter.detach().to(dtype or parameter.dtype)
+    if isinstance(tensor, DTensor):
+        for i in range(tensor.device_mesh.ndim):  # one dimension at a time: of all at once torch warns
+            tensor = tensor.redistribute(placements=[Replicate()] * (i + 1) + list(tensor.placements[i + 1 :]))
+    return local(tensor)
 
 
 @torch.no_grad()
 def copy_weights(source: Policy, target: Policy) -> None:
     """Weights of one model into another, shard by shard; both are sharded in the same way. A value head is left out."""
-    found = dict(source.hf.named_parameters())
-    for name, parameter in target.hf.named_parameters():
-        parameter.to_local().copy_(found[name].to_local())
+    for mine, theirs in zip(target.hf.parameters(), source.hf.parameters(), strict=True):
+        mine.to_local().copy_(theirs.to_local())
 
 
 @torch.no_grad()
 def same_tower(a: Policy, b: Policy) -> bool:
     """Are the vision towers of two models, sharded in the same way, equal on all ranks? Then they can share a cache
     of features."""
-    differ = torch.zeros((), dtype=torch.int32, device=a.banned.device)
-    for p, q in zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True):
-        differ |= not torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device))
-    dist.all_reduce(differ, dist.ReduceOp.MAX)
-    return not differ.item()
+    pairs = zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True)
+    equal = all(torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device)) for p, q in pairs)
+    everywhere = torch.tensor(equal, dtype=torch.int32, device=a.banned.device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -188,36 +189,19 @@ def make_optimizer(
     """AdamW over what is trained, its state in place from the start. Left to the first step, a checkpoint written
     before one (every update skipped, say) would have none, and could not be resumed. A value head and the vision
     tower are groups of their own, with learning rates of their own if `head_lr` and `vision_lr` are given."""
+    head_lr, vision_lr = (lr if rate is None else rate for rate in (head_lr, vision_lr))
+    tower = f"hf.{policy.hf.family.vision}."
     groups: dict[tuple, list[nn.Parameter]] = {}
     for name, p in policy.named_parameters():
         if p.requires_grad:
-            vision = name.startswith(f"hf.{policy.hf.family.vision}.")
-            kind = "head" if name.startswith("value_head.") else "vision" if vision else "language"
+            peak = head_lr if name.startswith("value_head.") else vision_lr if name.startswith(tower) else lr
             # operations on lists of tensors want all of a list on the same mesh
             layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-            groups.setdefault((kind, layout), []).append(p)
+            groups.setdefault((peak, layout), []).append(p)
+    listed = [{"params": parameters, "lr": peak, "peak": peak} for (peak, _), parameters in groups.items()]
     # fused: step by step, each operation on a sharded tensor costs a dispatch in Python
-    listed = [{"params": parameters} for parameters in groups.values()]
-    optimizer = torch.optim.AdamW(listed, lr=0.0, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
-    optimizer.kinds = [kind for kind, _ in groups]  # what each group holds
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    optimizer.step()  # at learning rate 0
-    optimizer.zero_grad(set_to_none=True)
+    optimizer = torch.optim.AdamW(listed, betas=(0.9, 0.999), weight_decay=weight_decay, fused=True)
+    _init_optim_state(optimizer)  # a step without gradients, at learning rate 0
     for state in optimizer.state.values():
         state["step"].zero_()
-    set_learning_rate(optimizer, lr, head_lr, vision_lr)
     return optimizer
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, lr: float, head_lr: float | None = None, vision_lr: float | None = None
-) -> None:
-    rates = {
-        "language": lr,
-        "head": lr if head_lr is None else head_lr,
-        "vision": lr if vision_lr is None else vision_lr,
-    }
-    for group, kind in zip(optimizer.param_groups, optimizer.kinds, strict=True):
-        group["lr"] = rates[kind]

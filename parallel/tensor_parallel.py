@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from errors import UserError
+from errors import need
 from model import Policy, PolicyOutput
 from packing import TokenBatch
 
@@ -34,8 +34,7 @@ def check_tp(config: transformers.PreTrainedConfig, tp: int) -> None:
     text = config.get_text_config()
     for name, what in (("num_key_value_heads", "key-value heads"), ("intermediate_size", "units of an MLP")):
         n = getattr(text, name, None) or tp
-        if n % tp:
-            raise UserError(f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
+        need(n % tp == 0, f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
 
 
 def divisible(module: nn.Module) -> bool:
@@ -44,29 +43,26 @@ def divisible(module: nn.Module) -> bool:
     return bool(names & {*ROWS}) and names <= PLACEMENTS.keys()
 
 
-def divide_blocks(
-    policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh
-) -> tuple[list[nn.Module], list[nn.Module]]:
+def divide_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
     """Divide a policy's language blocks and its head over the processes of a one-dimensional mesh, in place. Returns
     the modules that were divided, and the blocks' other modules that are large enough to be units of FSDP."""
     children = [child for block in blocks for child in block.children()]
     divided = [child for child in children if divisible(child)]
-    if not divided:
-        names = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
-        raise UserError(
-            f"--tp {mesh.size()}: of {names}, none is made of {', '.join((*COLUMNS, *ROWS))}, which are what can be "
-            f"divided; use 1"
-        )
+    kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
+    need(divided, f"--tp {mesh.size()}: of {kinds}, none is made of {', '.join(COLUMNS + ROWS)} alone; use 1")
     for module in divided:
         divide(module, mesh)
     # mixtures of experts and recurrent layers; norms are too small
     whole = [child for child in children if child not in divided and any(p.ndim > 1 for p in child.parameters())]
-    for module in whole:  # FSDP warns of units that return a view; an operation on it in place would drop its hooks
-        module.register_forward_hook(
-            lambda _, inputs, output: output.clone() if getattr(output, "_base", None) is not None else output
-        )
+    for module in whole:
+        module.register_forward_hook(no_view)
     divide_head(policy, mesh.get_group())
     return divided, whole
+
+
+def no_view(module: nn.Module, inputs: tuple, output: object) -> object:
+    """FSDP warns of units that return a view; an operation on it in place would drop its hooks."""
+    return output.clone() if getattr(output, "_base", None) is not None else output
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,9 +106,8 @@ def divide_layer(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
         for name, parameter in held.items():
             # what is held whole has met a part of the heads or units only: its gradients are still to be summed
             local = parameter.to_local(grad_placements=None if name in PLACEMENTS[kind] else [Partial()])
-            layer._parameters[name] = (
-                local / mesh.size() if kind in ROWS and name == "bias" else local
-            )  # outputs are summed
+            once_each = kind in ROWS and name == "bias"  # and outputs are summed
+            layer._parameters[name] = local / mesh.size() if once_each else local
         try:
             return forward(x)
         finally:
@@ -159,15 +154,9 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
     """Each process of the group computes log-probabilities, entropies and loss of some of the tokens, and all get
     all of them."""
     head = policy.head
-    size = dist.get_world_size(group)
+    size = group.size()
 
-    def divided(
-        hidden_KH: torch.Tensor,
-        target_K: torch.Tensor,
-        temperature: float,
-        loss: Callable | None,
-        tokens: TokenBatch | None,
-    ) -> PolicyOutput:
+    def divided(hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:  # as Policy.head
         # Gradients of the head itself are those of some tokens, and are divided by the size of the group as those of
         # all that each process has whole (sharding.shard). So they are multiplied by it, and what goes back to the
         # blocks is not.
@@ -187,12 +176,10 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
 def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
     """Of n tokens, those of which this process computes the head; whole responses where the loss couples their
     tokens."""
-    rank = dist.get_rank(group)
-    size = dist.get_world_size(group)
     cuts = torch.arange(n + 1)
     if loss is not None and not loss.per_token:
         ends = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1
         cuts = torch.tensor([0, *ends.tolist(), n])
-    wanted = torch.tensor([n * rank // size, n * (rank + 1) // size])
+    wanted = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])
     start, stop = cuts[torch.searchsorted(cuts, wanted)].tolist()
     return slice(start, stop)

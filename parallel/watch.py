@@ -76,8 +76,7 @@ class Interrupt(threading.Thread):
 
     def check(self) -> None:
         """On all ranks at once: go on, or save and raise Interrupted."""
-        number = self.agreed()
-        if number:
+        if number := self.agreed():
             text = f"{signal.Signals(number).name}: {self.save()}"
             if self.timer:
                 self.timer.cancel()
@@ -124,14 +123,11 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
-        if ctx.world > 1 and minutes > 0:
-            patience = timedelta(seconds=max(1.0, self.limit))
-            port = int(os.environ["MASTER_PORT"])
-            own = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=patience)
+        if ctx.world > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            own = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(1.0, self.limit)))
             # of these processes, not of those that torchrun may have restarted them after
-            name = [f"watch/{time.time_ns()}"]
-            dist.broadcast_object_list(name)
-            self.store = dist.PrefixStore(name[0], own)
+            self.store = dist.PrefixStore(f"watch/{ctx.gather(time.time_ns())[0]}", own)
             self.store.set(f"rank{ctx.rank}", self._word(0))
             dist.barrier()  # every rank has spoken once
             self.start()
@@ -186,9 +182,6 @@ class Watch(threading.Thread):
                 self._end(number, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
 
     def _end(self, rank: int, what: str, where: str) -> None:
-        text = (
-            f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here; "
-            f"{GO_ON} (torchrun --max-restarts does so by itself)\n"
-        )
-        os.write(2, text.encode())
+        told = f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here"
+        os.write(2, f"{told}; {GO_ON} (torchrun --max-restarts does so by itself)\n".encode())
         os._exit(1)

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from layers.lora import Lora, add_lora  # noqa: E402
 from model import Policy, load_hf, load_processor  # noqa: E402
 from parallel.loading import load_sharded, meta_hf  # noqa: E402
-from parallel.sharding import full, shard  # noqa: E402
+from parallel.sharding import ParallelConfig, full, shard  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
 
 
@@ -35,14 +35,14 @@ def main(_) -> None:
     tp = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     ctx, processor = dist_setup(), load_processor(model)
     policy = Policy(meta_hf(small), processor)
-    shard(policy, ctx.device, torch.float32, tp=tp)
+    shard(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(policy, small)
     del policy
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = status("VmRSS")
     policy = Policy(meta_hf(model), processor)
-    shard(policy, ctx.device, torch.float32, tp=tp)
+    shard(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(policy, model)
     peak = status("VmHWM") - before
     want, whole = load_hf(model), sum(p.nbytes for p in policy.parameters())
@@ -54,7 +54,7 @@ def main(_) -> None:
         torch.equal(b, buffers[n.removeprefix("hf.")]) for n, b in policy.named_buffers() if n != "banned"
     )
     lora = Policy(add_lora(meta_hf(model), Lora(2, 4.0)), processor)
-    shard(lora, ctx.device, torch.float32, tp=tp)
+    shard(lora, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(lora, model)
     equal_lora = torch.equal(full(lora.hf.lm_head.weight), want.lm_head.weight) and not any(
         p.is_meta for p in lora.parameters()

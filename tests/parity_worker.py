@@ -134,7 +134,7 @@ def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool) -
         model.train()
         if cfg.model.grad_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(model, ctx.device, torch.float32, frozen=frozen, replicate=cfg.parallel.replicate, tp=cfg.parallel.tp)
+        shard(model, ctx.device, torch.float32, cfg.parallel, frozen)
         return model
 
     def optimizer_of(model: Policy) -> torch.optim.Optimizer:

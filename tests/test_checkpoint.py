@@ -126,7 +126,7 @@ def test_weights_that_nothing_survives_are_never_saved(value, copy):
     ):
         C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == before
-    with pytest.raises(UserError, match="There is no earlier one"):
+    with pytest.raises(UserError, match="there is no earlier one: start again"):
         C.save_checkpoint(out / "other", 6, {"policy": (policy, optimizer)}, 1)
     assert not (out / "other").exists()
 
@@ -157,7 +157,7 @@ def test_bad_weights_are_named_when_they_are_read(value, toys, tmp_path):
 def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypatch):
     policy, optimizer, out = copy
     weight(policy)[3, 5] = math.nan
-    monkeypatch.setattr(C, "_find_bad", lambda tensors: None)  # as an earlier version, which saved what it was given
+    monkeypatch.setattr(C, "find_bad", lambda tensors: None)  # as an earlier version, which saved what it was given
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 9)
     monkeypatch.undo()
     with pytest.raises(UserError, match=f"{at(out, 6)}: model.hf.{WEIGHT} holds NaN.*remove this checkpoint"):
@@ -259,12 +259,12 @@ def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
         info.length = f.tell() - info.offset
     file.write_bytes(pickle.dumps(stored))
     forge(at(out, 4))
-    refused_everywhere(out, policy, optimizer, r"step_000004/__0_0.distcp: it names posix.system")
+    refused_everywhere(out, policy, optimizer, r"step_000004: a tensor of it names \['posix.system'\]: not run")
     stored.state_dict_metadata[f"model.hf.{WEIGHT}"] = BytesStorageMetadata()  # and is said to be no tensor
     stored.storage_data[type(index)(index.fqn)] = info
     file.write_bytes(pickle.dumps(stored))
     forge(at(out, 4))
-    refused_everywhere(out, policy, optimizer, rf"step_000004/.metadata: model.hf.{WEIGHT} is no tensor there")
+    refused_everywhere(out, policy, optimizer, rf"step_000004/.metadata: \['model.hf.{WEIGHT}'\] are no tensors there")
     assert not witness.exists()
     file.write_bytes(content[0])
     program.write_bytes(content[1])
@@ -290,9 +290,9 @@ def test_every_flipped_bit_is_noticed_and_its_file_named(copy):
             flip(file, place, bit)
         content = file.read_bytes()
         file.write_bytes(content[:-1])
-        assert f"{file}: {size - 1} bytes, where {size} were written" in C.damage(at(out, 4))
+        assert f"{file}: damaged: its size and checksum are [{size - 1}, " in C.damage(at(out, 4))
         file.unlink()
-        assert f"{file}: cannot be read" in C.damage(at(out, 4))
+        assert f"No such file or directory: '{file}'" in C.damage(at(out, 4))
         file.write_bytes(content)
     file = at(out, 4) / "trainer.json"
     for place in range(file.stat().st_size - 1):  # the last byte ends the line
@@ -320,7 +320,7 @@ def test_a_cut_run_json_is_named(copy, toys):
         with pytest.raises(UserError, match=f"{out}/run.json: "):
             find_start(start_args(toys["qwen2_5_vl"], out, "auto"))
     (out / "run.json").unlink()
-    with pytest.raises(UserError, match=f"is a checkpoint without its run: no {out}/run.json"):
+    with pytest.raises(UserError, match=f"is a checkpoint without its run: no run.json two folders above {at(out, 4)}"):
         C.locate(str(at(out, 4)))
 
 
@@ -333,13 +333,13 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
     with pytest.raises(UserError, match="two histories"):
         start(at(out, 2))
-    with pytest.raises(UserError, match="already holds .*step_000004"):
+    with pytest.raises(UserError, match="already holds a run"):
         start("no")
     flip(at(out, 4) / "__0_0.distcp")
     capsys.readouterr()
     # to read from it, or go on elsewhere, changes nothing there
     assert first_value(out) == 2 and start(out, to=out.parent / "new") == at(out, 2)
-    told = f"passed over: {at(out, 4)}/__0_0.distcp: damaged: its checksum is not"
+    told = f"passed over: {at(out, 4)}/__0_0.distcp: damaged: its size and checksum are"
     assert capsys.readouterr().out.count(told) == 2 and held(out) == ["step_000002", "step_000004"]
     for damaged in (lambda: start(at(out, 4)), lambda: C.load_trained(str(at(out, 4)))):
         with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*__0_0.distcp"):
@@ -347,17 +347,29 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     assert held(out) == ["step_000002", "step_000004"]
     shutil.copytree(at(out, 4), out / "checkpoints" / "damaged_step_000004")  # one of an earlier time
     assert start("auto") == at(out, 2)
-    assert (
-        f"{told} the one it was written with. The folder is now called damaged_step_000004_2" in capsys.readouterr().out
-    )
+    text = capsys.readouterr().out
+    assert told in text and ". The folder is now called damaged_step_000004_2" in text
     assert C.complete_checkpoints(out) == [at(out, 2)] and start(at(out, 2)) == start("auto") == at(out, 2)
     C.save_checkpoint(out, 3, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["damaged_step_000004", "damaged_step_000004_2", "step_000002", "step_000003"]
     for step in (2, 3):
         flip(at(out, step) / ".metadata")
-    with pytest.raises(UserError, match=r"no intact checkpoint: .*3/.metadata: .*2/.metadata: .*Restore these files"):
+    with pytest.raises(UserError, match=r"no intact checkpoint: .*3/.metadata: .*2/.metadata: .*restore these files"):
         start("auto")
     assert held(out)[2:] == ["step_000002", "step_000003"]
+
+
+def test_a_run_with_adapters_goes_on_with_the_same_adapters(copy, toys):
+    _, _, out = copy
+    (out / "run.json").unlink()
+    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "parts": ["lora_rank_4"]}) + "\n")
+    common = f"--model {toys['qwen2_5_vl']} --data d --out {out} --steps 9 --resume auto --lora-rank 4".split()
+    cfg = train.parse_args(common)
+    (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
+    assert find_start(cfg) == at(out, 4)
+    for more, told in (("--lora-alpha 3", "alpha was 32.0 and is 3.0"), ("--lora-targets q_proj", "is ..q_proj")):
+        with pytest.raises(UserError, match=f"other weights were trained there: .*{told}"):
+            find_start(train.parse_args([*common, *more.split()]))
 
 
 def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys):
@@ -395,7 +407,7 @@ def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, caps
     assert held(out) == ["step_000002.bak", "step_1000000", "step_999999", "step_backup"]
     os.rename(at(out, 1_000_000), at(out, 1_000_001))  # a name that says another step than the file
     assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
-    assert "it is of step 1000000, but the folder's name says another" in capsys.readouterr().out
+    assert "of step 1000000, but the folder's name says another" in capsys.readouterr().out
 
 
 def test_leftovers_are_removed_and_the_newest_never(copy, capsys):
@@ -459,9 +471,8 @@ def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeyp
         first = iter([ROOT])
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
-    with pytest.raises(
-        UserError, match=rf"--out {out}: disk full: the checkpoint of step 4 needs 40\d{{5}} bytes, {free} are free"
-    ):
+    needs = rf"--out {out}: the checkpoint of step 4 needs 40\d{{5}} bytes: no space left .* \({free} bytes free\)"
+    with pytest.raises(UserError, match=f"{needs}; go on from {at(out, 2)} with --resume auto"):
         C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["step_000002"] and C.damage(at(out, 2)) is None
 
@@ -478,7 +489,7 @@ def test_writing_that_fails_late(where, copy, monkeypatch):
     else:
         monkeypatch.setattr(FileSystemWriter, "finish", fail)
     with pytest.raises(
-        OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "disk full"
+        OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "no space left"
     ):
         C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == ["step_000002", "step_000004"]
@@ -501,9 +512,8 @@ def test_two_processes_decide_alike(toys, tmp_path):
     assert told[0] == told[1]
     nan, full, trainer, damaged, start, model = told[0]
     assert f"after step 6 model.hf.{WEIGHT} holds NaN" in nan and "step_000004" in nan
-    assert (
-        "disk full: the checkpoint of step 6 needs" in full and "disk full: the checkpoint of step 6 needs" in trainer
-    )
+    for told in (full, trainer):
+        assert "the checkpoint of step 6 needs" in told and "no space left" in told
     assert "__1_0.distcp: damaged" in damaged and start.endswith("step_000002")
     assert f"{WEIGHT} of" in model and "holds NaN" in model
     assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]

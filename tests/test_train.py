@@ -748,7 +748,7 @@ CASES = [
         "the reference is the policy without its adapters",
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
-    ("good", {"--replicate": "2"}, "--replicate 2: 1 processes do not divide"),
+    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
     ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into groups of so many"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
@@ -861,7 +861,7 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()
-    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, 40, 1.0) <= 300
+    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, 40) <= 300
     assert all(p.grad is None for p in policy.parameters())
 
 
