@@ -44,16 +44,7 @@ from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
-from rollout import (
-    Examples,
-    GroupPool,
-    Prompt,
-    RolloutConfig,
-    Sampling,
-    batch_of,
-    load_examples,
-    make_prompts,
-)
+from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, batch_of, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
@@ -337,9 +328,7 @@ def main(cfg: Config) -> None:
         if algo.kl_target is None:
             state = replace(state, kl_coef=algo.kl_coef)
         models.own_caches()
-    # the vision tower's share of an update, see packing.flop_rates
-    vision = 1.0 if not cfg.model.vision_frozen else 1 / 3 if models.policy.cache is None else 0.0
-    rates = flop_rates(models.policy.hf.config, vision)
+    rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":

@@ -64,6 +64,13 @@ class Models:
         """The models that have weights of their own."""
         return [model for model in (self.policy, self.critic, self.reference) if isinstance(model, Policy)]
 
+    @property
+    def vision_share(self) -> float:
+        """Of the vision tower in an update, see packing.flop_rates: trained, or only run forward, or cached."""
+        if not self.policy.vision_frozen:
+            return 1.0
+        return 1 / 3 if self.policy.cache is None else 0.0
+
     def reshard(self) -> None:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
         for model in self.each():

@@ -26,6 +26,8 @@ def resumed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if checkpoints := complete_checkpoints(path):
         return {name: value for name, value in run_args(checkpoints[-1]).items() if name != "resume"}
     need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one")
+    missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
+    need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
 
 
