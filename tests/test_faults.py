@@ -431,7 +431,7 @@ def test_a_step_without_a_signal_is_known():
 def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
     with pytest.raises(UserError, match=match):
         vllm_settings([pair], engine, world=1)
-    assert vllm_settings(None, engine, world=1) == {}
+    assert vllm_settings((), engine, world=1) == {}
 
 
 # --- whole runs, in process -----------------------------------------------------------------------------------------

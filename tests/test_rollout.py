@@ -82,7 +82,9 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     prompts = make_prompts(examples, processor)
     sampling = Sampling(10, seed=5)
     together = HFEngine(hf, processor, CPU).generate(prompts, 3, sampling)
-    few_rows = HFEngine(hf, processor, CPU, max_rows=3).generate(prompts, 3, sampling)
+    engine = HFEngine(hf, processor, CPU)
+    engine.max_rows = 3
+    few_rows = engine.generate(prompts, 3, sampling)
     alone = HFEngine(hf, processor, CPU).generate(prompts[2:], 3, sampling)
     assert ids(together) == ids(few_rows)
     assert ids(together[6:]) == ids(alone)
@@ -268,10 +270,13 @@ def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
-    more = {"examples": examples, "max_model_len": 1, "settings": {"for": "vllm"}}
+    more = {"examples": examples, "max_model_len": 1}
     engine = make_engine("hf", "no folder", processor, CPU, torch.float32, load_hf=lambda: hf, **more)
     assert isinstance(engine, HFEngine) and engine.hf is hf
     prompts = make_prompts(examples, processor)
     sizes = [image.size for image in itertools.chain.from_iterable(p.pil_images for p in prompts)]
-    assert image_limits(examples, processor) == (2, max(sizes, key=math.prod)) and len(set(map(math.prod, sizes))) == 3
-    assert image_limits(examples[1:2], processor) == (0, (0, 0))
+    width, height = max(sizes, key=math.prod)
+    assert len(set(map(math.prod, sizes))) == 3
+    most = {"count": 2, "width": width, "height": height}
+    assert image_limits(examples, processor) == {"image": most, "video": 0}
+    assert image_limits(examples[1:2], processor) == {"image": 0, "video": 0}
