@@ -348,14 +348,13 @@ def main(cfg: Config) -> None:
     vision = 1.0 if not cfg.model.vision_frozen else 1 / 3 if models.policy.cache is None else 0.0
     rates = flop_rates(models.policy.hf.config, vision)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
-    max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
+    first = sampling(cfg, step=0, round=0)
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, max_new_tokens, temperature)
+        probe_memory(models.policy, train_set, packer, processor, first)
     engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:
-        seed = cfg.run.seed
-        print0(self_test(models.policy, engine, train_set, processor, packer, max_new_tokens, temperature, seed))
+        print0(self_test(models.policy, engine, train_set, processor, packer, first))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
     log = RunLog(cfg, ctx, checkpoint, state.step)
@@ -382,7 +381,7 @@ def main(cfg: Config) -> None:
                 prompts = make_prompts(next_examples(train_set, pool, cfg), processor)
                 rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
             with stage("reward"):
-                give_rewards(rollouts, reward_fn, algo, max_new_tokens)
+                give_rewards(rollouts, reward_fn, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named
         engine.sleep()  # the update needs its memory
 

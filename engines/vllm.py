@@ -284,8 +284,8 @@ def checked(output: Any, prompt: Prompt) -> Any:
     sample = output.outputs[0]
     if list(output.prompt_token_ids) != prompt.token_ids:
         raise UserError(
-            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}; engine and processor "
-            f"expand its images differently, so the update would train on another prompt than answered"
+            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}: another prompt "
+            f"would be trained on than answered; check --min-pixels, --max-pixels and preprocessor_config.json"
         )
     assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"
     assert list(sample.logprobs.token_ids) == list(sample.token_ids), "one logprob per sampled token"

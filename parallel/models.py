@@ -23,7 +23,7 @@ from parallel.sharding import (
     shard,
 )
 from parallel.tensor_parallel import check_tp
-from rollout import Examples, Rollout, make_prompts
+from rollout import Examples, Rollout, Sampling, make_prompts
 from settings import setting
 from utils import Context, print0
 
@@ -182,7 +182,7 @@ def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
 
 
 def probe_memory(
-    policy: Policy, examples: Examples, packer: Packer, processor: Processor, max_new_tokens: int, temperature: float
+    policy: Policy, examples: Examples, packer: Packer, processor: Processor, sampling: Sampling
 ) -> int:
     """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
@@ -191,13 +191,13 @@ def probe_memory(
     room = packer.max_tokens - len(prompt.token_ids)
     rollouts = []
     while room > 0:
-        n = min(max_new_tokens, room)
+        n = min(sampling.max_new_tokens, room)
         response = [len(rollouts) % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
         rollouts.append(Rollout(prompt, len(rollouts), response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
         room -= n
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
     try:
-        out = policy(micro, temperature)
+        out = policy(micro, sampling.temperature)
         (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
     except torch.OutOfMemoryError as e:
         raise UserError(

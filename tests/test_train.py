@@ -37,7 +37,7 @@ from packing import Batch, Packer, balance_over_ranks, flop_rates, rollouts_flop
 from parallel.checkpoint import load_trained
 from parallel.models import Models, probe_memory
 from report.log import Skipped
-from rollout import Examples, Rollout, batch_of, written
+from rollout import Examples, Rollout, Sampling, batch_of, written
 from tasks.shapes import shapes_rows
 from utils import Context, Meter
 
@@ -861,7 +861,7 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()
-    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, 40, 1.0) <= 300
+    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, Sampling(40)) <= 300
     assert all(p.grad is None for p in policy.parameters())
 
 

@@ -339,7 +339,7 @@ def self_test(policy, engine, processor, examples):
     """As train.py calls it, for an engine that has the policy's weights."""
     examples = Examples(examples, [len(p.token_ids) for p in make_prompts(examples, processor)])
     packer = Packer(2000, processor.image_token_id)
-    return S.self_test(policy, engine, examples, processor, packer, max_new_tokens=12, temperature=1.0, seed=0)
+    return S.self_test(policy, engine, examples, processor, packer, Sampling(12))
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT, "qwen2_vl"))
