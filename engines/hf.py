@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
+from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, rollouts_of
@@ -104,8 +104,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     distribution: such tokens would be made up, and their log-probabilities NaN.
     """
     bad = int((~logits_BV.logsumexp(dim=-1).isfinite()).sum())
-    if bad:
-        raise UserError(NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
+    need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if sampling.temperature == 0:
         token_B = logits_BV.argmax(dim=-1)
         return token_B, logits_BV.log_softmax(dim=-1).gather(1, token_B[:, None])[:, 0]
@@ -215,7 +214,6 @@ class HFEngine(Engine):
             torch.rand(sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed), out=uniform[row])
         tokens: list[list[int]] = [[] for _ in range(n_rows)]
         logprobs: list[list[float]] = [[] for _ in range(n_rows)]
-        finish_reasons = ["length"] * n_rows
         alive_B = torch.arange(n_rows, device=self.device)  # which row each row still in the batch was
         head_HV = self.hf.get_output_embeddings().weight.t()
         if head_HV.device.type == "cpu":
@@ -225,13 +223,10 @@ class HFEngine(Engine):
             logits_BV = logits_of(hidden_BH, head_HV)
             logits_BV[:, self.banned] = -torch.inf
             token_B, logp_B = sample_tokens(logits_BV, sampling, uniform[alive_B.cpu(), t].to(self.device))
-            ended_B = torch.isin(token_B, self.eos)
-            columns = (alive_B.tolist(), token_B.tolist(), logp_B.tolist(), ended_B.tolist())
-            for row, token, logp, ended in zip(*columns, strict=True):
+            for row, token, logp in zip(alive_B.tolist(), token_B.tolist(), logp_B.tolist(), strict=True):
                 tokens[row].append(token)
                 logprobs[row].append(logp)
-                if ended:
-                    finish_reasons[row] = "stop"
+            ended_B = torch.isin(token_B, self.eos)
             if ended_B.all() or t + 1 == sampling.max_new_tokens or self.interrupted():
                 break
             if ended_B.any():
@@ -244,4 +239,6 @@ class HFEngine(Engine):
             hidden_BH = language_hidden(self.hf, embeds, positions, cache=cache, plan=shared)[:, 0]
             cache.length += 1
             position_B = position_B + 1
+        ends = set(self.eos.tolist())
+        finish_reasons = ["stop" if row[-1] in ends else "length" for row in tokens]
         return rollouts_of(prompts, n, tokens, logprobs, finish_reasons, self.processor)

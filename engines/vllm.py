@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ OURS = (
     "quantization runner trust_remote_code skip_tokenizer_init"
 ).split()
 
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
 
@@ -237,9 +239,12 @@ class VLLMEngine(Engine):
         sent: set[str] = set()
         filled: set[str] = set()  # vLLM's parameters
         calls, n_bytes = 0, 0
-        for bucket in buckets(one_by_one(self._known(named_tensors, sent)), self.bucket_bytes):
+        for bucket in buckets(named_tensors, self.bucket_bytes):
+            sent |= {name for name, _ in bucket}
+            if unknown := sorted(sent - self.names):
+                raise ValueError(f"load_weights: the engine has no parameter {unknown[0]!r}")
+            filled |= self.model.load_weights(list(chain.from_iterable(map(apart, bucket))))
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            filled |= self.model.load_weights(bucket)
             calls += 1
         assert sent, "load_weights: no tensor was given; the engine would go on with stale weights"
         if not self.complete:
@@ -270,14 +275,6 @@ class VLLMEngine(Engine):
             raise RuntimeError("vLLM could not empty its prefix cache: a request is still running")
         self.llm.llm_engine.reset_encoder_cache()
 
-    def _known(self, named_tensors: Named, sent: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors as they come, their names checked and noted in `sent`."""
-        for name, tensor in named_tensors:
-            if name not in self.names:
-                raise ValueError(f"load_weights: the engine has no parameter {name!r}")
-            sent.add(name)
-            yield name, tensor
-
 
 def checked(output: Any, prompt: Prompt) -> Any:
     """The sample of one of vLLM's outputs, if it answers this prompt and has finite log-probabilities."""
@@ -301,21 +298,17 @@ def parameter_names(config: transformers.PreTrainedConfig) -> set[str]:
     return {name for name, _ in hf.named_parameters()}
 
 
-def one_by_one(named_tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def apart(named_tensor: tuple[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The experts of a layer, which transformers has in one tensor (experts, outputs, inputs), each under a name of its
     own: vLLM reads those for every family, but experts in one tensor for some families the other way round."""
-    for name, tensor in named_tensors:
-        stem, _, kind = name.rpartition(".experts.")
-        if kind == "gate_up_proj":
-            for i, expert in enumerate(tensor):
-                gate, up = expert.chunk(2)
-                yield f"{stem}.experts.{i}.gate_proj.weight", gate
-                yield f"{stem}.experts.{i}.up_proj.weight", up
-        elif kind == "down_proj":
-            for i, expert in enumerate(tensor):
-                yield f"{stem}.experts.{i}.down_proj.weight", expert
-        else:
-            yield name, tensor
+    name, tensor = named_tensor
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in EXPERTS:
+        yield name, tensor
+        return
+    for i, expert in enumerate(tensor):
+        for projection, part in zip(EXPERTS[kind], expert.chunk(len(EXPERTS[kind])), strict=True):
+            yield f"{layer}.experts.{i}.{projection}.weight", part
 
 
 def buckets(named_tensors: Named, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
