@@ -6,11 +6,13 @@ depends on (seed, uid, sample) alone, never on what else is in the batch.
 Axes: P prompts, B rows being decoded, L cached tokens, H hidden size, V vocabulary.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from errors import need
 from layers.recurrent import RecurrentState
@@ -156,7 +158,7 @@ class HFEngine(Engine):
         for start in range(0, len(order), step):
             rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling)
         place = {i: k * n for k, i in enumerate(order)}
-        return list(itertools.chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
+        return list(chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """Copy weights in place; how many calls and bytes that took. An unknown name is an error: it would mean stale
@@ -174,21 +176,17 @@ class HFEngine(Engine):
 
     def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Left-padded forward of the prompts: last hidden (P, H), valid (P, L) bool, next position (P,)."""
-        n, length = len(prompts), max(len(p.token_ids) for p in prompts)
-        image_token = self.processor.image_token_id
-        ids_PL = torch.zeros(n, length, dtype=torch.long)
-        positions_3PL = torch.zeros(3, n, length, dtype=torch.long)
-        valid_PL = torch.zeros(n, length, dtype=torch.bool)
-        images = []
-        for i, prompt in enumerate(prompts):
-            start = length - len(prompt.token_ids)
+        image_token, merge_size = self.processor.image_token_id, self.processor.merge_size
+        ids, positions, images = [], [], []
+        for prompt in prompts:
             grids = [image.grid_thw for image in prompt.images]
-            ids_PL[i, start:] = torch.tensor(prompt.token_ids)
-            positions_3PL[:, i, start:] = mrope_positions(
-                prompt.token_ids, grids, image_token, self.processor.merge_size)
-            valid_PL[i, start:] = True
+            ids.append(torch.tensor(prompt.token_ids))
+            positions.append(mrope_positions(prompt.token_ids, grids, image_token, merge_size).t())
             images += prompt.images
-        ids_PL, positions_3PL, valid_PL = (x.to(self.device) for x in (ids_PL, positions_3PL, valid_PL))
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_PL, positions_3PL = pad(ids).to(self.device), pad(positions).permute(2, 0, 1).to(self.device)
+        valid_PL = pad([torch.ones(len(x), dtype=torch.bool) for x in ids]).to(self.device)
+        length = ids_PL.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         # A padding query attends to itself, or its softmax would have nothing to sum over.
         mask = (causal & valid_PL[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)

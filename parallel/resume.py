@@ -36,8 +36,8 @@ def resumed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in before.items() if name != "resume"}
     need(resume == "auto", f"--resume {resume}: neither 'no' nor 'auto' nor a complete checkpoint (with trainer.json) "
          "nor a run that has one")
-    absent = [name for name in ("model", "data", "out", "steps") if name not in given]
-    need(not absent, f"--resume auto: --out {out} has no checkpoint to go on from, and a new run needs --{absent[0]}")
+    absent = " --".join(name for name in ("model", "data", "out", "steps") if name not in given)
+    need(not absent, f"--resume auto: --out {out} has no checkpoint to go on from, and a new run needs --{absent}")
     return {}
 
 

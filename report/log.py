@@ -39,13 +39,12 @@ def lock_folder(out: Path, patience: float = 5.0) -> object:
     deadline = time.monotonic() + patience
     while not try_lock(file):
         if time.monotonic() > deadline:
-            file.seek(0)
-            holder = file.read().strip()
+            holder = Path(file.name).read_text().strip()
             raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
         time.sleep(0.2)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"process {os.getpid()} on {socket.gethostname()}, since {since}", file=file, flush=True)
     return file
 
 
