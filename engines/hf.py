@@ -237,6 +237,4 @@ class HFEngine(Engine):
             hidden_BH = language_hidden(self.hf, embeds, positions, cache=cache, plan=shared)[:, 0]
             cache.length += 1
             position_B = position_B + 1
-        ends = set(self.eos.tolist())
-        finish_reasons = ["stop" if row[-1] in ends else "length" for row in tokens]
-        return rollouts_of(prompts, n, tokens, logprobs, finish_reasons, self.processor)
+        return rollouts_of(prompts, n, tokens, logprobs, self.processor)

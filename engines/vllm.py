@@ -161,8 +161,7 @@ class VLLMEngine(Engine):
             arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
         arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings
         if not arguments["enable_chunked_prefill"]:
-            longest = arguments["max_model_len"]
-            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], longest)
+            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
         self.tp = arguments.get("tensor_parallel_size", 1)
         try:
             self.llm = start(cuda, self.tp, arguments)
@@ -200,7 +199,7 @@ class VLLMEngine(Engine):
         samples = [checked(output, prompts[i // n]) for i, output in enumerate(outputs)]
         responses = [list(s.token_ids) for s in samples]
         logprobs = [list(s.logprobs.logprobs) for s in samples]
-        return rollouts_of(prompts, n, responses, logprobs, [s.finish_reason for s in samples], self.processor)
+        return rollouts_of(prompts, n, responses, logprobs, self.processor)
 
     def _run(self, wanted: list[tuple], n: int, sampling: Sampling) -> list:
         """vLLM's outputs for n samples of each (uid, short ids, images)."""

@@ -113,7 +113,9 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     engine = HFEngine(hf, processor, CPU)
     first = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
     # call an end token what some rows happened to sample second and none first, so that they end at different times
-    engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first}))
+    ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
+    monkeypatch.setattr(processor, "eos_ids", ends)
+    engine = HFEngine(hf, processor, CPU)
     rows = []
     original = type(hf.model.language_model).forward
 
@@ -125,9 +127,9 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     second = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
     assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
     for a, b in zip(first, second, strict=True):
-        ends = [i for i, t in enumerate(a.response) if t in engine.eos.tolist()]
-        assert b.response == (a.response[: ends[0] + 1] if ends else a.response)
-        assert b.finish_reason == ("stop" if ends else "length")
+        at = [i for i, t in enumerate(a.response) if t in ends]
+        assert b.response == (a.response[: at[0] + 1] if at else a.response)
+        assert b.finish_reason == ("stop" if at else "length")
         assert len(b.logprobs) == len(b.response_mask) == len(b.response) and all(b.response_mask)
     assert {r.finish_reason for r in second} == {"stop", "length"}
 
