@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -43,7 +42,7 @@ def lock_folder(out: Path, patience: float = 5.0) -> object:
         time.sleep(0.2)
     file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"process {os.getpid()} on {socket.gethostname()}, since {since}", file=file, flush=True)
+    print(f"process {os.getpid()} on {platform.node()}, since {since}", file=file, flush=True)
     return file
 
 
