@@ -5,7 +5,8 @@ import errno
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -19,15 +20,12 @@ def need(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
-class Note:
+@dataclass(frozen=True)
+class Note(AbstractContextManager):
     """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and
     traceback."""
 
-    def __init__(self, text: str):
-        self.text = text
-
-    def __enter__(self) -> None:
-        pass
+    text: str
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if error is not None and self.text:

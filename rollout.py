@@ -75,17 +75,13 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
 
 
 def rollouts_of(
-    prompts: Sequence[Prompt],
-    n: int,
-    responses: Sequence[list[int]],
-    logprobs: Sequence[list[float]],
-    finish_reasons: Sequence[str],
-    processor: Processor,
+    prompts: Sequence[Prompt], n: int, responses: list[list[int]], logprobs: list[list[float]], processor: Processor
 ) -> list[Rollout]:
     """What an engine sampled, n responses for each prompt in the order of the prompts, as rollouts."""
     rollouts = []
-    sampled = zip(responses, logprobs, finish_reasons, response_texts(processor, responses), strict=True)
-    for i, (response, logps, reason, text) in enumerate(sampled):
+    sampled = zip(responses, logprobs, response_texts(processor, responses), strict=True)
+    for i, (response, logps, text) in enumerate(sampled):
+        reason = "stop" if response[-1] in processor.eos_ids else "length"
         rollouts.append(Rollout(prompts[i // n], i % n, response, [True] * len(response), logps, reason, text))
     return rollouts
 

@@ -131,9 +131,8 @@ def check_data(train_set: Examples, cfg: Config) -> None:
     n, longest, per_step = len(train_set), max(train_set.lengths), cfg.rollout.prompts_per_step
     need(n >= per_step, f"--data {cfg.data.data} has {n} usable examples, fewer than --prompts-per-step {per_step}")
     whole = longest + cfg.rollout.max_new_tokens
-    need(whole <= cfg.optim.micro_tokens,
-         f"--micro-tokens {cfg.optim.micro_tokens} cannot hold the longest prompt of {longest} tokens and a response "
-         f"of --max-new-tokens {cfg.rollout.max_new_tokens}; raise it to {whole}, or lower one of the others")
+    has = f"the longest prompt has {longest} tokens and --max-new-tokens is {cfg.rollout.max_new_tokens}"
+    need(whole <= cfg.optim.micro_tokens, f"--micro-tokens {cfg.optim.micro_tokens}: {has}; raise it to {whole}")
 
 
 def resolve(cfg: Config, device: torch.device) -> Config:
@@ -330,14 +329,12 @@ def main(cfg: Config) -> None:
         models.own_caches()
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
-    max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, max_new_tokens)
+        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens)
     engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:
-        seed = cfg.run.seed
-        print0(self_test(models.policy, engine, train_set, processor, packer, max_new_tokens, temperature, seed))
+        print0(self_test(models.policy, engine, train_set, processor, packer, sampling(cfg, step=0, round=0)))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
     log = RunLog(cfg, ctx, checkpoint, state.step)
@@ -364,7 +361,7 @@ def main(cfg: Config) -> None:
                 prompts = make_prompts(next_examples(train_set, pool, cfg), processor)
                 rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
             with stage("reward"):
-                give_rewards(rollouts, reward_fn, algo, max_new_tokens)
+                give_rewards(rollouts, reward_fn, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named
         engine.sleep()  # the update needs its memory
 

@@ -116,11 +116,14 @@ class Meter:
         return metrics
 
 
-def _store_of_restart() -> dict:
-    """torchrun gives restarted processes the store of those before, in which they would find addresses of the dead
-    (pytorch issue 135712): names of their own. Of several nodes each counts restarts for itself, so there torchrun has
-    to be started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+def _rendezvous() -> dict:
+    """How to find the other processes: none, or as torchrun says. Restarted processes it gives the store of those
+    before, in which they would find addresses of the dead (pytorch issue 135712), so they use names of their own. Of
+    several nodes each counts restarts for itself: there torchrun has to be started with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
     env = os.environ
+    if "RANK" not in env:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
     if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -132,15 +135,11 @@ def _store_of_restart() -> dict:
 def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
     """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
     rank waits for longer than that is an error."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cuda:nccl,cpu:gloo"
         torch.cuda.set_device(device)
-    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_store_of_restart())
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_rendezvous())
     return Context(dist.get_rank(), dist.get_world_size(), device, tp)
 
 

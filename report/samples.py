@@ -34,10 +34,8 @@ def sample_records(batch: Any) -> list[dict]:
     records: dict[str, dict] = {}
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R).tolist(), strict=True):
         new = {"uid": r.prompt.uid, "ground_truth": r.prompt.example.ground_truth, "samples": []}
-        records.setdefault(r.prompt.uid, new)["samples"].append({
-            "text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": r.rewards,
-            "advantage": advantage,
-        })
+        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": r.rewards}
+        records.setdefault(r.prompt.uid, new)["samples"].append(told | {"advantage": advantage})
     return list(records.values())
 
 

@@ -82,7 +82,9 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, examples):
     prompts = make_prompts(examples, processor)
     sampling = Sampling(10, seed=5)
     together = HFEngine(hf, processor, CPU).generate(prompts, 3, sampling)
-    few_rows = HFEngine(hf, processor, CPU, max_rows=3).generate(prompts, 3, sampling)
+    engine = HFEngine(hf, processor, CPU)
+    engine.max_rows = 3
+    few_rows = engine.generate(prompts, 3, sampling)
     alone = HFEngine(hf, processor, CPU).generate(prompts[2:], 3, sampling)
     assert ids(together) == ids(few_rows)
     assert ids(together[6:]) == ids(alone)
@@ -111,7 +113,9 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     engine = HFEngine(hf, processor, CPU)
     first = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
     # call an end token what some rows happened to sample second and none first, so that they end at different times
-    engine.eos = torch.tensor(sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first}))
+    ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
+    monkeypatch.setattr(processor, "eos_ids", ends)
+    engine = HFEngine(hf, processor, CPU)
     rows = []
     original = type(hf.model.language_model).forward
 
@@ -123,9 +127,9 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
     second = engine.generate(make_prompts(examples, processor), 8, Sampling(6, seed=1))
     assert rows[0] == 3 and rows[1] == 24 and rows[-1] < 24 and sorted(rows[1:], reverse=True) == rows[1:]
     for a, b in zip(first, second, strict=True):
-        ends = [i for i, t in enumerate(a.response) if t in engine.eos.tolist()]
-        assert b.response == (a.response[: ends[0] + 1] if ends else a.response)
-        assert b.finish_reason == ("stop" if ends else "length")
+        at = [i for i, t in enumerate(a.response) if t in ends]
+        assert b.response == (a.response[: at[0] + 1] if at else a.response)
+        assert b.finish_reason == ("stop" if at else "length")
         assert len(b.logprobs) == len(b.response_mask) == len(b.response) and all(b.response_mask)
     assert {r.finish_reason for r in second} == {"stop", "length"}
 
@@ -268,10 +272,13 @@ def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
-    more = {"examples": examples, "max_model_len": 1, "settings": {"for": "vllm"}}
+    more = {"examples": examples, "max_model_len": 1}
     engine = make_engine("hf", "no folder", processor, CPU, torch.float32, load_hf=lambda: hf, **more)
     assert isinstance(engine, HFEngine) and engine.hf is hf
     prompts = make_prompts(examples, processor)
     sizes = [image.size for image in itertools.chain.from_iterable(p.pil_images for p in prompts)]
-    assert image_limits(examples, processor) == (2, max(sizes, key=math.prod)) and len(set(map(math.prod, sizes))) == 3
-    assert image_limits(examples[1:2], processor) == (0, (0, 0))
+    width, height = max(sizes, key=math.prod)
+    assert len(set(map(math.prod, sizes))) == 3
+    most = {"count": 2, "width": width, "height": height}
+    assert image_limits(examples, processor) == {"image": most, "video": 0}
+    assert image_limits(examples[1:2], processor) == {"image": 0, "video": 0}

@@ -48,8 +48,8 @@ KEPT = []  # vLLM takes its process groups down with the first engine that is co
 
 def start(folder, pixels=(), dtype=torch.float32, **settings):
     processor = M.load_processor(str(folder), *pixels)
-    limits = {"max_model_len": 384, "image_limits": (3, (224, 224))}
-    KEPT.append(VLLMEngine(str(folder), processor, CPU, dtype, **limits, settings=SETTINGS | settings))
+    limits = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
+    KEPT.append(VLLMEngine(str(folder), processor, CPU, dtype, **limits | SETTINGS | settings))
     return KEPT[-1]
 
 
@@ -310,7 +310,7 @@ def test_unknown_and_missing_names_are_errors(restored, toys):
     for name in (f"{layers}.0.self_attn.o_proj.bias", f"{layers}.9.mlp.up_proj.weight", "q"):
         with pytest.raises(ValueError, match=f"no parameter '{name}'"):
             engine.load_weights([(name, vector)])
-    with pytest.raises(ValueError, match="no tensor was given"):
+    with pytest.raises(AssertionError, match="no tensor was given"):
         engine.load_weights([])
     engine.complete = False  # as at the start, or after a deep sleep
     missing = f"{layers}.1.self_attn.k_proj.bias"  # one of three that vLLM stacks in one parameter
@@ -339,7 +339,7 @@ def self_test(policy, engine, processor, examples):
     """As train.py calls it, for an engine that has the policy's weights."""
     examples = Examples(examples, [len(p.token_ids) for p in make_prompts(examples, processor)])
     packer = Packer(2000, processor.image_token_id)
-    return S.self_test(policy, engine, examples, processor, packer, max_new_tokens=12, temperature=1.0, seed=0)
+    return S.self_test(policy, engine, examples, processor, packer, Sampling(12))
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT, "qwen2_vl"))
@@ -393,14 +393,13 @@ def test_adapters_arrive_merged(family, restored, mixed):
 # --- what can go wrong ------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_named_before_anything_is_generated(started, picture):
+def test_what_the_engine_was_not_started_for_is_refused(started, picture):
     engine, _, processor = started("qwen2_5_vl")
     long = make_prompts([example("long", "word " * 380, [])], processor)
-    told = "'long': [0-9]+ prompt tokens and 8 new ones exceed the engine's 384; lower --max-prompt-tokens"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(AssertionError, match="the engine was started for shorter sequences"):
         engine.generate(long, 1, Sampling(8))
     many = make_prompts([example("many", "<image>" * 4, [picture(56, 56, i) for i in range(4)])], processor)
-    with pytest.raises(ValueError, match="'many' has 4 images; the engine was started for at most 3"):
+    with pytest.raises(Exception, match="At most 3 image.* may be provided in one prompt"):
         engine.generate(many, 1, Sampling(8))
 
 
@@ -426,7 +425,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     assert more == {"block_size": 64, "served_model_name": "toy", "max_num_seqs": 3, "sleep_level": 2}
     given = {}
 
-    def stop(cuda, arguments):
+    def stop(cuda, tp, arguments):
         given.update(arguments)
         raise RuntimeError("that is enough")
 
@@ -434,7 +433,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     with pytest.raises(ValueError, match="that is enough"):
         start(toys["qwen2_5_vl"], **more)
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
-    assert given["seed"] == 0 and "sleep_level" not in given
+    assert "sleep_level" not in given
     refused = {
         "kv_cache_dtyp=auto": "vLLM has no such setting; nearest: kv_cache_dtype",
         "block_size": "give KEY=VALUE",
@@ -459,8 +458,8 @@ def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     engine.model.register_forward_pre_hook(fail)
-    told = "vLLM failed .*OutOfMemoryError: tried to allocate 3 GiB.*--resume auto.*lower max_num_seqs"
-    with pytest.raises(RuntimeError, match=told):
+    told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating 2 samples for each of 4 prompts.*lower --vllm"
+    with pytest.raises(torch.OutOfMemoryError, match=told):
         engine.generate(make_prompts(mixed, engine.processor), 2, Sampling(4))
 
 
