@@ -24,7 +24,7 @@ from engines.choose import make_engine, resolve_engine, vllm_settings
 from errors import UserError, check_writable, writing
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
-from prepare_data import Example, ReadingConfig, read_flagged
+from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
 from report.page import rollout_page
 from reward import check_tasks, load_reward, score_batch, try_reward
@@ -265,7 +265,7 @@ def told_of_run(cfg: EvalConfig) -> str:
 
 def read_data(cfg: EvalConfig, reward_fn: Callable, processors: Sequence[Processor]) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
-    examples, left_out = read_flagged(cfg.data, cfg, cfg.limit)
+    examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     check_tasks(examples, reward_fn)
     kept, limit = examples, cfg.max_prompt_tokens
     for processor in processors:
