@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 
 from errors import UserError, check_writable, writing
-from utils import Parser, run_script
+from settings import Parser
+from utils import run_script
 
 TASKS = ("shapes",)  # whose toys the demo knows to train on
 

@@ -52,13 +52,13 @@ def writing(path: Path, what: str, remedy: str = "free some, or give another fol
     try:
         yield
     except OSError as error:
+        if error.errno not in FULL + CLOSED:
+            raise
+        where = error.filename or path
+        why = f"{where} cannot be written ({error.strerror})"
         if error.errno in FULL:
-            raise UserError(f"{what}: no space left for {error.filename or path} ({free_bytes(path)} bytes free); "
-                            f"{remedy}") from error
-        if error.errno in CLOSED:
-            raise UserError(f"{what}: {error.filename or path} cannot be written ({error.strerror}); "
-                            f"{remedy}") from error
-        raise
+            why = f"no space left for {where} ({free_bytes(path)} bytes free)"
+        raise UserError(f"{what}: {why}; {remedy}") from error
 
 
 def check_writable(folder: Path, what: str) -> None:

@@ -36,19 +36,8 @@ from rollout import (
     drop_long_prompts,
     make_prompts,
 )
-from utils import (
-    REQUIRED,
-    Context,
-    Parser,
-    Stages,
-    add_settings,
-    dist_setup,
-    flag_of,
-    print0,
-    read_settings,
-    run_script,
-    setting,
-)
+from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
+from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
 

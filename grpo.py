@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from errors import UserError, need
-from utils import setting
+from settings import setting
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages: how much better than expected
@@ -573,32 +573,29 @@ class Algorithm:
     def check(self) -> None:
         """Settings that contradict each other."""
         how = ADVANTAGES[self.adv]
-        few = f"--group-size {self.group_size}"
-        need(self.group_size >= 2 or not how.grouped,
-             f"{few}: --adv {self.adv} compares samples of one prompt; use at least 2")
-        need(self.group_size >= 2 or self.sample_rounds == 1,
-             f"{few}: --sample-rounds {self.sample_rounds} looks for unequal rewards in a group; use at least 2")
-        need(self.std != "group" or how.grouped,
-             f"--norm-std group: --adv {self.adv} knows no groups; use batch or none")
-        need(not (self.kl_in_reward and self.std == "group"),
-             f"--kl-in reward with --norm-std group: where all answers of a group earn the same, penalties of any size "
-             f"would become advantages of 1; use --norm-std batch or none, or --kl-in loss (--kl-coef {self.kl_coef})")
+        adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.std, self.kl_coef
+        several_per_response = how.per_token and (how.needs_values or self.kl_in_reward)
+        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches}"
+        need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
+        need(size > 1 or self.sample_rounds == 1,
+             f"--group-size {size}: --sample-rounds {self.sample_rounds} looks for unequal rewards; use at least 2")
+        need(std != "group" or how.grouped, f"--norm-std group: {adv} knows no groups; use batch or none")
+        need(std != "group" or not self.kl_in_reward,
+             f"--kl-in reward with --norm-std group (--kl-coef {kl_coef}): where the answers of a group earn the same, "
+             f"penalties of any size would become advantages of 1; use --norm-std batch or none, or --kl-in loss")
         need(self.clip_low < 1 or self.loss == "cispo",
              f"--clip-low {self.clip_low}: must be below 1, except with --loss cispo, where 1 is no bound")
-        several = how.per_token and (how.needs_values or self.kl_in_reward)
-        where = "" if how.needs_values else " --kl-in reward"
-        need(LOSSES[self.loss].per_token or not several,
-             f"--loss {self.loss} weighs a response as a whole, but --adv {self.adv}{where} has an advantage per "
-             f"token; use --loss clip")
+        need(LOSSES[self.loss].per_token or not several_per_response,
+             f"--loss {self.loss} weighs a response as a whole, but {adv} with --kl-in {self.kl_in} has an advantage "
+             f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
-             f"--loss reinforce is right for one update a step only, not for --epochs {self.epochs} x --minibatches "
-             f"{self.minibatches}; use --loss clip")
+             f"--loss reinforce is right for one update a step only, not for {updates}; use --loss clip")
         need(self.kl_target is None or self.needs_reference,
-             f"--kl-target {self.kl_target} adapts a coefficient that --kl-coef {self.kl_coef} has not; set it above 0")
+             f"--kl-target {self.kl_target} adapts a coefficient that --kl-coef {kl_coef} has not; set it above 0")
         need(self.ref_every == 0 or self.needs_reference,
              f"--ref-every {self.ref_every} refreshes a reference that only --kl-coef above 0 has")
         need(self.critic_warmup_steps == 0 or how.needs_values,
-             f"--critic-warmup-steps {self.critic_warmup_steps}: --adv {self.adv} has no critic")
+             f"--critic-warmup-steps {self.critic_warmup_steps}: {adv} has no critic")
         if self.tis_mask is not None:
             try:
                 low, high = self.tis_bounds

@@ -26,7 +26,8 @@ from model import Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate, model_config
 from parallel.loading import check_new_folder, save_hf, whole_folder
 from rollout import written as written_response
-from utils import REQUIRED, Parser, add_settings, read_settings, run_script, setting
+from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from utils import run_script
 
 # Files next to the weights that a folder needs to be opened elsewhere, as the base model's author wrote them
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

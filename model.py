@@ -27,7 +27,7 @@ from layers.attention import ATTENTION, PackedAttention, register_attention
 from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
 from packing import MicroBatch, TokenBatch
-from utils import REQUIRED, setting
+from settings import REQUIRED, setting
 
 IMAGE_MARK = "<image>"
 

@@ -136,7 +136,6 @@ class Packer:
 
     max_tokens: int
     image_token: int
-    pad_token: int = 0
     rates: "FlopRates | None" = None
     share: bool = True
 
@@ -160,7 +159,9 @@ class Packer:
         wanted = agree(needed)
         bins: list[list[int]] = []
         if units:
-            costs = sizes if self.rates is None else [_flops(inputs, self.rates) for inputs, _ in units]
+            costs = sizes
+            if self.rates is not None:
+                costs = [rollouts_flops([one.rollout for one in inputs], self.rates) for inputs, _ in units]
             bins = balance(costs, min(max(wanted, needed), len(units)), sizes=sizes, max_size=self.max_tokens)
         micros = []
         for indices in bins:
@@ -190,7 +191,7 @@ class Packer:
 
     def _idle(self) -> MicroBatch:
         nothing = torch.zeros(0, dtype=torch.long)
-        return MicroBatch(torch.tensor([self.pad_token]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
+        return MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, -1)], [], nothing, nothing, nothing)
 
 
 class _Input:
@@ -280,10 +281,6 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     return MicroBatch(ids_T, end_T, runs, images, *columns)
 
 
-def _flops(inputs: Sequence[_Input], rates: "FlopRates") -> float:
-    return rollouts_flops([one.rollout for one in inputs], rates)
-
-
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
     """Forward FLOPs of the rollouts of one prompt, taken to part at its end."""
     prompt = rollouts[0].prompt
@@ -295,6 +292,8 @@ def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # Balance over ranks
 
+PromptsOf = Callable[[list[str]], list[Any]]  # makes the prompts of examples, by their uids
+
 
 def balance_over_ranks(
     groups: dict[Any, list[Any]],
@@ -302,7 +301,7 @@ def balance_over_ranks(
     minibatches: int,
     rates: "FlopRates",
     ctx: Context,
-    make_prompts: Callable[[list[str]], list[Any]],
+    prompts_of: PromptsOf,
 ) -> tuple[list[list[Any]], dict[str, float]]:
     """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
     after.
@@ -328,7 +327,7 @@ def balance_over_ranks(
     arrived: dict[Any, tuple[str, list[Any]]] = {}
     for theirs in ctx.gather(leaving):
         arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
-    prompts = make_prompts([uid for uid, _ in arrived.values()])
+    prompts = prompts_of([uid for uid, _ in arrived.values()])
     for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
         groups = groups | {key: [replace(r, prompt=prompt) for r in rollouts]}
     split: list[list[Any]] = [[] for _ in range(minibatches)]

@@ -30,11 +30,12 @@ from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, writing
 from reward import TASKS, load_tasks
+from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.look import first_of, print_example, print_statistics, shown
 from sources.tables import SPLITS, Record, batch_records, csv_records, data_files, file_names, jsonl_records
-from utils import REQUIRED, Parser, add_settings, flag_of, read_settings, run_script, setting
+from utils import run_script
 
 MARK = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -104,6 +105,15 @@ class ReadingConfig:
             if column and column not in columns:
                 has = ", ".join(columns)
                 raise UserError(f"{file}: no column {column!r}; it has {has}. {flag_of(flag)} names the right one")
+
+
+@dataclass(frozen=True)
+class DataConfig(ReadingConfig):
+    """Data"""
+
+    data: str = setting(REQUIRED, "training parquet file(s), see prepare_data.py", metavar="FILE")
+    eval_data: str | None = setting(None, "parquet file(s) for evaluation during training", metavar="FILE")
+    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
 
 
 @dataclass(frozen=True)

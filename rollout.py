@@ -19,7 +19,8 @@ from grpo import Algorithm
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import check_tasks
-from utils import Context, derive_seed, print0, setting
+from settings import setting
+from utils import Context, derive_seed, print0
 
 
 @dataclass(eq=False)
@@ -49,9 +50,13 @@ class Rollout:
     turns: int = 1
 
     @property
+    def reward(self) -> float:
+        return self.rewards["reward"]
+
+    @property
     def task_reward(self) -> float:
-        """The total before any penalty for its length: by it dynamic sampling tells groups with a signal."""
-        return self.rewards.get("unpenalised", self.rewards["reward"])
+        """Before any penalty for its length: by it dynamic sampling tells groups with a signal."""
+        return self.rewards.get("unpenalised", self.reward)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ tokens and K trained tokens of a micro-batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from eval import Evaluation
 from kernels import resolve_kernel
 from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
-from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
+from packing import Batch, Packer, PromptsOf, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import (
     Models,
@@ -45,36 +46,23 @@ from parallel.models import (
 from parallel.resume import Saver, changed_settings, find_start, resumed_settings
 from parallel.sharding import clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
-from prepare_data import Example, ReadingConfig
-from report.log import RunLog, Skipped, introduce, lock_folder
-from report.metrics import measure_tokens, rollout_metrics
+from prepare_data import DataConfig, Example, ReadingConfig
+from report.log import RunLog, Skipped, lock_folder
+from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
 from rollout import (
     Examples,
     GroupPool,
     Prompt,
-    Rollout,
     RolloutConfig,
     Sampling,
     batch_of,
     load_examples,
     make_prompts,
 )
-from utils import (
-    REQUIRED,
-    Context,
-    Meter,
-    Parser,
-    Stages,
-    add_settings,
-    derive_seed,
-    dist_setup,
-    print0,
-    read_settings,
-    run_script,
-    setting,
-)
+from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
 
@@ -86,9 +74,8 @@ class RunConfig:
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory")
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run directory or a "
-                                "checkpoint; "
-                          "the run's settings are kept where they are not given anew")
+    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
+                          "settings are kept where they are not given anew")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
@@ -96,15 +83,6 @@ class RunConfig:
     grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end; a checkpoint is made within", above=0)
     timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
     seed: int = setting(0, "of data order and sampling")
-
-
-@dataclass(frozen=True)
-class DataConfig(ReadingConfig):
-    """Data"""
-
-    data: str = setting(REQUIRED, "training parquet file(s), see prepare_data.py", metavar="FILE")
-    eval_data: str | None = setting(None, "parquet file(s) for evaluation during training", metavar="FILE")
-    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
 
 
 @dataclass(frozen=True)
@@ -119,8 +97,13 @@ class Config:
     optim: OptimConfig
     parallel: ParallelConfig
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Config":
+        """By the names of their flags."""
+        return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
+
     def flat(self) -> dict:
-        """As run.json has them, by the names of their flags."""
+        """As run.json has them."""
         return {name: value for group in asdict(self).values() for name, value in group.items()}
 
 
@@ -136,17 +119,15 @@ class State:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    groups = {f.name: f.type for f in fields(Config)}
-    for group in (*groups.values(), ReadingConfig):
+    for group in (*(f.type for f in fields(Config)), ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     before = resumed_settings(given)  # of the run that --resume continues
-    if "algo" in given:  # what it names takes the place of what was named then
+    if given.get("algo", before.get("algo")) != before.get("algo"):  # what it names replaces what was named then
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             del before[name]
         before |= grpo.PRESETS[given["algo"]]
-    values = before | given
-    return Config(**{name: read_settings(group, values) for name, group in groups.items()})
+    return Config.of(before | given)
 
 
 def check(cfg: Config, world: int) -> None:
@@ -172,13 +153,13 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 
 
 def resolve(cfg: Config, device: torch.device) -> Config:
-    """What "auto" means here, and where the model is: run.json has to be readable from any directory."""
-    model = replace(cfg.model, model=absolute(cfg.model.model), attn=resolve_attention(cfg.model.attn, device),
-                    kernel=resolve_kernel(cfg.model.kernel, device))
-    data = replace(cfg.data, data=absolute(cfg.data.data), eval_data=absolute(cfg.data.eval_data))
-    run = replace(cfg.run, reward=absolute(cfg.run.reward))
-    rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
-    return replace(cfg, model=model, data=data, run=run, rollout=rollout)
+    """What "auto" means here, and where files are: run.json has to be readable from any directory."""
+    settings = cfg.flat()
+    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "reward")}
+    settings["attn"] = resolve_attention(cfg.model.attn, device)
+    settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
+    settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
+    return Config.of(settings)
 
 
 def absolute(path: str | None) -> str | None:
@@ -189,7 +170,7 @@ def absolute(path: str | None) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parts of a step
+# The stages of a step
 
 
 def next_examples(train_set: Sequence[Example], pool: GroupPool, cfg: Config) -> list[Example]:
@@ -206,36 +187,29 @@ def sampling(cfg: Config, step: int, round: int) -> Sampling:
 
 
 def make_batch(
-    pool: GroupPool,
-    cfg: Config,
-    packer: Packer,
-    prompts_of: Callable[[list[str]], list[Prompt]],
-    ctx: Context,
-    meter: Meter,
+    pool: GroupPool, cfg: Config, packer: Packer, prompts_of: PromptsOf, ctx: Context, meter: Meter
 ) -> Batch:
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
-    by_minibatch, evenness = balance_over_ranks(
-        pool.groups, pool.chosen(), algo.minibatches, packer.rates, ctx, prompts_of)
-    rollouts = list(chain.from_iterable(by_minibatch))
-    finish_reasons = [r.finish_reason for r in rollouts]
-    live = grpo.may_train(rewards_of(rollouts, algo), finish_reasons, algo)
-    counted = [algo.counts(reason) for reason in finish_reasons]
-    weights, minibatches, start = [], [], 0
-    for part in by_minibatch:
-        members = range(start, start + len(part))
-        n_tokens = [sum(r.response_mask) for r in part]
-        weights += grpo.token_weights(n_tokens, counted[start : members.stop], algo.loss_agg,
-                                      cfg.rollout.max_new_tokens, ctx.sum)
-        minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
-        start = members.stop
+    groups, chosen = pool.groups, pool.chosen()
+    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, prompts_of)
     for name, value in evenness.items():
         meter.set(name, value)
+    rollouts = list(chain.from_iterable(by_minibatch))
+    rewards_PG = per_group([r.reward for r in rollouts], algo)
+    live = grpo.may_train(rewards_PG, [r.finish_reason for r in rollouts], algo)
+    weights, minibatches = [], []
+    for part in by_minibatch:
+        members = range(len(weights), len(weights) + len(part))
+        n_tokens = [sum(r.response_mask) for r in part]
+        counted = [algo.counts(r.finish_reason) for r in part]
+        weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
+        minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
     return Batch(rollouts, token_batch(rollouts, weights), minibatches)
 
 
-def rewards_of(rollouts: Sequence[Rollout], algo: grpo.Algorithm) -> torch.Tensor:
-    return torch.tensor([r.rewards["reward"] for r in rollouts], dtype=torch.float64).view(-1, algo.group_size)
+def per_group(rewards_B: Sequence[float], algo: grpo.Algorithm) -> torch.Tensor:
+    return torch.tensor(rewards_B, dtype=torch.float64).view(-1, algo.group_size)
 
 
 @torch.no_grad()
@@ -243,8 +217,6 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
     """4. What the algorithm compares with, under the weights before the update: old_logps, ref_logps and values."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
     by_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
-    if not (by_policy or models.critic or models.reference):
-        return
     for micro in chain.from_iterable(batch.minibatches):
         rows = micro.token_index_K
         if by_policy:
@@ -261,78 +233,60 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
 def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Context, meter: Meter) -> None:
     """5. One function of the rewards and of what was computed before the update."""
     tokens = batch.tokens
-    task_rewards_B = torch.tensor([r.task_reward for r in batch.rollouts], dtype=torch.float64)
-    task_rewards_PG = task_rewards_B.view(-1, algo.group_size)
+    task_rewards_PG = per_group([r.task_reward for r in batch.rollouts], algo)
     counted_B = torch.tensor([algo.counts(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
-    rewards_PG = rewards_of(batch.rollouts, algo)
+    rewards_PG = per_group([r.reward for r in batch.rollouts], algo)
     advantages_N, returns_N = grpo.advantages(
         rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.moments)
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
-        counted_N = counted_B[tokens.rollout]
-        values_N, returns_N = tokens.values[counted_N].double(), returns_N[counted_N]
-        spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
-        meter.set("value/mean", ctx.moments(values_N)[0])
-        meter.set("value/explained_variance", 1 - (error / spread) ** 2 if spread > 0 else 0.0)
+        measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
 
 
 def update_policy(
     models: Models, batch: Batch, cfg: Config, state: State, ctx: Context, meter: Meter, skipped: Skipped
 ) -> None:
-    """6. The optimizer steps of one rollout step. During the critic's warm-up only a value head is learnt."""
+    """6. The optimizer steps of one rollout step, of the policy and of its critic: a head on the policy, or a model of
+    its own. During the critic's warm-up only values are learnt."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
-    warm_up = state.step < algo.critic_warmup_steps
     if models.reference:
         meter.set("kl/coef", state.kl_coef)
     for update in range(algo.epochs * algo.minibatches):
         epoch, number = divmod(update, algo.minibatches)
-        models.optimizer.zero_grad(set_to_none=True)
+        models.zero_grad()
         policy_total = value_total = 0.0
         for micro in batch.minibatches[number]:
             tokens = batch.tokens[micro.token_index_K].to(ctx.device)
             out = models.policy(micro, cfg.rollout.temperature, loss, tokens)
-            total = out.loss
-            if out.value_K is not None:
-                value_loss = weighted_value_loss(out.value_K, tokens, meter)
-                total = total + grpo.VALUE_COEF * value_loss
-                value_total += value_loss.item()
-            total.backward()
+            value_loss = weighted_value_loss(out.value_K, tokens, meter)
+            (out.loss + grpo.VALUE_COEF * value_loss).backward()
+            if models.critic:
+                value_loss = weighted_value_loss(models.critic(micro), tokens, meter)
+                (grpo.VALUE_COEF * value_loss).backward()
             policy_total += out.loss.item()
+            value_total += value_loss.item()
             measure_tokens(out, tokens, loss, meter, first_pass=epoch == 0)
-        meter.add("loss/policy", policy_total, 1 / ctx.data_world)  # a mean over updates, of sums over ranks
-        if algo.needs_values and not models.critic:
-            meter.add("loss/value", value_total, 1 / ctx.data_world)
-        if warm_up:
+        if state.step < algo.critic_warmup_steps:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
         norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
+        meter.add("loss/policy", policy_total, 1 / ctx.data_world)  # a mean over updates, of sums over ranks
         meter.add("policy/grad_norm", norm)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
+        if algo.needs_values:
+            meter.add("loss/value", value_total, 1 / ctx.data_world)
+        if models.critic:
+            norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
+            meter.add("value/grad_norm", norm)
+            skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
 
 
-def update_critic(
-    models: Models, batch: Batch, cfg: Config, ctx: Context, meter: Meter, skipped: Skipped
-) -> None:
-    """The same for a separate critic."""
-    for update in range(cfg.algo.epochs * cfg.algo.minibatches):
-        number = update % cfg.algo.minibatches
-        models.critic_optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro in batch.minibatches[number]:
-            tokens = batch.tokens[micro.token_index_K].to(ctx.device)
-            loss = weighted_value_loss(models.critic(micro), tokens, meter)
-            (grpo.VALUE_COEF * loss).backward()
-            total += loss.item()
-        meter.add("loss/value", total, 1 / ctx.data_world)
-        norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
-        meter.add("value/grad_norm", norm)
-        skipped.after_critic_update(norm, total, batch.uids(number), meter)
-
-
-def weighted_value_loss(value_K: torch.Tensor, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
-    """Of a micro-batch, before its coefficient."""
+def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
+    """Of a micro-batch, before its coefficient; 0 without values."""
+    if value_K is None:
+        return tokens.weights.new_zeros(())
     loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, grpo.VALUE_CLIP)
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
@@ -392,8 +346,8 @@ def main(cfg: Config) -> None:
         models.own_caches()
     # the vision tower's share of an update, see packing.flop_rates
     vision = 1.0 if not cfg.model.vision_frozen else 1 / 3 if models.policy.cache is None else 0.0
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, processor.eos_ids[0],
-                    flop_rates(models.policy.hf.config, vision), share=cfg.model.attn != "flash")
+    rates = flop_rates(models.policy.hf.config, vision)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     max_new_tokens, temperature = cfg.rollout.max_new_tokens, cfg.rollout.temperature
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, max_new_tokens, temperature)
@@ -404,8 +358,8 @@ def main(cfg: Config) -> None:
         print0(self_test(models.policy, engine, train_set, processor, packer, max_new_tokens, temperature, seed))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
-    log = RunLog(out, cfg, ctx, state.step)
-    print0(introduce(cfg, ctx, models, len(train_set), checkpoint, state.step, changed))
+    log = RunLog(cfg, ctx, checkpoint, state.step)
+    log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     evaluation = Evaluation(engine, eval_set, processor, reward_fn, cfg, ctx, stage, interrupt.agreed)
@@ -447,8 +401,6 @@ def main(cfg: Config) -> None:
         with stage("update"):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
-            if models.critic:
-                update_critic(models, batch, cfg, ctx, meter, skipped)
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
         with stage("sync", interruptible=False):
@@ -470,7 +422,7 @@ def main(cfg: Config) -> None:
         saver.after_step()
 
     interrupt.check()
-    log.close(checkpoint)
+    log.close()
 
 
 if __name__ == "__main__":

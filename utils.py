@@ -1,22 +1,17 @@
-"""Small things every script needs: process group, metrics, seeds, timers, flags from dataclasses."""
+"""Small things every script needs: process group, metrics, seeds, timers."""
 
-import argparse
 import atexit
-import difflib
 import hashlib
 import math
-import operator
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,15 +49,10 @@ class Context:
         dist.all_gather_object(items, item)
         return items
 
-    @property
-    def leads(self) -> bool:
-        """Is this the first process of its tensor-parallel group?"""
-        return self.rank % self.tp == 0
-
     def gather_main(self, items: list) -> list:
-        """The lists of all processes, joined in rank order, on rank 0; empty elsewhere."""
+        """The lists of all data ranks, joined in rank order, on rank 0; empty elsewhere."""
         everyone = [None] * self.world if self.main else None
-        dist.gather_object(items, everyone)
+        dist.gather_object(items if self.rank % self.tp == 0 else [], everyone)
         return list(chain.from_iterable(everyone or []))
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -88,13 +78,13 @@ def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class Meter:
-    """The metrics of a step: sums and counts, or maxima, of this process, reduced over data ranks once, when reporting.
-    What was never measured is left out."""
+    """The metrics of a step on this process, reduced over data ranks once, when reporting: totals, added up and divided
+    by their counts where they have one, and values, of which the largest counts. What was never measured is left
+    out."""
 
     def __init__(self):
         self.totals: dict[str, float] = {}
         self.counts: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
         self.values: dict[str, float] = {}
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
@@ -106,7 +96,7 @@ class Meter:
         self.totals[name] = self.totals.get(name, 0.0) + float(value)
 
     def max(self, name: str, value: torch.Tensor | float) -> None:
-        self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+        self.values[name] = max(self.values.get(name, -math.inf), float(value))
 
     def set(self, name: str, value: float) -> None:
         """The same on all ranks already; so is what `count` counts."""
@@ -117,17 +107,12 @@ class Meter:
 
     def reduce(self, ctx: Context) -> dict[str, float]:
         """Over the data ranks, on all of them."""
-        parts = ctx.gather((self.totals, self.counts, self.maxima))[:: ctx.tp]
-        totals = sum_dicts([part[0] for part in parts])
-        counts = sum_dicts([part[1] for part in parts])
-        metrics = dict(self.values)
-        for name, total in totals.items():
-            if name not in counts:
-                metrics[name] = total
-            elif counts[name]:
-                metrics[name] = total / counts[name]
-        for name in sorted(set(chain.from_iterable(part[2] for part in parts))):
-            metrics[name] = max(part[2].get(name, -math.inf) for part in parts)
+        totals, counts, values = zip(*ctx.gather((self.totals, self.counts, self.values))[:: ctx.tp], strict=True)
+        counts = sum_dicts(counts)
+        metrics = {name: max(of[name] for of in values if name in of) for name in sorted(set(chain(*values)))}
+        for name, total in sum_dicts(totals).items():
+            if counts.get(name) != 0:
+                metrics[name] = total / counts.get(name, 1.0)
         return metrics
 
 
@@ -179,7 +164,7 @@ def run_script(main: Callable, parse_args: Callable) -> None:
         code = 128 + stop.number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
+        code = 130  # 128 + SIGINT
     atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -232,153 +217,3 @@ class Stages:
     def pop(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}
         return {f"time/{name}": s for name, s in seconds.items()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Settings: frozen dataclasses, one a group of flags
-#
-#     @dataclass(frozen=True)
-#     class OptimConfig:
-#         """Optimiser"""                                   # the group's title in --help
-#
-#         lr: float = setting(1e-6, "peak learning rate", above=0)
-#
-#     parser = Parser(__doc__)
-#     add_settings(parser, OptimConfig)
-#     given = vars(parser.parse_args(argv))                 # only what the command line says
-#     config = read_settings(OptimConfig, preset | given)   # what is given wins over a preset, both over the defaults
-
-REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
-BOUNDS = {
-    "least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
-METAVARS = {int: "N", float: "X"}
-T = TypeVar("T")
-
-
-def setting(
-    default: object,
-    help: str,
-    *,
-    choices: Sequence[str] = (),
-    metavar: str = "",
-    positional: bool = False,
-    **bounds: float,
-) -> Any:
-    """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
-    `bounds`: least, above, most, below."""
-    assert bounds.keys() <= BOUNDS.keys(), bounds
-    more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
-    return field(default=default, kw_only=True, metadata=more)
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def value_type(hint: type) -> type:
-    """int of `int`, of `int | None` and of `tuple[int, ...]`."""
-    inner = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)]
-    return inner[0] if inner else hint
-
-
-def help_of(f: Field) -> str:
-    """With the default, unless there is none to speak of or the text has it."""
-    text, shown = f.metadata["help"], f.default
-    if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
-        return text
-    if isinstance(shown, tuple):
-        shown = " ".join(map(str, shown))
-    return f"{text} (default: {'on' if shown is True else shown})"
-
-
-class Parser(argparse.ArgumentParser):
-    """Flags that have to be spelt out. A mistake is one line, and names the nearest flag."""
-
-    def __init__(self, description: str | None = None, **more):
-        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(description=description, **more)
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
-        """Unknown flags come first: what else is wrong may follow from them."""
-        flags = self._option_string_actions
-        for word in sys.argv[1:] if args is None else args:
-            flag = word.split("=")[0]
-            unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
-            if unknown and self._subparsers is None:
-                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
-                self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
-
-
-def optional(kind: type) -> Callable[[str], Any]:
-    """Of a setting that may be None: "default" takes back what a resumed run has."""
-
-    def parse(text: str) -> Any:
-        return None if text == "default" else kind(text)
-
-    parse.__name__ = kind.__name__  # what argparse calls it
-    return parse
-
-
-def add_settings(parser: Parser, cls: type) -> None:
-    """A dataclass's own settings, not those of its bases, as a group of flags. One that is not given is absent in what
-    is parsed."""
-    group = parser.add_argument_group(cls.__doc__.splitlines()[0])
-    own = [f for f in fields(cls) if f.name in cls.__annotations__]
-    for f in own:
-        hint, choices, positional = get_type_hints(cls)[f.name], f.metadata["choices"], f.metadata["positional"]
-        kind = value_type(hint)
-        metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
-        options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            may_be_none = NoneType in get_args(hint) and not choices
-            options["type"] = optional(kind) if may_be_none else kind
-            options |= {"choices": choices} if choices else {"metavar": metavar}
-        if get_origin(hint) is tuple:
-            options["nargs"] = "+"
-        group.add_argument(f.name if positional else flag_of(f.name), **options)
-        if f.default is REQUIRED:  # argparse's own usage would list every flag
-            shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
-            parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
-
-
-def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
-    """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
-    and JSON have them, become tuples."""
-    hints, chosen = get_type_hints(cls), {}
-    for f in fields(cls):
-        if f.name in values:
-            value = values[f.name]
-            chosen[f.name] = tuple(value) if isinstance(value, list) else value
-            check_setting(f, hints[f.name], chosen[f.name])
-        elif f.default is REQUIRED:
-            raise UserError(f"{flag_of(f.name)} is missing: {f.metadata['help']}")
-    return cls(**chosen)
-
-
-def check_setting(f: Field, hint: type, value: object) -> None:
-    """Is a value of the setting's type, one of its choices and within its bounds?"""
-    if value is None and NoneType in get_args(hint):
-        return
-    kind, choices, bounds = value_type(hint), f.metadata["choices"], f.metadata["bounds"]
-    if get_origin(hint) is tuple and not isinstance(value, tuple):
-        raise UserError(f"{flag_of(f.name)} {value}: must be a list")
-    for item in value if get_origin(hint) is tuple else (value,):
-        told = f"{flag_of(f.name)} {item}: must be"
-        if not isinstance(item, int | float if kind is float else kind):
-            raise UserError(f"{told} of type {kind.__name__}")
-        if choices and item not in choices:
-            raise UserError(f"{told} one of {', '.join(choices)}")
-        if not all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()):
-            raise UserError(f"{told} " + " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items()))
-        if isinstance(item, float) and not math.isfinite(item):
-            raise UserError(f"{told} finite")

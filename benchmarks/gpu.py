@@ -772,8 +772,8 @@ def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
     algo = cfg.algo
     n_tokens = [len(r.response) for r in rollouts]
     weights = grpo.token_weights(n_tokens, [True] * len(rollouts), algo.loss_agg, cfg.rollout.max_new_tokens)
-    trains = grpo.may_train(train.rewards_of(rollouts, algo), ["stop"] * len(rollouts), algo)
-    packer = Packer(tokens, IMAGE, EOS, flop_rates(config), share)
+    trains = grpo.may_train(train.per_group([r.reward for r in rollouts], algo), ["stop"] * len(rollouts), algo)
+    packer = Packer(tokens, IMAGE, flop_rates(config), share)
     micros = packer.pack(rollouts, [i for i, t in enumerate(trains) if t])
     batch = Batch(rollouts, token_batch(rollouts, weights), [micros])
     train.set_advantages(batch, algo, 0.0, ctx, Meter())

@@ -356,7 +356,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
     engine = HFEngine(load_hf(str(model)), processor, ctx.device, vision_cache=cache)
     engine.banned = policy.banned
-    packer = Packer(config.micro_tokens, processor.image_token_id, processor.eos_ids[0], flop_rates(policy.hf.config))
+    packer = Packer(config.micro_tokens, processor.image_token_id, flop_rates(policy.hf.config))
     skipped = Skipped(model, ctx)
     clock = Clock()
 

@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 
 import torch
 
-from errors import UserError
+from errors import UserError, need
 from model import ModelConfig, Processor, VisionCache, load_hf
 from parallel.models import Models
 from parallel.sharding import full_parameters
@@ -32,10 +35,8 @@ def resolve_engine(choice: str, device: torch.device) -> str:
 def image_limits(examples: Sequence[Example], processor: Processor) -> tuple[int, tuple[int, int]]:
     """Most images in a prompt, and (width, height) of the largest, as the model sees it: what vLLM reserves memory
     for."""
-    sizes = []
-    for example in examples:
-        sizes += [processor.final_size(*size) for size in image_sizes(example)]
-    largest = max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
+    sizes = chain.from_iterable(map(image_sizes, examples))
+    largest = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(0, 0))
     return max(len(example.images) for example in examples), largest
 
 
@@ -64,20 +65,17 @@ def make_engine(
     return VLLMEngine(path, processor, device, dtype, **more)
 
 
-def vllm_settings(pairs: Sequence[str] | None, engine: str, world: int) -> dict[str, object]:
+def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
     """--vllm KEY=VALUE ... as arguments of vLLM's LLM: values as JSON, or text where they are none. UserError for a key
     that vLLM does not know or that is ours to set."""
     settings = {}
-    for pair in pairs or ():
-        if engine != "vllm":
-            raise UserError(f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
+    for pair in pairs:
+        need(engine == "vllm", f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
         key, equals, value = pair.partition("=")
-        if not equals:
-            raise UserError(f"--vllm {pair}: give KEY=VALUE")
-        try:
+        need(equals, f"--vllm {pair}: give KEY=VALUE")
+        settings[key] = value
+        with suppress(ValueError):
             settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
     if settings:
         from engines.vllm import refuse_settings
 
@@ -95,17 +93,14 @@ def start_engine(
 ) -> Engine:
     """For prompts made of all these examples; with all of the policy's weights, also the frozen ones: a resumed run may
     have trained them."""
-    engine = make_engine(
-        rollout.rollout,
-        cfg.model,
-        processor,
-        ctx.device,
-        models.dtype,
-        load_hf=lambda: load_hf(cfg.model, models.dtype, cfg.family_paths),
-        examples=list(chain.from_iterable(examples)),
-        max_model_len=max(chain.from_iterable(e.lengths for e in examples)) + rollout.max_new_tokens,
-        cache=models.policy.cache,
-        settings=vllm_settings(rollout.vllm, rollout.rollout, ctx.world),
-    )
+    longest = max(chain.from_iterable(e.lengths for e in examples))
+    more = {
+        "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),
+        "examples": list(chain.from_iterable(examples)),
+        "max_model_len": longest + rollout.max_new_tokens,
+        "cache": models.policy.cache,
+        "settings": vllm_settings(rollout.vllm, rollout.rollout, ctx.world),
+    }
+    engine = make_engine(rollout.rollout, cfg.model, processor, ctx.device, models.dtype, **more)
     engine.load_weights(full_parameters(models.policy, dtype=engine.dtype))
     return engine

@@ -10,17 +10,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from errors import UserError
 from layers.recurrent import RecurrentState
-from model import (
-    Processor,
-    VisionCache,
-    embed,
-    language_hidden,
-    mrope_positions,
-    vision_features,
-)
+from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, rollouts_of
 from utils import derive_seed
 
@@ -30,13 +24,11 @@ class KVCache:
     `update`."""
 
     def __init__(self):
-        self.layers: dict[int, list[torch.Tensor]] = {}  # layer -> [keys, values], (rows, heads, capacity, dim)
-        self.recurrent: dict[
-            int, RecurrentState
-        ] = {}  # layer -> state of a row, where a layer keeps no keys and values
+        self.layers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (rows, heads, capacity, dim)
+        self.recurrent: dict[int, RecurrentState] = {}  # of layers that keep no keys and values
         self.length = 0
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         end = self.length + key.shape[2]
         buffers = self.layers.setdefault(layer, [key[:, :, :0], value[:, :, :0]])
         for i, new in enumerate((key, value)):
@@ -50,7 +42,7 @@ class KVCache:
     def get_seq_length(self, *_) -> int:
         return self.length
 
-    def take(self, rows: torch.Tensor) -> None:
+    def take(self, rows: Tensor) -> None:
         """Keep these rows, in this order, repeats allowed."""
         for buffers in self.layers.values():
             buffers[:] = [buffer.index_select(0, rows) for buffer in buffers]
@@ -64,13 +56,13 @@ class SharedPrompts:
     responses' part has a cache of its own. All rows have responses of equal length, so only prompts need a mask.
     """
 
-    def __init__(self, cache: KVCache, valid_PL: torch.Tensor, width: int):
+    def __init__(self, cache: KVCache, valid_PL: Tensor, width: int):
         self.layers = {i: [b[:, :, : cache.length] for b in buffers] for i, buffers in cache.layers.items()}
         self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
         self.width = width
         self.slot_B = torch.arange(len(valid_PL) * width, device=valid_PL.device)
 
-    def take(self, rows: torch.Tensor) -> None:
+    def take(self, rows: Tensor) -> None:
         """Keep these rows, in increasing order; prompts and slots without any are closed."""
         prompt_B = (self.slot_B // self.width)[rows]
         kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
@@ -81,21 +73,19 @@ class SharedPrompts:
         self.width = int(count_P.max())
         self.slot_B = prompt_B * self.width + torch.arange(len(rows), device=rows.device) - first_P[prompt_B]
 
-    def by_prompt(self, x_B: torch.Tensor) -> torch.Tensor:
+    def by_prompt(self, x_B: Tensor) -> Tensor:
         """(B, key heads, repeat, D) -> (P, key heads, width * repeat, D), with zeros in slots without a row."""
         slots = len(self.bias_P11L) * self.width
         if len(x_B) < slots:
             x_B = x_B.new_zeros(slots, *x_B.shape[1:]).index_copy_(0, self.slot_B, x_B)
         return x_B.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
-    def by_row(self, x_P: torch.Tensor) -> torch.Tensor:
+    def by_row(self, x_P: Tensor) -> Tensor:
         """The inverse: (P, key heads, width * repeat, D) -> (B, key heads, repeat, D)."""
         x_B = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
         return x_B if len(x_B) == len(self.slot_B) else x_B[self.slot_B]
 
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query (B, heads, 1, D); key and value (B, key heads, response tokens, D) -> (B, heads, 1, D)."""
         prompt_key, prompt_value = self.layers[layer]
         grouped = (query * scale).reshape(len(query), key.shape[1], -1, query.shape[3])
@@ -107,9 +97,7 @@ class SharedPrompts:
         return out.reshape(query.shape)
 
 
-def sample_tokens(
-    logits_BV: torch.Tensor, sampling: Sampling, uniform_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row by inverting the cumulative distribution at uniform_B in [0, 1); returns ids and logprobs (B,).
 
     Logprobs are those of the distribution sampled from: after temperature and top-p. UserError for logits that are no
@@ -137,7 +125,7 @@ def sample_tokens(
     return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
 
 
-def logits_of(hidden_BH: torch.Tensor, head_HV: torch.Tensor) -> torch.Tensor:
+def logits_of(hidden_BH: Tensor, head_HV: Tensor) -> Tensor:
     """(B, V) fp32, summed in fp32 whatever the inputs are in, as the trainer's are (kernels.py)."""
     if head_HV.dtype == torch.float32:
         return hidden_BH.float() @ head_HV
@@ -147,18 +135,14 @@ def logits_of(hidden_BH: torch.Tensor, head_HV: torch.Tensor) -> torch.Tensor:
 class HFEngine(Engine):
     """Rollouts with transformers, in process, with a replica of its own: weights reach it only by load_weights."""
 
+    max_rows = 256  # responses that are decoded together
+
     def __init__(
-        self,
-        hf: torch.nn.Module,
-        processor: Processor,
-        device: torch.device,
-        max_rows: int = 256,
-        vision_cache: VisionCache | None = None,
+        self, hf: nn.Module, processor: Processor, device: torch.device, vision_cache: VisionCache | None = None
     ):
         self.hf = hf.to(device).eval().requires_grad_(False)
         self.processor = processor
         self.device = device
-        self.max_rows = max_rows
         self.vision_cache = vision_cache
         self.banned = processor.banned(hf.config.text_config.vocab_size).to(device)
         self.eos = torch.tensor(processor.eos_ids, device=device)
@@ -167,34 +151,29 @@ class HFEngine(Engine):
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts."""
-        groups: list[list[Rollout]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))  # similar lengths pad little
         step = max(1, self.max_rows // n)
+        rollouts = []
         for start in range(0, len(order), step):
-            chosen = order[start : start + step]
-            rollouts = self._generate([prompts[i] for i in chosen], n, sampling)
-            for k, i in enumerate(chosen):
-                groups[i] = rollouts[k * n : (k + 1) * n]
-        return list(itertools.chain.from_iterable(groups))
+            rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling)
+        place = {i: k * n for k, i in enumerate(order)}
+        return list(itertools.chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """Copy weights in place; how many calls and bytes that took. An unknown name is an error: it would mean stale
         weights."""
         own = dict(self.hf.named_parameters())
         seen, n_bytes = set(), 0
         for name, tensor in named_tensors:
             if name not in own:
-                example = next(iter(own))
-                raise ValueError(
-                    f"load_weights: the engine has no parameter {name!r}; its names start like {example!r}"
-                )
+                raise ValueError(f"load_weights: the engine has no parameter {name!r}")
             own[name].copy_(tensor)
             seen.add(name)
             n_bytes += tensor.nbytes
         self.complete = self.complete or seen == own.keys()
         return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
 
-    def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Left-padded forward of the prompts: last hidden (P, H), valid (P, L) bool, next position (P,)."""
         n, length = len(prompts), max(len(p.token_ids) for p in prompts)
         image_token = self.processor.image_token_id
@@ -205,9 +184,9 @@ class HFEngine(Engine):
         for i, prompt in enumerate(prompts):
             start = length - len(prompt.token_ids)
             grids = [image.grid_thw for image in prompt.images]
-            positions = mrope_positions(prompt.token_ids, grids, image_token, self.processor.merge_size)
             ids_PL[i, start:] = torch.tensor(prompt.token_ids)
-            positions_3PL[:, i, start:] = positions
+            positions_3PL[:, i, start:] = mrope_positions(
+                prompt.token_ids, grids, image_token, self.processor.merge_size)
             valid_PL[i, start:] = True
             images += prompt.images
         ids_PL, positions_3PL, valid_PL = (x.to(self.device) for x in (ids_PL, positions_3PL, valid_PL))
@@ -253,9 +232,9 @@ class HFEngine(Engine):
                 logprobs[row].append(logp)
                 if ended:
                     finish_reasons[row] = "stop"
-            if bool(ended_B.all()) or t + 1 == sampling.max_new_tokens or self.interrupted():
+            if ended_B.all() or t + 1 == sampling.max_new_tokens or self.interrupted():
                 break
-            if bool(ended_B.any()):
+            if ended_B.any():
                 keep = (~ended_B).nonzero()[:, 0]
                 cache.take(keep)
                 shared.take(keep)

@@ -35,7 +35,8 @@ from layers.lora import add_lora, lora_layers, merge_lora, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
 from parallel.loading import BAD, find_bad
 from parallel.sharding import reshard
-from utils import print0, read_settings
+from settings import read_settings
+from utils import print0
 
 T = TypeVar("T")
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one

@@ -24,7 +24,8 @@ from parallel.sharding import (
 )
 from parallel.tensor_parallel import check_tp
 from rollout import Examples, Rollout, make_prompts
-from utils import Context, print0, setting
+from settings import setting
+from utils import Context, print0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ class Models:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""
         for model in self.each():
             reshard(model)
+
+    def zero_grad(self) -> None:
+        for model in self.each():
+            model.zero_grad(set_to_none=True)
 
     def set_learning_rates(self, optim: OptimConfig, step: int, steps: int) -> float:
         """The policy's, which it returns, the vision tower's and the critic's."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from errors import UserError, need
 from parallel.checkpoint import (
     check_room,
     complete_checkpoints,
@@ -17,7 +17,7 @@ from parallel.checkpoint import (
     save_checkpoint,
 )
 from report.log import read_rows
-from utils import flag_of
+from settings import flag_of
 
 # Other weights would be trained: a checkpoint does not fit a run where these differ
 OF_THE_WEIGHTS = ("train_vision", "lora_targets")
@@ -27,15 +27,18 @@ OF_ADAPTERS = ("model", "lora_alpha")
 def resumed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run that --resume continues, by their flags' names; none where there is nothing to resume."""
     resume, out = given.get("resume", "no"), given.get("out")
-    if resume == "no" or (resume == "auto" and out is None):
+    if resume == "no":
         return {}
-    path = Path(out if resume == "auto" else resume)
+    path = Path(resume if resume != "auto" else out or ".")
     checkpoints = [path] if (path / "trainer.json").is_file() else complete_checkpoints(path)
-    if not checkpoints and resume != "auto":
-        raise UserError(f"--resume {resume}: neither 'no' nor 'auto' nor a complete checkpoint (with trainer.json) "
-                        f"nor a run that has one")
-    before = run_args(checkpoints[-1]) if checkpoints else None
-    return {name: value for name, value in (before or {}).items() if name != "resume"}
+    if checkpoints:
+        before = run_args(checkpoints[-1]) or {}
+        return {name: value for name, value in before.items() if name != "resume"}
+    need(resume == "auto", f"--resume {resume}: neither 'no' nor 'auto' nor a complete checkpoint (with trainer.json) "
+         "nor a run that has one")
+    absent = [name for name in ("model", "data", "out", "steps") if name not in given]
+    need(not absent, f"--resume auto: --out {out} has no checkpoint to go on from, and a new run needs --{absent[0]}")
+    return {}
 
 
 def holds_run(out: Path) -> bool:

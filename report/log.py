@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from tqdm import tqdm
 
 from errors import UserError, writing
 from grpo import PRESETS, Algorithm
-from utils import Context, Meter, flag_of
+from settings import flag_of
+from utils import Context, Meter, print0
+
+FLAT_STEPS = 5  # without a signal, before a warning
 
 
 def lock_folder(out: Path, patience: float = 5.0) -> object:
@@ -33,26 +37,27 @@ def lock_folder(out: Path, patience: float = 5.0) -> object:
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / ".lock", "a+")
     deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                raise UserError(
-                    f"--out {out}: another run writes there ({file.read().strip()}); wait for it, or choose another "
-                    "folder"
-                ) from error
-            time.sleep(0.2)
-        except OSError as error:  # some network file systems have no locks
-            print(f"--out {out} cannot be locked ({error.strerror}): take care that no other run writes "
-                  "there", file=sys.stderr)
-            break
+    while not try_lock(file):
+        if time.monotonic() > deadline:
+            file.seek(0)
+            holder = file.read().strip()
+            raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
+        time.sleep(0.2)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
+
+
+def try_lock(file: Any) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems have no locks
+        told = f"{file.name} cannot be locked ({error.strerror}): take care that no other run writes there"
+        print(told, file=sys.stderr)
+    return True
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -66,23 +71,8 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def describe_run(args: dict) -> dict:
-    """What a reader of a run directory needs to know to run it again."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    import transformers
-
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "args": args,
-        "git": git.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "") if git.returncode == 0 else "unknown",
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        },
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, "
-                                                                                   f"{os.cpu_count()} cores",
-        "world": dist.get_world_size() if dist.is_initialized() else 1,
-    }
+def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    write_text(path, "".join(map(json_line, rows)))
 
 
 def json_line(row: dict[str, float]) -> str:
@@ -91,69 +81,115 @@ def json_line(row: dict[str, float]) -> str:
     return json.dumps(finite) + "\n"
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
+    with writing(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the text
+        os.replace(temporary, path)
+
+
+def describe_run(args: dict) -> dict:
+    """What a reader of a run directory needs to know to run it again."""
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "args": args,
+        "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
+        "versions": {"python": platform.python_version()} | versions,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+        "world": dist.get_world_size() if dist.is_initialized() else 1,
+    }
+
+
+def git(command: str) -> str:
+    """What git says of this code; nothing where there is no repository, or no git."""
+    folder = Path(__file__).parent
+    return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
 class RunLog:
     """run.json, metrics.jsonl, tensorboard/ (where it is installed) and the terminal. Only rank 0 writes."""
 
-    def __init__(self, out: Path, cfg: Any, ctx: Context, start: int):
-        self.out = out
-        self.path = out / "metrics.jsonl"
+    def __init__(self, cfg: Any, ctx: Context, checkpoint: Path | None, start: int):
+        self.out = Path(cfg.run.out)
+        self.path = self.out / "metrics.jsonl"
         self.cfg = cfg
         self.ctx = ctx
+        self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
         self.start = start
-        self.board = None
         self.flat_steps = 0
-        self.began = time.perf_counter()
-        self.step_began = self.began
-        self.described = False
+        self.began = self.step_began = time.perf_counter()
         if not ctx.main:
             return
-        out.mkdir(parents=True, exist_ok=True)
         if start == 0:
             self._describe()
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
-        kept = [row for row in read_rows(self.path) if start and row["step"] <= start]
-        write_text(self.path, "".join(map(json_line, kept)))
+        write_rows(self.path, [row for row in read_rows(self.path) if start and row["step"] <= start])
+        self.board = None
         if importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(out / "tensorboard", purge_step=start + 1)
+            self.board = SummaryWriter(self.out / "tensorboard", purge_step=start + 1)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+
+    def introduce(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
+        """What is about to run, and which settings are others than they were before."""
+        model, algo, per_step = self.cfg.model, self.cfg.algo, self.cfg.rollout.prompts_per_step
+        total = sum(p.numel() for p in models.policy.parameters()) / 1e6
+        trained = sum(p.numel() for p in models.policy.parameters() if p.requires_grad) / 1e6
+        print0(
+            f"{model.model}: {total:.2f} M parameters, {trained:.2f} M trained, {models.dtype} on {self.ctx.world} x "
+            f"{self.ctx.device.type}, attention {model.attn}, kernel {model.kernel}, rollouts by "
+            f"{self.cfg.rollout.rollout}\n{per_step} prompts x {algo.group_size} samples a step, "
+            f"{n_examples // per_step} steps an epoch ({n_examples % per_step} examples left over in each), "
+            f"{algo.epochs * algo.minibatches} update(s) a step\n{describe(algo)}"
+        )
+        if self.checkpoint:
+            print0(f"resumed from {self.checkpoint} after step {self.start}")
+        elif self.cfg.run.resume == "auto":
+            print0(f"no checkpoint in {self.out}: starting from --model")
+        for change in changed:
+            print0(f"changed since: {change}")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Of an evaluation before the first step, or one that the run was interrupted in: part of that step's row."""
-        rows = read_rows(self.path) if self.ctx.main else []
-        if rows and rows[-1]["step"] == step:
-            write_text(self.path, "".join(map(json_line, [*rows[:-1], rows[-1] | metrics])))
-        else:
-            self._write(step, metrics)
-        self.step_began = time.perf_counter()
+        if self.ctx.main:
+            rows = read_rows(self.path)
+            if rows and rows[-1]["step"] == step:
+                write_rows(self.path, [*rows[:-1], rows[-1] | metrics])
+            else:
+                self._write(step, metrics)
+            self.step_began = time.perf_counter()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A row, a line on the terminal, and a warning where nothing is learnt."""
+        if not self.ctx.main:
+            return
         now = time.perf_counter()
         metrics = metrics | {"time/step": now - self.step_began}
         self.step_began = now
         if self.ctx.device.type == "cuda":
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self.ctx.main:
+        if self.start and step == self.start + 1:
             self._describe()
         self._write(step, metrics)
-        if self.ctx.main:
-            eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
-            tqdm.write(step_line(step, self.cfg.run.steps, metrics, eta))
-            self._warn_if_flat(metrics)
-            self.bar.update()
+        eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
+        tqdm.write(step_line(step, self.cfg.run.steps, metrics, eta))
+        self._warn_if_flat(metrics)
+        self.bar.update()
 
     def _describe(self) -> None:
         """run.json. A run that goes on has its settings there once they have made a step: a start that fails leaves
         those before it."""
-        if not self.described:
-            write_text(self.out / "run.json", json.dumps(describe_run(self.cfg.flat()), indent=2) + "\n")
-        self.described = True
+        write_text(self.out / "run.json", json.dumps(describe_run(self.cfg.flat()), indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        if not self.ctx.main:
-            return
         with writing(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
         if self.board:
@@ -171,32 +207,16 @@ class RunLog:
                 "what the reward expects, and at --temperature"
             )
 
-    def close(self, checkpoint: Path | None) -> None:
+    def close(self) -> None:
         if not self.ctx.main:
             return
         self.bar.close()
         if self.board:
             self.board.close()
-        steps = self.cfg.run.steps
-        if self.start >= steps:
-            print(f"nothing to do: {checkpoint} is of step {self.start}, and --steps is {steps}", flush=True)
-        else:
-            print(f"done: {steps} steps, newest checkpoint in {self.out / 'checkpoints'}", flush=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    with writing(path, "--out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the name without the text
-        os.replace(temporary, path)
-
-
-FLAT_STEPS = 5  # without a signal, before a warning
+        told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
+        if self.start >= self.cfg.run.steps:
+            told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
+        print(told, flush=True)
 
 
 def step_line(step: int, steps: int, m: dict[str, float], eta: float) -> str:
@@ -205,13 +225,12 @@ def step_line(step: int, steps: int, m: dict[str, float], eta: float) -> str:
     def shown(name: str, form: str) -> str:
         return format(m[name], form) if name in m else "-"
 
-    hours, rest = divmod(int(eta), 3600)
     return (
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  const "
         f"{m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {shown('loss/policy', '+.4f')} "
         f" gnorm {shown('policy/grad_norm', '7.3f')}  entropy {shown('policy/entropy', '.3f')}  lr {m['lr']:.1e}  "
         f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync "
-        f"{m['time/sync']:.2f})  eta {hours}:{rest // 60:02}:{rest % 60:02}"
+        f"{m['time/sync']:.2f})  eta {tqdm.format_interval(eta)}"
     )
 
 
@@ -220,7 +239,7 @@ class Skipped:
     OUT/skipped, and after `limit` in a row the end of the run. One without any gradient is neither good nor bad."""
 
     def __init__(self, out: Path, ctx: Context, limit: int = 10):
-        self.out = out
+        self.out = out / "skipped"
         self.limit = limit
         self.ctx = ctx
         self.in_a_row = 0
@@ -228,81 +247,49 @@ class Skipped:
 
     def after_update(self, norm: float, stepped: bool, loss: float, uids: list[str], meter: Meter) -> None:
         """`norm` is the gradient's, the same on all ranks; loss and uids are this rank's part of the minibatch."""
-        finite = math.isfinite(norm)
         meter.count("update/steps", stepped)
-        meter.count("update/empty", finite and not stepped)
-        meter.count("update/skipped", not finite)
+        meter.count("update/empty", math.isfinite(norm) and not stepped)
         if stepped:
             self.in_a_row = 0
-        elif not finite:
-            self._leave_out(loss, norm, uids)
+        self.after_critic_update(norm, loss, uids, meter)
 
     def after_critic_update(self, norm: float, loss: float, uids: list[str], meter: Meter) -> None:
         """The same for a separate critic, whose updates are not counted but where one is left out."""
+        meter.count("update/skipped", not math.isfinite(norm))
         if not math.isfinite(norm):
-            meter.count("update/skipped")
-            self._leave_out(loss, norm, uids)
-
-    def _leave_out(self, loss: float, norm: float, uids: list[str]) -> None:
-        self.in_a_row += 1
-        self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
+            self.in_a_row += 1
+            self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
 
     def report(self, step: int, save: Callable[[], Path | None]) -> None:
         """On all ranks at once, as all of them skip the same updates; or the end of a run that does nothing else."""
         mine, self.of_step = self.of_step, []
-        ranks = self.ctx.gather_main([mine] if self.ctx.leads else []) if mine else []
-        if ranks:
-            self._tell(step, ranks)
+        ranks = self.ctx.gather_main([mine]) if mine else []
+        updates = [self._joined(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        if updates:
+            path, last = self.out / f"step_{step:06d}.json", updates[-1]
+            write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
+            tqdm.write(
+                f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at "
+                f"{self.limit}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
+            )
         if self.in_a_row >= self.limit:
             raise UserError(
-                f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out / 'skipped'}. The "
-                f"newest checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
+                f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out}. The newest "
+                f"checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
             )
 
-    def _tell(self, step: int, ranks: list[list[dict]]) -> None:
-        updates = []
-        for parts in zip(*ranks, strict=True):  # of one update
-            uids = sorted(set(chain.from_iterable(part["uids"] for part in parts)))
-            loss = sum(part["loss"] for part in parts)
-            updates.append({"loss": str(loss), "grad_norm": str(parts[0]["norm"]), "uids": uids})
-        path = self.out / "skipped" / f"step_{step:06d}.json"
-        write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
-        last = updates[-1]
-        tqdm.write(
-            f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at "
-            f"{self.limit}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
-        )
-
-
-def introduce(
-    cfg: Any, ctx: Context, models: Any, n_examples: int, checkpoint: Path | None, step: int, changed: list[str]
-) -> str:
-    """What is about to run."""
-    parameters = list(models.policy.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    per_step, group_size = cfg.rollout.prompts_per_step, cfg.algo.group_size
-    lines = [
-        f"{cfg.model.model}: {sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, {trained / 1e6:.2f} M "
-        f"trained, {models.dtype} on {ctx.world} x {ctx.device.type}, attention {cfg.model.attn}, kernel "
-        f"{cfg.model.kernel}, rollouts by {cfg.rollout.rollout}",
-        f"{per_step} prompts x {group_size} samples a step, {n_examples // per_step} steps an epoch "
-        f"({n_examples % per_step} examples left over in each), {cfg.algo.epochs * cfg.algo.minibatches} update(s) a "
-        "step",
-        describe(cfg.algo),
-    ]
-    if checkpoint:
-        lines.append(f"resumed from {checkpoint} after step {step}")
-    elif cfg.run.resume == "auto":
-        lines.append(f"no checkpoint in {cfg.run.out}: starting from --model")
-    return "\n".join(lines + [f"changed since: {change}" for change in changed])
+    @staticmethod
+    def _joined(of_ranks: Sequence[dict]) -> dict:
+        """One update, as JSON has it, which knows no NaN."""
+        uids = sorted(set(chain.from_iterable(part["uids"] for part in of_ranks)))
+        loss = sum(part["loss"] for part in of_ranks)
+        return {"loss": str(loss), "grad_norm": str(of_ranks[0]["norm"]), "uids": uids}
 
 
 def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
-    preset = Algorithm(algo=algo.algo, **PRESETS[algo.algo])
-    given = []
-    for name, value in asdict(algo).items():
-        if value != getattr(preset, name):
-            given.append(f"{flag_of(name)} {value} (preset: {getattr(preset, name)})")
+    preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
+    other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
+    given = [f"{flag_of(name)} {value} (preset: {preset[name]})" for name, value in other.items()]
     named = ", ".join(f"{flag_of(name)} {value}" for name, value in PRESETS[algo.algo].items()) or "the defaults"
     return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")

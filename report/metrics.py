@@ -1,5 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -9,39 +10,27 @@ from model import PolicyOutput
 from packing import TokenBatch
 from reward import grader_stats
 from rollout import GroupPool
-from utils import Meter, sum_dicts
+from utils import Context, Meter
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
 
 
 def rollout_metrics(pool: GroupPool) -> dict[str, float]:
     """Means over all processes and rounds of rewards, lengths, and groups without a signal."""
-    groups = list(pool.groups.values())
-    rollouts = list(chain.from_iterable(groups))
-    constant = [len({r.rewards["reward"] for r in group}) == 1 for group in groups]
-    sums = {
-        "n": float(len(rollouts)),
-        "groups": float(len(groups)),
-        "constant": float(sum(constant)),
-        "tokens": float(sum(len(r.response) for r in rollouts)),
-        "truncated": float(sum(r.finish_reason == "length" for r in rollouts)),
-    }
-    for r in rollouts:
-        for name, value in r.rewards.items():  # tasks differ in their parts: a mean is over the samples that have it
-            sums[f"reward/{name}"] = sums.get(f"reward/{name}", 0.0) + value
-            sums[f"count/{name}"] = sums.get(f"count/{name}", 0.0) + 1
-    # why answers were wrong without being compared
-    sums |= {f"grader/{why}": float(grader_stats[why]) for why in GRADER_STATS}
+    meter = Meter()
+    for group in pool.groups.values():
+        meter.add("reward/constant_groups", len({r.reward for r in group}) == 1)
+    for r in chain.from_iterable(pool.groups.values()):
+        meter.add("response/tokens", len(r.response))
+        meter.add("response/truncated", r.finish_reason == "length")
+        meter.sum("rollout/tokens", len(r.response))
+        for name, value in r.rewards.items():  # tasks have different rewards: a mean is over the samples that have it
+            meter.add(f"reward/{name}", value)
+    for why in GRADER_STATS:  # why answers were wrong without being compared
+        meter.sum(f"grader/{why}", grader_stats[why])
     grader_stats.clear()
-    total = sum_dicts(pool.ctx.gather(sums))
-    names = [key.removeprefix("reward/") for key in total if key.startswith("reward/")]
-    metrics = {f"reward/{name}": total[f"reward/{name}"] / total[f"count/{name}"] for name in names}
+    metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
     metrics["reward/mean"] = metrics.pop("reward/reward")
-    metrics["reward/constant_groups"] = total["constant"] / total["groups"]
-    metrics["response/tokens"] = total["tokens"] / total["n"]
-    metrics["response/truncated"] = total["truncated"] / total["n"]
-    metrics["rollout/tokens"] = total["tokens"]
-    metrics |= {f"grader/{why}": total[f"grader/{why}"] for why in GRADER_STATS}
     return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
 
 
@@ -53,6 +42,15 @@ def sampling_metrics(pool: GroupPool) -> dict[str, float]:
     surplus = len(pool.has_signal) - equal - (len(chosen) - filled)
     counts = {"rounds": pool.round, "equal": equal - filled, "surplus": surplus, "filled": filled}
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
+
+
+def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
+    """Of the critic, before the update: the mean, and which share of the returns' variance it explains."""
+    returns_N = tokens.returns.double()
+    values_N = tokens.values.double()
+    spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
+    meter.set("value/mean", ctx.moments(values_N)[0])
+    meter.set("value/explained_variance", 1 - (error / spread) ** 2 if spread > 0 else 0.0)
 
 
 @torch.no_grad()

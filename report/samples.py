@@ -15,9 +15,8 @@ from utils import Context
 
 def report_samples(out: Path, step: int, batch: Any, metrics: dict[str, float], ctx: Context) -> None:
     """Of a packing.Batch, on all ranks at once."""
-    mine = batch.rollouts if ctx.leads else []
-    examples = ctx.gather_main(list({r.prompt.uid: r.prompt.example for r in mine}.values()))
-    records = ctx.gather_main(sample_records(batch) if ctx.leads else [])
+    examples = ctx.gather_main(list({r.prompt.uid: r.prompt.example for r in batch.rollouts}.values()))
+    records = ctx.gather_main(sample_records(batch))
     if not ctx.main:
         return
     by_uid = {example.uid: example for example in examples}

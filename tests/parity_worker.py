@@ -182,9 +182,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
     processor = load_processor(model)
     models = build(cfg, processor, ctx, double)
-    packer = Packer(
-        cfg.optim.micro_tokens, processor.image_token_id, processor.eos_ids[0], flop_rates(models.policy.hf.config)
-    )
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout.prompts_per_step, 0, ctx)
@@ -204,8 +202,6 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
     state = train.State(kl_coef=cfg.algo.kl_coef)
     train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
-    if models.critic:
-        train.update_critic(models, batch, cfg, ctx, meter)
     gradients = {}
     for name, m in (("policy", models.policy), ("critic", models.critic), ("reference", models.reference)):
         if isinstance(m, Policy):

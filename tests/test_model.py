@@ -350,7 +350,7 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
     """A rank with less work takes part in all that the others do."""
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, "all", value_head=True)
-    packer = Packer(9, processor.image_token_id, processor.eos_ids[0])
+    packer = Packer(9, processor.image_token_id)
     [micro] = packer.pack([], agree=lambda needed: needed + 1)
     tokens = token_batch([])
     tokens.weights = tokens.advantages = torch.zeros(0)

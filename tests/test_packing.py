@@ -14,7 +14,6 @@ from packing import Batch, FlopRates, Packer, TokenBatch, dense_mask, token_batc
 from rollout import Prompt, Rollout, written
 
 IMAGE = 7  # the image token
-PAD = 9
 
 
 def image(key, n):
@@ -125,7 +124,7 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
     """What there is too little for is filled with single tokens that train nothing."""
     needs = []
     rates = FlopRates(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
-    packer = Packer(cap, IMAGE, PAD, rates)
+    packer = Packer(cap, IMAGE, rates)
     fewest = packer.pack(rollouts)
     more = packer.pack(rollouts, agree=lambda n: needs.append(n) or n + extra)
     assert needs == [len(fewest)] and len(more) == len(fewest) + extra
@@ -134,7 +133,7 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
         assert sorted(packed.tolist()) == list(range(len(rows(rollouts))))
         assert all(0 < m.n_tokens <= cap for m in micros)
     for m in more:
-        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([PAD], [1], [(0, -1)], [])
+        assert len(m.target_K) or (m.ids_T.tolist(), m.end_T.tolist(), m.runs, m.images) == ([0], [1], [(0, -1)], [])
     assert len(Packer(cap, IMAGE).pack([], agree=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
 
 

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, fields
 import pytest
 
 from errors import UserError
-from utils import REQUIRED, Parser, add_settings, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, read_settings, setting
 
 
 @dataclass(frozen=True)

@@ -857,7 +857,7 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     hf, processor = loaded["qwen3_vl"]
     row = next(iter(shapes_rows(1, "train", 0)))
     example = SimpleNamespace(uid="x", messages=row["prompt"], images=[row["images"][0]["bytes"]])
-    packer = Packer(300, processor.image_token_id, processor.eos_ids[0], flop_rates(hf.config))
+    packer = Packer(300, processor.image_token_id, flop_rates(hf.config))
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()

@@ -68,8 +68,6 @@ def one_update(cfg, ctx, models, rollouts, step=9):
     train.set_advantages(batch, cfg.algo, cfg.algo.kl_coef, ctx, meter)
     state = train.State(step=step, kl_coef=cfg.algo.kl_coef)
     train.update_policy(models, batch, cfg, state, ctx, meter, Skipped(Path("-"), ctx))
-    if models.critic:
-        train.update_critic(models, batch, cfg, ctx, meter, Skipped(Path("-"), ctx))
     return meter.reduce(ctx), batch
 
 

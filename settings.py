@@ -1,0 +1,145 @@
+"""Settings: frozen dataclasses, one a group of flags.
+
+@dataclass(frozen=True)
+class OptimConfig:
+    \"""Optimiser\"""                                     # the group's title in --help
+
+    lr: float = setting(1e-6, "peak learning rate", above=0)
+
+parser = Parser(__doc__)
+add_settings(parser, OptimConfig)
+given = vars(parser.parse_args(argv))                 # only what the command line says
+config = read_settings(OptimConfig, preset | given)   # what is given wins over a preset, both over the defaults
+"""
+
+import argparse
+import difflib
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from errors import need
+
+REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
+HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
+WORDS = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+METAVARS = {int: "N", float: "X"}
+T = TypeVar("T")
+
+
+def setting(
+    default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False, **bounds: float
+) -> Any:
+    """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
+    `bounds`: least, above, most, below."""
+    more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
+    return field(default=default, kw_only=True, metadata=more)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parts_of(hint: Any) -> tuple[type, bool, bool]:
+    """(int, is it a tuple, may it be None) of `int`, `tuple[int, ...]` and `int | None`."""
+    inner = get_args(hint)
+    return inner[0] if inner else hint, get_origin(hint) is tuple, NoneType in inner
+
+
+def help_of(f: Field) -> str:
+    """With the default, unless there is none to speak of or the text has it."""
+    text, shown = f.metadata["help"], f.default
+    if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
+        return text
+    shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
+    return f"{text} (default: {'on' if shown is True else shown})"
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags that have to be spelt out. A mistake is one line, and names the nearest flag; also after the name of a
+    command, whose parser is another one of these."""
+
+    def __init__(self, description: str | None = None, **more: Any):
+        raw_text = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(description=description, allow_abbrev=False, **raw_text | more)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        """Unknown flags come first: what else is wrong may follow from them."""
+        flags = self._option_string_actions
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.split("=")[0]
+            unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
+            if unknown and self._subparsers is None:
+                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
+                self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def optional(kind: type) -> Callable[[str], Any]:
+    """Of a setting that may be None: "default" takes back what a resumed run has."""
+
+    def parse(text: str) -> Any:
+        return None if text == "default" else kind(text)
+
+    parse.__name__ = kind.__name__  # what argparse calls it
+    return parse
+
+
+def add_settings(parser: Parser, cls: type) -> None:
+    """A dataclass's own settings, not those of its bases, as a group of flags. One that is not given is absent in what
+    is parsed."""
+    group = parser.add_argument_group(cls.__doc__.splitlines()[0])
+    for f in fields(cls):
+        if f.name not in cls.__annotations__:
+            continue
+        kind, many, may_be_none = parts_of(get_type_hints(cls)[f.name])
+        choices, positional = f.metadata["choices"], f.metadata["positional"]
+        metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
+        options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = optional(kind) if may_be_none and not choices else kind
+            options |= {"choices": choices} if choices else {"metavar": metavar}
+        if many:
+            options["nargs"] = "+"
+        group.add_argument(f.name if positional else flag_of(f.name), **options)
+        if f.default is REQUIRED:  # argparse's own usage would list every flag
+            shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
+            parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
+
+
+def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
+    """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
+    and JSON have them, become tuples."""
+    hints, chosen = get_type_hints(cls), {}
+    for f in fields(cls):
+        need(f.default is not REQUIRED or f.name in values, f"{flag_of(f.name)} is missing: {f.metadata['help']}")
+        if f.name in values:
+            value = values[f.name]
+            chosen[f.name] = tuple(value) if isinstance(value, list) else value
+            check_setting(f, hints[f.name], chosen[f.name])
+    return cls(**chosen)
+
+
+def check_setting(f: Field, hint: type, value: object) -> None:
+    """Is a value of the setting's type, one of its choices and within its bounds?"""
+    kind, many, may_be_none = parts_of(hint)
+    if may_be_none and value is None:
+        return
+    flag, choices, bounds = flag_of(f.name), f.metadata["choices"], f.metadata["bounds"]
+    need(isinstance(value, tuple) or not many, f"{flag} {value}: must be a list")
+    for item in value if many else (value,):
+        told = f"{flag} {item}: must be"
+        need(isinstance(item, int | float if kind is float else kind), f"{told} of type {kind.__name__}")
+        need(not choices or item in choices, f"{told} one of {', '.join(choices)}")
+        within = " and ".join(f"{WORDS[name]} {bound}" for name, bound in bounds.items())
+        need(all(HOLDS[name](item, bound) for name, bound in bounds.items()), f"{told} {within}")
+        need(not isinstance(item, float) or math.isfinite(item), f"{told} finite")
