@@ -142,8 +142,9 @@ def make_model(
     tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
     own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": own.get(family, "Qwen3VLProcessor")}
-    processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
+    processor |= {"processor_class": own.get(family, "Qwen3VLProcessor")}
+    processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
     processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     (out / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, writing
+from errors import Note, UserError, check_writable, existing, need, writing
 from reward import TASKS, load_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.fetch import fetch_url
@@ -102,9 +102,8 @@ class ReadingConfig:
         for flag in ("prompt_key", "image_key", "answer_key"):
             key = getattr(self, flag)
             column = "reward_model" if key == TRUTH else key
-            if column and column not in columns:
-                has = ", ".join(columns)
-                raise UserError(f"{file}: no column {column!r}; it has {has}. {flag_of(flag)} names the right one")
+            told = f"{file}: no column {column!r}; it has {', '.join(columns)}. {flag_of(flag)} names the right one"
+            need(not column or column in columns, told)
 
 
 @dataclass(frozen=True)
@@ -168,33 +167,30 @@ def to_messages(prompt: object, system: str = "", instruction: str = "") -> list
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not prompt:
-        raise UserError("empty prompt")
-    if not isinstance(prompt, list):
-        raise UserError(f"prompt is a {type(prompt).__name__}, expected a string or a list of messages")
+    need(prompt, "empty prompt")
+    need(isinstance(prompt, list), f"prompt is a {type(prompt).__name__}, expected a string or a list of messages")
     messages = [{"role": "system", "content": system}] if system else []
     for i, m in enumerate(prompt):
-        if not isinstance(m, dict) or not isinstance(m.get("content"), str):
-            raise UserError(f"message {i} has no content string; write images as {MARK} marks inside the text")
-        if m.get("role") not in ROLES:
-            raise UserError(f"message {i} has role {m.get('role')!r}, expected one of {', '.join(ROLES)}")
-        if system and m["role"] == "system":
-            raise UserError("the prompt already has a system message and --system gives another; drop one")
-        if more := [k for k, v in m.items() if k not in ("role", "content") and v is not None]:
-            raise UserError(f"message {i} has fields the format cannot hold: {', '.join(more)}")
-        messages.append({"role": m["role"], "content": m["content"]})
+        text = m.get("content") if isinstance(m, dict) else None
+        need(isinstance(text, str), f"message {i} has no content string; write images as {MARK} marks inside the text")
+        role = m.get("role")
+        need(role in ROLES, f"message {i} has role {role!r}, expected one of {', '.join(ROLES)}")
+        two = system and role == "system"
+        need(not two, "the prompt already has a system message and --system gives another; drop one")
+        more = [k for k, v in m.items() if k not in ("role", "content") and v is not None]
+        need(not more, f"message {i} has fields the format cannot hold: {', '.join(more)}")
+        messages.append({"role": role, "content": text})
     questions = [m for m in messages if m["role"] == "user"]
-    if not any(m["content"].strip() for m in questions):
-        raise UserError("empty prompt: no user message has any text")
-    if messages[-1]["role"] == "assistant":
-        raise UserError("the last message is the assistant's (an answer left in the prompt?); it must be the user's")
+    need(any(m["content"].strip() for m in questions), "empty prompt: no user message has any text")
+    told = "the last message is the assistant's (an answer left in the prompt?); it must be the user's"
+    need(messages[-1]["role"] != "assistant", told)
     if not questions[-1]["content"].endswith(instruction):
         questions[-1]["content"] += f" {instruction}"
     for i, m in enumerate(messages):
         if found := SPECIAL.search(m["content"]):
             raise UserError(f"message {i} contains {found[0]!r}, a special token to tokenizers; write it otherwise")
-        if "<video>" in m["content"]:
-            raise UserError(f"message {i} contains <video>, and videos are not supported; leave such rows out")
+        video = "<video>" in m["content"]
+        need(not video, f"message {i} contains <video>, and videos are not supported; leave such rows out")
     return messages
 
 
@@ -229,8 +225,8 @@ def check_marks(messages: list[dict], images: int, add_marks: bool) -> None:
 
 def to_truth(value: object) -> str:
     """Ground truth as a string: strings stay, everything else becomes JSON."""
-    if value is None or not str(value).strip():
-        raise UserError("no ground truth: the answer is missing or empty; --answer-key names its column")
+    empty = value is None or not str(value).strip()
+    need(not empty, "no ground truth: the answer is missing or empty; --answer-key names its column")
     if isinstance(value, str):
         return value
     try:
@@ -255,8 +251,7 @@ def drop_none(value: object) -> object:
 def to_extra(record: dict, reading: ReadingConfig, reward_model: dict) -> dict:
     """extra_info, and whatever else there is without a meaning of its own."""
     extra = record.get("extra_info")
-    if not isinstance(extra, dict | None):
-        raise UserError(f"extra_info is a {type(extra).__name__}, expected a struct")
+    need(isinstance(extra, dict | None), f"extra_info is a {type(extra).__name__}, expected a struct")
     more = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")}
     more |= {k: v for k, v in record.items() if k not in reading.known()}
     return drop_none(more | (extra or {}))
@@ -271,11 +266,9 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     if isinstance(record, str):
         raise UserError(record)
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
-    if too_deep(record, levels):
-        raise UserError(f"nested more than {levels} levels deep")
-    for key in VIDEOS:
-        if key != reading.image_key and record.get(key):
-            raise UserError(f"column {key} is not empty, and videos are not supported; leave such rows out")
+    need(not too_deep(record, levels), f"nested more than {levels} levels deep")
+    videos = [key for key in VIDEOS if key != reading.image_key and record.get(key)]
+    need(not videos, f"column {' and '.join(videos)} is not empty, and videos are not supported; leave such rows out")
     messages = to_messages(record.get(reading.prompt_key), reading.system, instruction_of(reading.instruction))
     images = to_images(record.get(reading.image_key) if reading.image_key else None, raw.root, reading.fetch)
     check_marks(messages, len(images), reading.add_image_marks)
@@ -284,11 +277,10 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     truth = to_truth(reward_model.get("ground_truth") if in_reward_model else record.get(reading.answer_key))
     extra = to_extra(record, reading, reward_model)
     source = reading.data_source or record.get("data_source") or ""
-    if not isinstance(source, str):
-        raise UserError(f"data_source is a {type(source).__name__}, expected a string; --data-source NAME replaces it")
+    remedy = "--data-source NAME gives one to every row"
+    need(isinstance(source, str), f"data_source is a {type(source).__name__}, expected a string; {remedy}")
     if reading.split:
-        if not source:
-            raise UserError("no data_source; --data-source NAME gives one to every row")
+        need(source, f"no data_source; {remedy}")
         extra = {"split": reading.split, "index": raw.number} | extra
     # rows without an index are told apart by their number; "row" keeps those apart from real indices
     index = extra.get("index", f"row{raw.number}")
@@ -373,8 +365,7 @@ def parquet_records(file: Path, reading: ReadingConfig) -> Iterator[tuple[str, R
                     row += 1
     except (pa.ArrowException, OSError) as e:
         raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}") from e
-    if row == 0:
-        raise UserError(f"{file} has no rows")
+    need(row > 0, f"{file} has no rows")
 
 
 def text_records(file: Path, reading: ReadingConfig, read: Callable) -> Iterator[tuple[str, Record]]:
@@ -386,8 +377,7 @@ def text_records(file: Path, reading: ReadingConfig, read: Callable) -> Iterator
             columns |= dict.fromkeys(record)
         else:
             problem = f"{place}: {record}"
-    if not columns:
-        raise UserError(f"{file}: no row can be read; {problem}")
+    need(columns, f"{file}: no row can be read; {problem}")
     reading.check_columns(columns, file)
     yield from read(file)
 
@@ -483,8 +473,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
             for group in row_groups(examples):
                 writer.write_batch(pa.RecordBatch.from_pylist(list(map(columns_of, group)), schema=SCHEMA))
                 extras += [drop_none(json.loads(json.dumps(e.extra | {"uid": e.uid}, default=str))) for e in group]
-        if not extras:
-            raise UserError(f"nothing to write to {path}: the source gave no usable row")
+        need(extras, f"nothing to write to {path}: the source gave no usable row")
         column = extra_column(extras)
         schema = SCHEMA.append(pa.field("extra_info", column.type))
         done = 0
@@ -529,8 +518,7 @@ def source_rows(source: str, cfg: FileConfig) -> Iterator[Raw]:
     task = find_tasks()[source]
     if hasattr(task, "rows") and not cfg.toy:
         return task.rows(cfg)
-    if not hasattr(task, "toy"):
-        raise UserError(f"--toy: {source} has no toy yet; leave it out")
+    need(hasattr(task, "toy"), f"--toy: {source} has no toy yet; leave it out")
     return (Raw(f"{source} row {i}", i, row) for i, row in enumerate(task.toy(cfg.n, cfg.split, cfg.seed)))
 
 
@@ -553,18 +541,18 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
         for action in command._actions:
             if action.dest in defaults:  # that of all sources is in the text
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
+        command.set_defaults(config=config, **defaults)
     given = vars(parser.parse_args(argv))
-    _, config, defaults = commands[given["source"]]
-    return given["source"], read_settings(config, defaults | given)
+    return given["source"], read_settings(given["config"], given)
 
 
 def check_out(source: str, cfg: FileConfig) -> None:
     """Refuse, before any work, an --out that could only fail later."""
     out = Path(cfg.out)
-    if (out.exists() and not out.is_file()) or existing(out.parent).is_file():
-        raise UserError(f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
-    if out.resolve() in [Path(i).resolve() for i in cfg.input]:
-        raise UserError(f"--out {out} is also the --input; write to another file")
+    possible = (out.is_file() or not out.exists()) and existing(out.parent).is_dir()
+    need(possible, f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
+    inputs = [Path(name).resolve() for name in cfg.input]
+    need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
     check_writable(out.parent, f"--out {out}")
 
 

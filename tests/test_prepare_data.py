@@ -321,7 +321,7 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
     [
         ({"images": []}, "1 <image> marks in the prompt but 0 images; --image-key names their"),
         ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; --image-key"),
-        ({"prompt": [{"role": "user", "content": "no mark"}]}, "0 <image> marks in the prompt but 1 images; --image-key"),
+        ({"prompt": [{"role": "user", "content": "no mark"}]}, "0 <image> marks in the prompt but 1 images; --image"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
