@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
-from errors import UserError, check_writable, writing
+from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
 from prepare_data import Example, ReadingConfig, read_examples
@@ -107,9 +107,8 @@ def evaluate(
 def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]]) -> dict:
     """An example with its responses and their rewards, as JSON has it."""
     samples = []
-    for r, rewards in graded:
-        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": rewards}
-        samples.append(told)
+    for r, scores in graded:
+        samples.append({"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": scores})
     about = {"uid": example.uid, "answer_type": answer_type(example), "ground_truth": example.ground_truth}
     return {"index": index, **about, "samples": samples}
 
@@ -170,35 +169,30 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
 
 
+@dataclass
 class Evaluation:
-    """Greedy evaluation during training, of train.py's `cfg`; cut short where the run is asked to end."""
+    """Greedy evaluation during training; cut short where the run is asked to end."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        examples: Sequence[Example],
-        processor: Processor,
-        reward_fn: Callable,
-        cfg: Any,
-        ctx: Context,
-        stage: Stages,
-        stop: Callable[[], object],
-    ):
-        greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-        self.asked = (engine, examples, processor, reward_fn, ctx, greedy)
-        self.cfg = cfg.run
-        self.stage = stage
-        self.stop = stop
-        self.cut_at = 0  # the step of an evaluation that was cut short
+    engine: Engine
+    examples: Sequence[Example]
+    processor: Processor
+    reward_fn: Callable
+    cfg: Any  # train.py's
+    ctx: Context
+    stage: Stages
+    stop: Callable[[], object]
+    cut_at: int = 0  # the step of an evaluation that was cut short
 
     def due(self, step: int) -> bool:
-        every = self.cfg.eval_every
-        return bool(self.asked[1]) and (step == self.cfg.steps or (every > 0 and step % every == 0))
+        every, last = self.cfg.run.eval_every, self.cfg.run.steps
+        return bool(self.examples) and (step == last or (every > 0 and step % every == 0))
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics, on rank 0."""
+        greedy = Sampling(self.cfg.rollout.max_new_tokens, temperature=0.0)
+        asked = (self.engine, self.examples, self.processor, self.reward_fn, self.ctx, greedy)
         with self.stage("eval", interruptible=False):
-            records = evaluate(*self.asked, stop=self.stop)
+            records = evaluate(*asked, stop=self.stop)
         self.cut_at = step if self.stop() else 0
         if self.cut_at or not records:
             return {}
@@ -206,7 +200,7 @@ class Evaluation:
         by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
-        file = Path(self.cfg.out) / "eval" / f"step_{step:06d}.json"
+        file = Path(self.cfg.run.out) / "eval" / f"step_{step:06d}.json"
         write_text(file, json.dumps(summary, indent=2) + "\n")
         metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
@@ -235,10 +229,9 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig:
     cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
-    if cfg.samples > 1 and cfg.temperature == 0:
-        raise UserError(f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it")
-    if Path(cfg.out).is_file():
-        raise UserError(f"--out {cfg.out} is a file; give a directory")
+    copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
+    need(cfg.samples == 1 or cfg.temperature > 0, copies)
+    need(not Path(cfg.out).is_file(), f"--out {cfg.out} is a file; give a directory")
     return cfg
 
 
@@ -256,28 +249,25 @@ def read_data(cfg: EvalConfig, reward_fn: Callable, processors: Sequence[Process
     """The examples that every processor takes, and how many were left out."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     check_tasks(examples, reward_fn)
-    kept, limit = examples, cfg.max_prompt_tokens
+    kept = examples
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, limit, cfg.bad_rows)
+        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
-    if not kept:
-        raise UserError(f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {limit}")
+    told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
+    need(kept, told)
     return kept, len(left_out)
 
 
-def start_engine(
-    cfg: EvalConfig, kind: str, path: str, processor: Processor, examples: Sequence[Example], ctx: Context
-) -> Engine:
-    """The engine `kind` with the weights of a model, run or checkpoint, for prompts made of `examples`."""
+def start_engine(cfg: EvalConfig, path: str, processor: Processor, examples: Sequence[Example], ctx: Context) -> Engine:
+    """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
-    settings = vllm_settings(cfg.vllm, kind, ctx.world)
-    length = cfg.max_prompt_tokens + cfg.max_new_tokens
-    more = {"examples": examples, "max_model_len": length, "settings": settings}
-    engine = make_engine(kind, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **more)
-    if kind == "vllm":
+    limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
+    limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+    engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
+    if cfg.rollout == "vllm":
         engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
     return engine
 
@@ -289,10 +279,10 @@ def main(cfg: EvalConfig) -> dict:
     if told := told_of_run(cfg):
         print0(f"settings of the run: {told}")
     # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
-    kind = resolve_engine(cfg.rollout, ctx.device)
-    vllm_settings(cfg.vllm, kind, ctx.world)
+    cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
+    vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     reward_fn = load_reward(cfg.reward)
-    paths = [cfg.model] + ([cfg.baseline] if cfg.baseline else [])
+    paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out = read_data(cfg, reward_fn, processors)
     if ctx.main:
@@ -300,10 +290,11 @@ def main(cfg: EvalConfig) -> dict:
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):
-        engine = start_engine(cfg, kind, path, processor, examples, ctx)
+        engine = start_engine(cfg, path, processor, examples, ctx)
         results.append(evaluate(engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images))
         engine.sleep()
-        asleep += [engine] if kind == "vllm" else []  # one that goes would take the next one's process groups with it
+        if cfg.rollout == "vllm":
+            asleep.append(engine)  # one that goes would take the next one's process groups with it
         del engine  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
@@ -332,9 +323,8 @@ def write_report(cfg: EvalConfig, summary: dict, records: Sequence[dict], exampl
     title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
     page = rollout_page(title, summary, records, {example.uid: example for example in examples})
     out = Path(cfg.out)
-    with writing(out, f"--out {cfg.out}"):
-        write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
-        write_text(out / "report.html", page)
+    write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
+    write_text(out / "report.html", page)
     print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
 
 

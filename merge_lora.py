@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 from transformers.utils import cached_file
 
-from errors import UserError
+from errors import UserError, need
 from layers.lora import lora_layers, merge_lora, write_adapter
 from model import Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate, model_config
@@ -59,13 +59,13 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     base, found, run = locate(cfg.run) if Path(cfg.run).is_dir() else (cfg.run, None, {})
-    if found is None:
-        others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
-        raise UserError(f"{cfg.run!r} is neither a run directory (run.json) {others}")
+    others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
+    need(found, f"{cfg.run!r} is neither a run directory (run.json) {others}")
     out = Path(cfg.out)
     check_new_folder(out)
-    if cfg.adapter and run and not run.get("lora_rank"):
-        raise UserError(f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out")
+    adapted = not run or run.get("lora_rank")
+    told = f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out"
+    need(adapted or not cfg.adapter, told)
     if cfg.push:
         open_repository(cfg.push)
     processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
@@ -75,11 +75,10 @@ def main(cfg: MergeConfig) -> None:
             write_adapter(hf, base, folder)
         else:
             moved = write_merged(hf, folder, base, processor, run, cfg)
+            print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
     if cfg.push:
         push(cfg.push, out)
     print(f"wrote {'the adapter ' if cfg.adapter else ''}{out} from {hf.loaded_from} (base {base})")
-    if not cfg.adapter:
-        print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
 
 
 def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, run: dict, cfg: MergeConfig) -> float:
@@ -103,11 +102,8 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     logprobs = probe_logprobs(written, reader)
     gap = (logprobs - rounded).abs().max().item()
     allowed = rounding(hf, rounded) if cfg.tolerance is None else cfg.tolerance
-    if not gap <= allowed:
-        raise UserError(
-            f"--out {cfg.out}: the written folder's log-probabilities differ from those of its weights in memory by "
-            f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why"
-        )
+    told = f"--out {cfg.out}: its log-probabilities differ from those of its weights in memory by {gap:.2e}"
+    need(gap <= allowed, f"{told}, over {allowed:.1e} (--tolerance); it was not kept. Raise that only if you know why")
     return (logprobs - trained).abs().max().item()
 
 
