@@ -16,13 +16,14 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from errors import UserError, check_writable, writing
+from errors import check_writable, need, writing
 from settings import Parser
 from utils import run_script
 
@@ -74,7 +75,12 @@ def make_tokenizer():
 
 
 def make_model(
-    out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0,
+    out: Path,
+    family: str = "qwen2_5_vl",
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 3,
+    vocab: int = 0,
     tied: bool = False,
 ) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
@@ -86,8 +92,9 @@ def make_model(
     import transformers
 
     from model import FAMILIES
-    from parallel.loading import save_hf
+    from parallel.loading import check_new_folder, save_hf, whole_folder
 
+    check_new_folder(out)
     tokenizer = make_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     stops = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
@@ -138,16 +145,16 @@ def make_model(
                 module.weight.normal_(0, 0.5)
         model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
     model.generation_config = transformers.GenerationConfig(**stops)
-    save_hf(model, out)
-    tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
-    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
-    processor |= {"processor_class": own.get(family, "Qwen3VLProcessor")}
-    processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
+    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(family, "Qwen3VLProcessor")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": own}
+    processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
     processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    (out / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    with whole_folder(out) as folder:
+        save_hf(model, folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,8 +186,7 @@ def warm_start(base: Path, out: Path, seed: int, see_steps: int, habit_steps: in
     from utils import derive_seed, dist_setup
 
     ctx = dist_setup()
-    if IMAGES % ctx.world:
-        raise UserError(f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
+    need(IMAGES % ctx.world == 0, f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
     if ctx.main:
         check_new_folder(out)
     processor = load_processor(str(base))
@@ -228,10 +234,8 @@ def warm_start(base: Path, out: Path, seed: int, see_steps: int, habit_steps: in
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
     if ctx.main:
         with whole_folder(out) as folder:
+            shutil.copytree(base, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
             save_hf(hf, folder)
-            for file in base.iterdir():  # tokenizer and processor
-                if not (folder / file.name).exists():
-                    shutil.copyfile(file, folder / file.name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,27 +252,22 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     """Every stage by its own command, as a user would type it."""
     from report.plots import draw_curve
 
-    if task not in TASKS:
-        raise UserError(f"--task {task}: the demo knows {', '.join(TASKS)}")
+    need(task in TASKS, f"--task {task}: the demo knows {', '.join(TASKS)}")
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    here = Path(__file__).parent
     seconds = {}
 
     def sh(stage: str, *command: object) -> None:
-        shown = " ".join(map(str, command))
-        print(f"\n[{stage}] {shown}", flush=True)
+        words = [sys.executable, *map(str, command)]
+        print(f"\n[{stage}] {shlex.join(words)}", flush=True)
         began = time.perf_counter()
-        launcher = [sys.executable]
-        if command[0] == "torchrun":
-            launcher, command = [sys.executable, "-m", "torch.distributed.run", "--standalone"], command[1:]
-        done = subprocess.run([*launcher, *map(str, command)], env=env, cwd=here)
+        done = subprocess.run(words, env=env, cwd=Path(__file__).parent)
         if done.returncode:
-            sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shown}")
+            sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shlex.join(words)}")
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
     # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
-    if out.exists() and any(out.iterdir()) and not (out / "train.parquet").is_file():
-        raise UserError(f"--out {out} is not empty and no earlier demo's folder; choose another")
+    ours = (out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir())
+    need(ours, f"--out {out} is not empty and no earlier demo's folder; choose another")
     check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -278,7 +277,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     for split, n, file in (("train", n_train, train), ("test", n_test, test)):
         sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, *seeded, "--out", file)
     sh("model", "demo.py", "model", "--out", base, "--family", family, *seeded)
-    two = ("torchrun", "--nproc-per-node", 2)
+    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     warm = ("--see-steps", see, "--habit-steps", habit)
     sh("warm start", *two, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
     data = ("--data", train, "--eval-data", test)
@@ -331,11 +330,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     if args.command == "model":
-        from parallel.loading import check_new_folder, whole_folder
-
-        check_new_folder(args.out)
-        with whole_folder(args.out) as folder:
-            make_model(folder, args.family, args.seed, args.hidden, args.layers, args.vocab)
+        make_model(args.out, args.family, args.seed, args.hidden, args.layers, args.vocab)
     elif args.command == "warm":
         warm_start(args.model, args.out, args.seed, args.see_steps, args.habit_steps)
     else:

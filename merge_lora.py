@@ -33,11 +33,6 @@ from utils import run_script
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATES = ("chat_template.json", "chat_template.jinja")
 
-TOLERANCE = (
-    "how far log-probabilities of the written folder may be from those of the same weights in memory, nats (default: "
-    "what fp32 rounds off, by width, depth and their size)"
-)
-
 
 @dataclass(frozen=True)
 class MergeConfig:
@@ -48,7 +43,7 @@ class MergeConfig:
     dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
     push: str | None = setting(None, "also upload to this repository of the hub (needs a login)", metavar="REPO")
-    tolerance: float | None = setting(None, TOLERANCE, least=0)
+    tolerance: float | None = setting(None, "how far log-probabilities may be off (default: fp32's rounding)", least=0)
 
 
 def parse_args(argv: list[str] | None = None) -> MergeConfig:

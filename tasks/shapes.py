@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from errors import UserError
+from errors import need
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
@@ -44,11 +44,8 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     UserError if `extra["answer_type"]` is missing or unknown.
     """
     kind = example.extra.get("answer_type")
-    if kind not in ANSWER_TYPES:
-        raise UserError(
-            f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; "
-            "write it again with `python prepare_data.py shapes`"
-        )
+    told = f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}"
+    need(kind in ANSWER_TYPES, f"{told}; write it again with `python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
         return weighted(0.0, 0.0)
@@ -146,8 +143,7 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
 
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
-    if split not in SALT:
-        raise UserError(f"--split {split!r}: shapes has {', '.join(SALT)}")
+    need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
     waiting: dict[str, list] = {kind: [] for kind in ANSWER_TYPES}
     seen = set()
     source = scenes(split, seed)
