@@ -10,8 +10,6 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 from transformers.utils import cached_file
 
-from errors import UserError, need
+from errors import need, refusing
 from layers.lora import lora_layers, merge_lora, write_adapter
 from model import Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate, model_config
@@ -176,28 +174,19 @@ def rounding(hf: nn.Module, logprobs: torch.Tensor) -> float:
 # The hub
 
 
-@contextmanager
-def refusals(told: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:  # what the hub refuses is one
-        raise UserError(f"{told} ({str(e).strip().splitlines()[0]})") from e
-
-
 def open_repository(name: str) -> None:
     """Make sure, before any work, that --push can be done; a private repository is made if there is none."""
     from huggingface_hub import HfApi, get_token
 
-    if get_token() is None:
-        raise UserError(f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
-    with refusals(f"--push {name}: the hub gives no such repository to write to"):
+    need(get_token(), f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
+    with refusing(OSError, f"--push {name}: the hub gives no such repository to write to"):
         HfApi().create_repo(name, private=True, exist_ok=True)
 
 
 def push(name: str, folder: Path) -> None:
     from huggingface_hub import HfApi
 
-    with refusals(f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
+    with refusing(OSError, f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
         HfApi().upload_folder(repo_id=name, folder_path=folder)
     print(f"uploaded {folder} to {name}")
 

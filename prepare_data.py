@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, need, writing
+from errors import Note, UserError, check_writable, existing, need, refusing, writing
 from reward import TASKS, load_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.fetch import fetch_url
@@ -229,10 +229,8 @@ def to_truth(value: object) -> str:
     need(not empty, "no ground truth: the answer is missing or empty; --answer-key names its column")
     if isinstance(value, str):
         return value
-    try:
+    with refusing((TypeError, ValueError), f"ground truth {value!r} is neither a string nor JSON"):
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as e:
-        raise UserError(f"ground truth {value!r} is neither a string nor JSON: {e}") from e
 
 
 def too_deep(value: object, levels: int) -> bool:
@@ -286,10 +284,8 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     index = extra.get("index", f"row{raw.number}")
     file = f"{raw.name}/" if raw.name else ""
     uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
-    try:
+    with refusing(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as e:
-        raise UserError(f"text is not UTF-8 ({e}); save the file as UTF-8") from e
     return Example(uid, source, messages, images, truth, extra)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from errors import UserError, need
+from errors import UserError, need, refusing
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
@@ -108,10 +108,8 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
             reason = f"{getattr(e, 'strerror', e)}; relative paths start at the file's folder or --image-root"
             need("." not in cell and len(cell) >= 40, f"{path}: {reason}")  # no dot in base64, no image in 30 bytes
-    try:
+    with refusing(ValueError, f"{cell[:40]!r} is neither an existing file nor valid base64"):
         return base64.b64decode("".join(cell.split()), validate=True)
-    except ValueError as e:
-        raise UserError(f"{cell[:40]!r} is neither an existing file nor valid base64 ({e})") from e
 
 
 def check_decodes(data: bytes) -> None:

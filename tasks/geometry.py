@@ -20,12 +20,11 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from errors import need
 from prepare_data import MARK, Raw, TaskConfig, table_rows
 from reward import MAX_ANSWER_CHARS, SPECIAL_TOKEN, closing_brace, extract_boxed, grader_stats, register, weighted
-from sources.hub import download
 from sources.images import read_file
-from sources.tables import data_files
+from sources.tables import data_files, download
 from tasks.math_verify_worker import MATH_VERIFY
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
@@ -262,10 +261,9 @@ class Expression:
         return value
 
     def signed(self) -> Decimal:
-        sign = 1
-        while char := self.take("[+-]"):
-            sign = -sign if char == "-" else sign
-        return sign * self.power()
+        signs = self.take("[+-][+ -]*")
+        value = self.power()
+        return -value if signs.count("-") % 2 else +value
 
     def power(self) -> Decimal:
         value = self.atom()
@@ -601,8 +599,8 @@ def answerable(truth: str, rewards: dict[str, float]) -> bool:
 
 @cache
 def require_math_verify() -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError("geo3k grading needs math-verify; pip install -r requirements.txt")
+    found = importlib.util.find_spec("math_verify")
+    need(found, "geo3k grading needs math-verify; pip install -r requirements.txt")
 
 
 @register("geo3k", "geometry3k", answerable=answerable)
