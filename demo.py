@@ -23,9 +23,22 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from tqdm import tqdm
+
 from errors import check_writable, need, writing
+from model import FAMILIES, Policy, Processor, load_hf
+from packing import Packer
+from parallel.loading import check_new_folder, save_hf, whole_folder
+from prepare_data import decode_image
+from report.plots import draw_curve
+from rollout import Rollout, written
 from settings import Parser
-from utils import run_script
+from utils import derive_seed, dist_setup, run_script
 
 TASKS = ("shapes",)  # whose toys the demo knows to train on
 
@@ -47,9 +60,6 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer():
     """Byte-level BPE in Qwen's format, trained on the task's own sentences; any text encodes, if at length."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
-
     from tasks.shapes import ANGLES, COLOURS, SHAPES, SHAPES_INSTRUCTION
 
     words = [*COLOURS, *SHAPES, "yes", "no"]
@@ -60,7 +70,7 @@ def make_tokenizer():
     corpus = [f"{SHAPES_INSTRUCTION} {q}" for q in questions] + answers + words
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
-    reference = Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
+    reference = transformers.Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
     bpe.pre_tokenizer = reference.backend_tokenizer.pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -69,7 +79,8 @@ def make_tokenizer():
     state = json.loads(bpe.to_str())["model"]
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None}
     merges = [tuple(merge) for merge in state["merges"]]
-    tokenizer = Qwen2TokenizerFast(state["vocab"], merges, additional_special_tokens=SPECIAL_TOKENS, **named)
+    named["additional_special_tokens"] = SPECIAL_TOKENS
+    tokenizer = transformers.Qwen2TokenizerFast(state["vocab"], merges, **named)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -88,12 +99,6 @@ def make_model(
     vocab > 0 widens the vocabulary beyond the tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the
     embedding's weight, as Qwen's 3B models do.
     """
-    import torch
-    import transformers
-
-    from model import FAMILIES
-    from parallel.loading import check_new_folder, save_hf, whole_folder
-
     check_new_folder(out)
     tokenizer = make_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
@@ -165,32 +170,21 @@ IMAGES = 32  # of a step
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(base: Path, out: Path, seed: int, see_steps: int, habit_steps: int) -> None:
+def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: int) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
 
     IMAGES a step, shared out over the processes; gradients are averaged.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-    from tqdm import tqdm
-
-    from model import Policy, load_hf, load_processor
-    from packing import Packer
-    from parallel.loading import check_new_folder, save_hf, whole_folder
-    from prepare_data import decode_image
-    from rollout import Rollout, written
     from tasks.shapes import SHAPES_INSTRUCTION, scenes
-    from utils import derive_seed, dist_setup
 
     ctx = dist_setup()
     need(IMAGES % ctx.world == 0, f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
     if ctx.main:
         check_new_folder(out)
-    processor = load_processor(str(base))
-    hf = load_hf(str(base))
+    processor = Processor(str(model))
+    hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(320, processor.image_token_id)
     source = scenes("warm", derive_seed(seed, ctx.rank))
@@ -234,7 +228,7 @@ def warm_start(base: Path, out: Path, seed: int, see_steps: int, habit_steps: in
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
     if ctx.main:
         with whole_folder(out) as folder:
-            shutil.copytree(base, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
+            shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
             save_hf(hf, folder)
 
 
@@ -250,8 +244,6 @@ TRAINING = (
 
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes") -> dict:
     """Every stage by its own command, as a user would type it."""
-    from report.plots import draw_curve
-
     need(task in TASKS, f"--task {task}: the demo knows {', '.join(TASKS)}")
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}
@@ -308,7 +300,6 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = Parser(__doc__)
     sub = p.add_subparsers(dest="command", required=True)
-    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     model = sub.add_parser("model", help="write a random toy model")
     warm = sub.add_parser("warm", help="supervised warm start of a toy model")
     run = sub.add_parser("run", help="the whole demo")
@@ -316,7 +307,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         q.add_argument("--out", type=Path, required=True, help="folder to write")
         q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
     for q in (model, run):
-        q.add_argument("--family", choices=families, default="qwen2_5_vl", help="architecture")
+        q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")
     model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")
     model.add_argument("--layers", type=int, default=3, help="depth of the language model")
     model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
@@ -329,12 +320,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.command == "model":
-        make_model(args.out, args.family, args.seed, args.hidden, args.layers, args.vocab)
-    elif args.command == "warm":
-        warm_start(args.model, args.out, args.seed, args.see_steps, args.habit_steps)
-    else:
-        run_demo(args.out, args.seed, args.family, args.short, args.task)
+    """A command's flags are the arguments of its function."""
+    given = dict(vars(args))
+    command = given.pop("command")
+    {"model": make_model, "warm": warm_start, "run": run_demo}[command](**given)
 
 
 if __name__ == "__main__":
