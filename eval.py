@@ -222,9 +222,8 @@ def settings_of_run(path: str) -> dict:
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig:
     parser = Parser(__doc__)
-    add_settings(parser, EvalConfig)
-    add_settings(parser, AsTrained)
-    add_settings(parser, ReadingConfig)
+    for group in (EvalConfig, AsTrained, ReadingConfig):
+        add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
     if cfg.temperature is None:

@@ -292,9 +292,7 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
 # ---------------------------------------------------------------------------------------------------- checking all rows
 
 
-def good_rows(
-    raws: Iterable[Raw], reading: ReadingConfig, bad: list[str], limit: int | None = None
-) -> Iterator[Example]:
+def good_rows(raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int | None = None) -> Iterator[Example]:
     """Yield the first `limit` good rows in order; `bad` gets a line (file, row, reason) for each other, of which
     `refuse_bad` judges at the end."""
 
@@ -441,10 +439,9 @@ def extra_column(extras: list[dict]) -> pa.StructArray:
     mixed = []
     for name in names:
         values = [extra.get(name) for extra in extras]
-        try:
+        column = None
+        with suppress(pa.ArrowTypeError, pa.ArrowInvalid, OverflowError):
             column = pa.array(values)
-        except (pa.ArrowTypeError, pa.ArrowInvalid, OverflowError):
-            column = None
         if column is None or "struct<>" in str(column.type):  # parquet has no struct without fields
             mixed.append(name)
             column = pa.array([v if isinstance(v, str | None) else json.dumps(v) for v in values])

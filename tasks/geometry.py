@@ -52,11 +52,10 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
         inputs = (download(inputs[0], cfg.split),)
     folder = Path(inputs[0])
-    if folder.is_dir() and len(inputs) == 1:
-        folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
-        problems = sorted((d for d in folder.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
-        if problems:
-            return (Raw(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
+    folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
+    problems = sorted((d for d in folder.glob("*") if d.name.isdecimal()), key=lambda d: int(d.name))
+    if problems and len(inputs) == 1:
+        return (Raw(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
     return shard_rows(data_files(inputs, cfg.split), cfg)
 
 
