@@ -72,36 +72,60 @@ class EvalConfig(AsTrained):
     seed: int = setting(0, "of sampling")
 
 
-def evaluate(
-    engine,
-    examples: Sequence[Example],
-    processor: Processor,
-    reward_fn: Callable,
-    ctx: Context,
-    sampling: Sampling,
-    samples: int = 1,
-    blank: bool = False,
-    stop: Callable[[], object] = lambda: False,
-) -> list[dict]:
-    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples. `stop`, the same on all
-    ranks, ends it before the next chunk, with no records."""
-    mine = list(enumerate(examples))[ctx.rank :: ctx.world]
-    # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
-    rounds = range(0, math.ceil(len(examples) / ctx.world), CHUNK)
-    records = []
-    for start in tqdm(rounds, "evaluating", leave=False, disable=None if ctx.main else True):
-        if stop():
-            return []
-        chunk = mine[start : start + CHUNK]
-        prompts = make_prompts([example for _, example in chunk], processor, blank)
-        rollouts = engine.generate(prompts, samples, sampling)
-        asked = [r.prompt.example for r in rollouts]
-        # in one call: its time for math-verify is for all of the chunk
-        rewards = score_batch([r.text for r in rollouts], asked, reward_fn, [r.finish_reason for r in rollouts])
-        graded = list(zip(rollouts, rewards, strict=True))
-        for k, (index, example) in enumerate(chunk):
-            records.append(make_record(index, example, graded[k * samples : (k + 1) * samples]))
-    return sorted(ctx.gather_main(records), key=lambda record: record["index"])
+@dataclass
+class Evaluation:
+    """Of a model on examples, which the ranks share out."""
+
+    engine: Engine
+    examples: Sequence[Example]
+    processor: Processor
+    reward_fn: Callable
+    ctx: Context
+    sampling: Sampling
+    samples: int = 1  # of each example
+    blank: bool = False  # white images instead of the examples' own
+    stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
+    cut_at: int = 0  # the step of an evaluation that was cut short
+
+    def records(self) -> list[dict]:
+        """One per example, in order, on rank 0 (empty elsewhere)."""
+        mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
+        # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
+        rounds = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
+        records = []
+        for start in tqdm(rounds, "evaluating", leave=False, disable=None if self.ctx.main else True):
+            if self.stop():
+                return []
+            chunk = mine[start : start + CHUNK]
+            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank)
+            rollouts = self.engine.generate(prompts, self.samples, self.sampling)
+            asked = [r.prompt.example for r in rollouts]
+            # in one call: its time for math-verify is for all of the chunk
+            ended = [r.finish_reason for r in rollouts]
+            rewards = score_batch([r.text for r in rollouts], asked, self.reward_fn, ended)
+            graded = list(zip(rollouts, rewards, strict=True))
+            for k, (index, example) in enumerate(chunk):
+                records.append(make_record(index, example, graded[k * self.samples : (k + 1) * self.samples]))
+        return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
+
+    def due(self, cfg: Any, step: int) -> bool:
+        """In training, of train.py's RunConfig."""
+        return bool(self.examples) and (step == cfg.steps or (cfg.eval_every > 0 and step % cfg.eval_every == 0))
+
+    def run(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
+        """In training: metrics, on rank 0; none where the run is asked to end."""
+        with stage("eval", interruptible=False):
+            records = self.records()
+        self.cut_at = step if self.stop() else 0
+        if self.cut_at or not records:
+            return {}
+        summary = summarise(records)
+        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
+        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
+        write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
+        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
+        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
 def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]]) -> dict:
@@ -167,43 +191,6 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     n = gained + lost
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n if n else 1.0
     return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
-
-
-@dataclass
-class Evaluation:
-    """Greedy evaluation during training; cut short where the run is asked to end."""
-
-    engine: Engine
-    examples: Sequence[Example]
-    processor: Processor
-    reward_fn: Callable
-    cfg: Any  # train.py's
-    ctx: Context
-    stage: Stages
-    stop: Callable[[], object]
-    cut_at: int = 0  # the step of an evaluation that was cut short
-
-    def due(self, step: int) -> bool:
-        every, last = self.cfg.run.eval_every, self.cfg.run.steps
-        return bool(self.examples) and (step == last or (every > 0 and step % every == 0))
-
-    def run(self, step: int) -> dict[str, float]:
-        """Metrics, on rank 0."""
-        greedy = Sampling(self.cfg.rollout.max_new_tokens, temperature=0.0)
-        asked = (self.engine, self.examples, self.processor, self.reward_fn, self.ctx, greedy)
-        with self.stage("eval", interruptible=False):
-            records = evaluate(*asked, stop=self.stop)
-        self.cut_at = step if self.stop() else 0
-        if self.cut_at or not records:
-            return {}
-        summary = summarise(records)
-        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
-        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
-        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
-        file = Path(self.cfg.run.out) / "eval" / f"step_{step:06d}.json"
-        write_text(file, json.dumps(summary, indent=2) + "\n")
-        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
-        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -290,7 +277,8 @@ def main(cfg: EvalConfig) -> dict:
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):
         engine = start_engine(cfg, path, processor, examples, ctx)
-        results.append(evaluate(engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images))
+        asked = (engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images)
+        results.append(Evaluation(*asked).records())
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it
