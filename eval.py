@@ -28,14 +28,7 @@ from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
 from report.page import rollout_page
 from reward import check_tasks, load_reward, score_batch, try_reward
-from rollout import (
-    VLLM_HELP,
-    Engine,
-    Rollout,
-    Sampling,
-    drop_long_prompts,
-    make_prompts,
-)
+from rollout import VLLM_HELP, Engine, Rollout, Sampling, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
