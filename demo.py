@@ -16,15 +16,29 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from errors import UserError, check_writable, writing
+import torch
+import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from tqdm import tqdm
+
+from errors import check_writable, need, writing
+from model import FAMILIES, Policy, Processor, load_hf
+from packing import Packer
+from parallel.loading import check_new_folder, save_hf, whole_folder
+from prepare_data import decode_image
+from report.plots import draw_curve
+from rollout import Rollout, written
 from settings import Parser
-from utils import run_script
+from utils import derive_seed, dist_setup, run_script
 
 TASKS = ("shapes",)  # whose toys the demo knows to train on
 
@@ -46,37 +60,38 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer():
     """Byte-level BPE in Qwen's format, trained on the task's own sentences; any text encodes, if at length."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
-
     from tasks.shapes import ANGLES, COLOURS, SHAPES, SHAPES_INSTRUCTION
 
-    words = [*COLOURS, *SHAPES, "yes", "no", "user", "assistant", "system", "think"]
-    answers = [rf"\boxed{{{w}}}" for w in [*COLOURS, *SHAPES, "yes", "no", *map(str, ANGLES), "1", "2", "3", "4"]]
+    words = [*COLOURS, *SHAPES, "yes", "no"]
+    answers = [rf"\boxed{{{w}}}" for w in [*words, *map(str, ANGLES), "1", "2", "3", "4"]]
     questions = ["How many shapes are there?", "What colour are they?", "Which shape is it?"]
     questions += ["What is the missing angle?"]
     questions += [f"Is there a {c} shape?" for c in COLOURS] + [f"Is there a {s}?" for s in SHAPES]
     corpus = [f"{SHAPES_INSTRUCTION} {q}" for q in questions] + answers + words
-    corpus += ["user\n", "assistant\n", "<think>\n</think>"]
+    corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
-    reference = Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
+    reference = transformers.Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
     bpe.pre_tokenizer = reference.backend_tokenizer.pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(corpus * 4, trainer)
     state = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2TokenizerFast(
-        vocab=state["vocab"], merges=[tuple(m) for m in state["merges"]], eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", unk_token=None, bos_token=None,
-        additional_special_tokens=SPECIAL_TOKENS,
-    )
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None}
+    merges = [tuple(merge) for merge in state["merges"]]
+    named["additional_special_tokens"] = SPECIAL_TOKENS
+    tokenizer = transformers.Qwen2TokenizerFast(state["vocab"], merges, **named)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def make_model(
-    out: Path, family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 128, layers: int = 3, vocab: int = 0,
+    out: Path,
+    family: str = "qwen2_5_vl",
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 3,
+    vocab: int = 0,
     tied: bool = False,
 ) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
@@ -84,31 +99,24 @@ def make_model(
     vocab > 0 widens the vocabulary beyond the tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the
     embedding's weight, as Qwen's 3B models do.
     """
-    import torch
-    import transformers
-
-    from model import FAMILIES
-    from parallel.loading import save_hf
-
+    check_new_folder(out)
     tokenizer = make_tokenizer()
-    ids = tokenizer.convert_tokens_to_ids
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    stops = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
     patch = 14 if family.startswith("qwen2") else 16
     side = 3 * hidden // 64  # of M-RoPE's sections, that of height and that of width
-    text = {
-        "vocab_size": max(vocab, len(tokenizer)), "hidden_size": hidden, "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4,
-        "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": ids("<|im_end|>"),
-        "pad_token_id": ids("<|endoftext|>"), "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                            "mrope_section": [hidden // 8 - 2 * side, side, side]},
-    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [hidden // 8 - 2 * side, side, side]}
+    text = {"vocab_size": max(vocab, len(tokenizer)), "bos_token_id": None, **stops}
+    text |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "rms_norm_eps": 1e-6}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+    text |= {"max_position_embeddings": 32768, "rope_parameters": rope}
     if family.startswith("qwen3"):
-        text["rope_parameters"]["mrope_interleaved"] = True  # transformers always does; vLLM only if the config says so
+        rope["mrope_interleaved"] = True  # transformers always does; vLLM only if the config says so
     if "qwen3_5" in family:
         text["layer_types"] = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": hidden // 4, "linear_value_head_dim": hidden // 4}
-        text["rope_parameters"]["partial_rotary_factor"] = 1.0
+        rope["partial_rotary_factor"] = 1.0
     if family.endswith("moe"):
         # not square, so that no one can take them the wrong way round
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // 4}
@@ -117,23 +125,21 @@ def make_model(
     vision = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 96, "hidden_size": hidden, "mlp_ratio": 2}
-    elif family == "qwen2_5_vl":
-        vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden, "window_size": 112,
-                   "fullatt_block_indexes": [1]}
     else:
         vision |= {"hidden_size": 96, "intermediate_size": 192, "out_hidden_size": hidden}
+    if family == "qwen2_5_vl":
+        vision |= {"window_size": 112, "fullatt_block_indexes": [1]}
+    elif family.startswith("qwen3"):
         vision |= {"num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
-    config_class = FAMILIES[family].model_class.replace("ForConditionalGeneration", "Config")
-    config = getattr(transformers, config_class)(
-        text_config=text, vision_config=vision, tie_word_embeddings=tied,
-        image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"),
-    )
-    config.architectures = [config_class.replace("Config", "ForConditionalGeneration")]
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    of_images = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
+    model_class = FAMILIES[family].model_class
+    config_class = getattr(transformers, model_class.replace("ForConditionalGeneration", "Config"))
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **of_images)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = getattr(transformers, config.architectures[0])(config)
+    model = getattr(transformers, model_class)(config)
     # transformers' std of 0.02 suits wide models. A narrow one with it does not see: the signal of the image is lost
     # among the residuals. Fan-in scaling lets it start to see within a few hundred steps.
     with torch.no_grad():
@@ -143,56 +149,42 @@ def make_model(
             elif isinstance(module, torch.nn.Embedding):
                 module.weight.normal_(0, 0.5)
         model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
-    stops = {"eos_token_id": ids("<|im_end|>"), "pad_token_id": ids("<|endoftext|>")}
     model.generation_config = transformers.GenerationConfig(**stops)
-    save_hf(model, out)
-    tokenizer.save_pretrained(out)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
-    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": own.get(family, "Qwen3VLProcessor"),
-        "patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True,
-        "size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512},
-        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
-    }
-    (out / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(family, "Qwen3VLProcessor")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": own}
+    processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
+    processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
+    processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    with whole_folder(out) as folder:
+        save_hf(model, folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
+IMAGES = 32  # of a step
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(
-    base: Path, out: Path, seed: int = 0, see_steps: int = 700, habit_steps: int = 80, batch: int = 32
-) -> None:
+def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: int) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
 
-    `batch` images a step, shared out over the processes; gradients are averaged.
+    IMAGES a step, shared out over the processes; gradients are averaged.
     """
-    import torch
-    import torch.distributed as dist
-    from tqdm import tqdm
-
-    from model import Policy, load_hf, load_processor
-    from packing import Packer
-    from parallel.loading import check_new_folder, save_hf, whole_folder
-    from prepare_data import decode_image
-    from rollout import Rollout, written
     from tasks.shapes import SHAPES_INSTRUCTION, scenes
-    from utils import derive_seed, dist_setup
 
     ctx = dist_setup()
-    if batch % ctx.world:
-        raise UserError(f"warm start: {batch} images a step do not divide among {ctx.world} processes")
+    need(IMAGES % ctx.world == 0, f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
     if ctx.main:
         check_new_folder(out)
-    processor = load_processor(str(base))
-    hf = load_hf(str(base))
+    processor = Processor(str(model))
+    hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(320, processor.image_token_id)
     source = scenes("warm", derive_seed(seed, ctx.rank))
@@ -216,7 +208,7 @@ def warm_start(
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            samples = [sample for _ in range(batch // ctx.world) for sample in next_samples(lazy)]
+            samples = [sample for _ in range(IMAGES // ctx.world) for sample in next_samples(lazy)]
             micros = packer.pack(samples)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
@@ -226,86 +218,73 @@ def warm_start(
                 loss.backward()
                 total += loss.item()
             gradients = [p.grad for p in policy.parameters()]
-            flat = torch.cat([g.flatten() for g in gradients])
+            flat = parameters_to_vector(gradients)
             dist.all_reduce(flat)
-            for g, part in zip(gradients, flat.div_(ctx.world).split([g.numel() for g in gradients]), strict=True):
-                g.copy_(part.view_as(g))
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            vector_to_parameters(flat.div_(ctx.world), gradients)
+            clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             bar.set_postfix(loss=f"{total:.3f}")
             if ctx.main and bar.disable and (step + 1) % 100 == 0:
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
     if ctx.main:
         with whole_folder(out) as folder:
+            shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
             save_hf(hf, folder)
-            for file in base.iterdir():  # tokenizer and processor
-                if not (folder / file.name).exists():
-                    shutil.copyfile(file, folder / file.name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole demo
 
+FILES = ("base", "start", "run", "final", "train.parquet", "test.parquet")  # models, data and the run, in --out
+TRAINING = (
+    "--prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 --warmup-steps 5 --schedule cosine "
+    "--micro-tokens 2048 --eval-every 5 --save-every 20"
+)
+
 
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes") -> dict:
     """Every stage by its own command, as a user would type it."""
-    from report.plots import draw_curve
-
-    if task not in TASKS:
-        raise UserError(f"--task {task}: the demo knows {', '.join(TASKS)}")
+    need(task in TASKS, f"--task {task}: the demo knows {', '.join(TASKS)}")
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    here = Path(__file__).parent
     seconds = {}
 
     def sh(stage: str, *command: object) -> None:
-        shown = " ".join(map(str, command))
-        print(f"\n[{stage}] {shown}", flush=True)
+        words = [sys.executable, *map(str, command)]
+        print(f"\n[{stage}] {shlex.join(words)}", flush=True)
         began = time.perf_counter()
-        launcher = [sys.executable]
-        if command[0] == "torchrun":
-            launcher, command = [sys.executable, "-m", "torch.distributed.run", "--standalone"], command[1:]
-        done = subprocess.run([*launcher, *map(str, command)], env=env, cwd=here)
+        done = subprocess.run(words, env=env, cwd=Path(__file__).parent)
         if done.returncode:
-            sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shown}")
+            sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shlex.join(words)}")
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
     # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
-    if out.exists() and any(out.iterdir()) and not (out / "train.parquet").is_file():
-        raise UserError(f"--out {out} is not empty and no earlier demo's folder; choose another")
+    ours = (out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir())
+    need(ours, f"--out {out} is not empty and no earlier demo's folder; choose another")
     check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    n_train, n_test, steps, warm = (400, 100, 10, (60, 20)) if short else (2000, 400, 60, (700, 80))
-    base, start, run, final = out / "base", out / "start", out / "run", out / "final"
-    train, test = out / "train.parquet", out / "test.parquet"
+    n_train, n_test, steps, see, habit = (400, 100, 10, 60, 20) if short else (2000, 400, 60, 700, 80)
+    base, start, run, final, train, test = (out / name for name in FILES)
+    seeded = ("--seed", seed)
     for split, n, file in (("train", n_train, train), ("test", n_test, test)):
-        sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, "--seed", seed, "--out", file)
-    sh("model", "demo.py", "model", "--out", base, "--family", family, "--seed", seed)
-    two = ("torchrun", "--nproc-per-node", 2)
-    sh("warm start", *two, "demo.py", "warm", "--model", base, "--out", start, "--seed", seed, "--see-steps", warm[0],
-       "--habit-steps", warm[1])
-    sh("train", *two, "train.py", "--model", start, "--data", train, "--eval-data", test, "--out", run,
-       "--steps", steps, "--prompts-per-step", 32, "--group-size", 8, "--max-new-tokens", 12, "--lr", "2e-4",
-       "--warmup-steps", 5, "--schedule", "cosine", "--micro-tokens", 2048, "--eval-every", 5, "--save-every", 20,
-       "--seed", seed)
+        sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, *seeded, "--out", file)
+    sh("model", "demo.py", "model", "--out", base, "--family", family, *seeded)
+    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    warm = ("--see-steps", see, "--habit-steps", habit)
+    sh("warm start", *two, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
+    data = ("--data", train, "--eval-data", test)
+    sh("train", *two, "train.py", "--model", start, *data, "--out", run, "--steps", steps, *TRAINING.split(), *seeded)
     sh("merge", "merge_lora.py", run, "--out", final)
-    sh("eval", "eval.py", final, "--data", test, "--baseline", start, "--max-new-tokens", 12, "--out", out / "eval")
-    sh("eval", "eval.py", final, "--data", test, "--blank-images", "--max-new-tokens", 12, "--out", out / "eval_blank")
+    greedy = ("eval.py", final, "--data", test, "--max-new-tokens", 12)
+    sh("eval", *greedy, "--baseline", start, "--out", out / "eval")
+    sh("eval", *greedy, "--blank-images", "--out", out / "eval_blank")
     after = json.loads((out / "eval" / "eval.json").read_text())
     blank = json.loads((out / "eval_blank" / "eval.json").read_text())
-    summary = {
-        "task": task,
-        "accuracy_before": after["baseline"]["accuracy"],
-        "accuracy_after": after["accuracy"],
-        "blank_image_accuracy": blank["accuracy"],
-        "n_test": after["n"],
-        "train_seconds": round(seconds["train"], 1),
-        "steps": steps,
-        "seed": seed,
-        "family": family,
-        "by_answer_type": {k: v["accuracy"] for k, v in after["by_answer_type"].items()},
-        "stage_seconds": {k: round(v, 1) for k, v in seconds.items()},
-    }
+    summary = {"task": task, "seed": seed, "family": family, "n_test": after["n"], "steps": steps}
+    summary |= {"accuracy_before": after["baseline"]["accuracy"], "accuracy_after": after["accuracy"]}
+    summary |= {"blank_image_accuracy": blank["accuracy"], "train_seconds": round(seconds["train"], 1)}
+    summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
+    summary |= {"stage_seconds": {stage: round(spent, 1) for stage, spent in seconds.items()}}
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -321,7 +300,6 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = Parser(__doc__)
     sub = p.add_subparsers(dest="command", required=True)
-    families = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     model = sub.add_parser("model", help="write a random toy model")
     warm = sub.add_parser("warm", help="supervised warm start of a toy model")
     run = sub.add_parser("run", help="the whole demo")
@@ -329,7 +307,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         q.add_argument("--out", type=Path, required=True, help="folder to write")
         q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
     for q in (model, run):
-        q.add_argument("--family", choices=families, default="qwen2_5_vl", help="architecture")
+        q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")
     model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")
     model.add_argument("--layers", type=int, default=3, help="depth of the language model")
     model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
@@ -342,16 +320,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.command == "model":
-        from parallel.loading import check_new_folder, whole_folder
-
-        check_new_folder(args.out)
-        with whole_folder(args.out) as folder:
-            make_model(folder, args.family, args.seed, args.hidden, args.layers, args.vocab)
-    elif args.command == "warm":
-        warm_start(args.model, args.out, args.seed, args.see_steps, args.habit_steps)
-    else:
-        run_demo(args.out, args.seed, args.family, args.short, args.task)
+    """A command's flags are the arguments of its function."""
+    given = dict(vars(args))
+    command = given.pop("command")
+    {"model": make_model, "warm": warm_start, "run": run_demo}[command](**given)
 
 
 if __name__ == "__main__":

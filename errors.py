@@ -20,6 +20,15 @@ def need(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+@contextmanager
+def refusing(errors: type[Exception] | tuple[type[Exception], ...], told: str) -> Iterator[None]:
+    """Makes these errors UserErrors that begin with `told`, and end with the first line of their own text."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{told}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
 @dataclass(frozen=True)
 class Note(AbstractContextManager):
     """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and

@@ -21,10 +21,10 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
-from errors import UserError, check_writable, writing
+from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
-from prepare_data import Example, ReadingConfig, read_flagged
+from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
 from report.page import rollout_page
 from reward import check_tasks, load_reward, score_batch, try_reward
@@ -65,44 +65,67 @@ class EvalConfig(AsTrained):
     seed: int = setting(0, "of sampling")
 
 
-def evaluate(
-    engine,
-    examples: Sequence[Example],
-    processor: Processor,
-    reward_fn: Callable,
-    ctx: Context,
-    sampling: Sampling,
-    samples: int = 1,
-    blank: bool = False,
-    stop: Callable[[], object] = lambda: False,
-) -> list[dict]:
-    """One record per example, in order, on rank 0 (empty elsewhere). Ranks share the examples. `stop`, the same on all
-    ranks, ends it before the next chunk, with no records."""
-    mine = list(enumerate(examples))[ctx.rank :: ctx.world]
-    # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
-    rounds = range(0, math.ceil(len(examples) / ctx.world), CHUNK)
-    records = []
-    for start in tqdm(rounds, "evaluating", leave=False, disable=None if ctx.main else True):
-        if stop():
-            return []
-        chunk = mine[start : start + CHUNK]
-        prompts = make_prompts([example for _, example in chunk], processor, blank)
-        rollouts = engine.generate(prompts, samples, sampling)
-        asked = [r.prompt.example for r in rollouts]
-        # in one call: its time for math-verify is for all of the chunk
-        rewards = score_batch([r.text for r in rollouts], asked, reward_fn, [r.finish_reason for r in rollouts])
-        graded = list(zip(rollouts, rewards, strict=True))
-        for k, (index, example) in enumerate(chunk):
-            records.append(make_record(index, example, graded[k * samples : (k + 1) * samples]))
-    return sorted(ctx.gather_main(records), key=lambda record: record["index"])
+@dataclass
+class Evaluation:
+    """Of a model on examples, which the ranks share out."""
+
+    engine: Engine
+    examples: Sequence[Example]
+    processor: Processor
+    reward_fn: Callable
+    ctx: Context
+    sampling: Sampling
+    samples: int = 1  # of each example
+    blank: bool = False  # white images instead of the examples' own
+    stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
+    cut_at: int = 0  # the step of an evaluation that was cut short
+
+    def records(self) -> list[dict]:
+        """One per example, in order, on rank 0 (empty elsewhere)."""
+        mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
+        # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
+        rounds = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
+        records = []
+        for start in tqdm(rounds, "evaluating", leave=False, disable=None if self.ctx.main else True):
+            if self.stop():
+                return []
+            chunk = mine[start : start + CHUNK]
+            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank)
+            rollouts = self.engine.generate(prompts, self.samples, self.sampling)
+            asked = [r.prompt.example for r in rollouts]
+            # in one call: its time for math-verify is for all of the chunk
+            ended = [r.finish_reason for r in rollouts]
+            rewards = score_batch([r.text for r in rollouts], asked, self.reward_fn, ended)
+            graded = list(zip(rollouts, rewards, strict=True))
+            for k, (index, example) in enumerate(chunk):
+                records.append(make_record(index, example, graded[k * self.samples : (k + 1) * self.samples]))
+        return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
+
+    def due(self, cfg: Any, step: int) -> bool:
+        """In training, of train.py's RunConfig."""
+        return bool(self.examples) and (step == cfg.steps or (cfg.eval_every > 0 and step % cfg.eval_every == 0))
+
+    def run(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
+        """In training: metrics, on rank 0; none where the run is asked to end."""
+        with stage("eval", interruptible=False):
+            records = self.records()
+        self.cut_at = step if self.stop() else 0
+        if self.cut_at or not records:
+            return {}
+        summary = summarise(records)
+        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
+        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
+        write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
+        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
+        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
 def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]]) -> dict:
     """An example with its responses and their rewards, as JSON has it."""
     samples = []
-    for r, rewards in graded:
-        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": rewards}
-        samples.append(told)
+    for r, scores in graded:
+        samples.append({"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": scores})
     about = {"uid": example.uid, "answer_type": answer_type(example), "ground_truth": example.ground_truth}
     return {"index": index, **about, "samples": samples}
 
@@ -163,48 +186,6 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
 
 
-class Evaluation:
-    """Greedy evaluation during training, of train.py's `cfg`; cut short where the run is asked to end."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        examples: Sequence[Example],
-        processor: Processor,
-        reward_fn: Callable,
-        cfg: Any,
-        ctx: Context,
-        stage: Stages,
-        stop: Callable[[], object],
-    ):
-        greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-        self.asked = (engine, examples, processor, reward_fn, ctx, greedy)
-        self.cfg = cfg.run
-        self.stage = stage
-        self.stop = stop
-        self.cut_at = 0  # the step of an evaluation that was cut short
-
-    def due(self, step: int) -> bool:
-        every = self.cfg.eval_every
-        return bool(self.asked[1]) and (step == self.cfg.steps or (every > 0 and step % every == 0))
-
-    def run(self, step: int) -> dict[str, float]:
-        """Metrics, on rank 0."""
-        with self.stage("eval", interruptible=False):
-            records = evaluate(*self.asked, stop=self.stop)
-        self.cut_at = step if self.stop() else 0
-        if self.cut_at or not records:
-            return {}
-        summary = summarise(records)
-        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
-        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
-        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
-        file = Path(self.cfg.out) / "eval" / f"step_{step:06d}.json"
-        write_text(file, json.dumps(summary, indent=2) + "\n")
-        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
-        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -221,17 +202,15 @@ def settings_of_run(path: str) -> dict:
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig:
     parser = Parser(__doc__)
-    add_settings(parser, EvalConfig)
-    add_settings(parser, AsTrained)
-    add_settings(parser, ReadingConfig)
+    for group in (EvalConfig, AsTrained, ReadingConfig):
+        add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
-    if cfg.samples > 1 and cfg.temperature == 0:
-        raise UserError(f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it")
-    if Path(cfg.out).is_file():
-        raise UserError(f"--out {cfg.out} is a file; give a directory")
+    copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
+    need(cfg.samples == 1 or cfg.temperature > 0, copies)
+    need(not Path(cfg.out).is_file(), f"--out {cfg.out} is a file; give a directory")
     return cfg
 
 
@@ -247,30 +226,27 @@ def told_of_run(cfg: EvalConfig) -> str:
 
 def read_data(cfg: EvalConfig, reward_fn: Callable, processors: Sequence[Processor]) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
-    examples, left_out = read_flagged(cfg.data, cfg, cfg.limit)
+    examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     check_tasks(examples, reward_fn)
-    kept, limit = examples, cfg.max_prompt_tokens
+    kept = examples
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, limit, cfg.bad_rows)
+        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
-    if not kept:
-        raise UserError(f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {limit}")
+    told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
+    need(kept, told)
     return kept, len(left_out)
 
 
-def start_engine(
-    cfg: EvalConfig, kind: str, path: str, processor: Processor, examples: Sequence[Example], ctx: Context
-) -> Engine:
-    """The engine `kind` with the weights of a model, run or checkpoint, for prompts made of `examples`."""
+def start_engine(cfg: EvalConfig, path: str, processor: Processor, examples: Sequence[Example], ctx: Context) -> Engine:
+    """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
-    settings = vllm_settings(cfg.vllm, kind, ctx.world)
-    length = cfg.max_prompt_tokens + cfg.max_new_tokens
-    more = {"examples": examples, "max_model_len": length, "settings": settings}
-    engine = make_engine(kind, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **more)
-    if kind == "vllm":
+    limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
+    limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+    engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
+    if cfg.rollout == "vllm":
         engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
     return engine
 
@@ -282,10 +258,10 @@ def main(cfg: EvalConfig) -> dict:
     if told := told_of_run(cfg):
         print0(f"settings of the run: {told}")
     # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
-    kind = resolve_engine(cfg.rollout, ctx.device)
-    vllm_settings(cfg.vllm, kind, ctx.world)
+    cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
+    vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     reward_fn = load_reward(cfg.reward)
-    paths = [cfg.model] + ([cfg.baseline] if cfg.baseline else [])
+    paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out = read_data(cfg, reward_fn, processors)
     if ctx.main:
@@ -293,10 +269,12 @@ def main(cfg: EvalConfig) -> dict:
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):
-        engine = start_engine(cfg, kind, path, processor, examples, ctx)
-        results.append(evaluate(engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images))
+        engine = start_engine(cfg, path, processor, examples, ctx)
+        asked = (engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images)
+        results.append(Evaluation(*asked).records())
         engine.sleep()
-        asleep += [engine] if kind == "vllm" else []  # one that goes would take the next one's process groups with it
+        if cfg.rollout == "vllm":
+            asleep.append(engine)  # one that goes would take the next one's process groups with it
         del engine  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
@@ -325,9 +303,8 @@ def write_report(cfg: EvalConfig, summary: dict, records: Sequence[dict], exampl
     title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
     page = rollout_page(title, summary, records, {example.uid: example for example in examples})
     out = Path(cfg.out)
-    with writing(out, f"--out {cfg.out}"):
-        write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
-        write_text(out / "report.html", page)
+    write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
+    write_text(out / "report.html", page)
     print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
 
 

@@ -10,8 +10,6 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 from transformers.utils import cached_file
 
-from errors import UserError
+from errors import need, refusing
 from layers.lora import lora_layers, merge_lora, write_adapter
 from model import ModelConfig, Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate
@@ -33,11 +31,6 @@ from utils import run_script
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATES = ("chat_template.json", "chat_template.jinja")
 
-TOLERANCE = (
-    "how far log-probabilities of the written folder may be from those of the same weights in memory, nats (default: "
-    "what fp32 rounds off, by width, depth and their size)"
-)
-
 
 @dataclass(frozen=True)
 class MergeConfig:
@@ -48,7 +41,7 @@ class MergeConfig:
     dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
     push: str | None = setting(None, "also upload to this repository of the hub (needs a login)", metavar="REPO")
-    tolerance: float | None = setting(None, TOLERANCE, least=0)
+    tolerance: float | None = setting(None, "how far log-probabilities may be off (default: fp32's rounding)", least=0)
 
 
 def parse_args(argv: list[str] | None = None) -> MergeConfig:
@@ -59,13 +52,13 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     base, found, run = locate(cfg.run) if Path(cfg.run).is_dir() else (cfg.run, None, {})
-    if found is None:
-        others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
-        raise UserError(f"{cfg.run!r} is neither a run directory (run.json) {others}")
+    others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
+    need(found, f"{cfg.run!r} is neither a run directory (run.json) {others}")
     out = Path(cfg.out)
     check_new_folder(out)
-    if cfg.adapter and run and not run.get("lora_rank"):
-        raise UserError(f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out")
+    adapted = not run or run.get("lora_rank")
+    told = f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out"
+    need(adapted or not cfg.adapter, told)
     if cfg.push:
         open_repository(cfg.push)
     processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
@@ -75,11 +68,10 @@ def main(cfg: MergeConfig) -> None:
             write_adapter(hf, base, folder)
         else:
             moved = write_merged(hf, folder, base, processor, run, cfg)
+            print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
     if cfg.push:
         push(cfg.push, out)
     print(f"wrote {'the adapter ' if cfg.adapter else ''}{out} from {hf.loaded_from} (base {base})")
-    if not cfg.adapter:
-        print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
 
 
 def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, run: dict, cfg: MergeConfig) -> float:
@@ -103,11 +95,8 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     logprobs = probe_logprobs(written, reader)
     gap = (logprobs - rounded).abs().max().item()
     allowed = rounding(hf, rounded) if cfg.tolerance is None else cfg.tolerance
-    if not gap <= allowed:
-        raise UserError(
-            f"--out {cfg.out}: the written folder's log-probabilities differ from those of its weights in memory by "
-            f"{gap:.2e}, over {allowed:.1e} (--tolerance); it was not kept. Raise --tolerance only if you know why"
-        )
+    told = f"--out {cfg.out}: its log-probabilities differ from those of its weights in memory by {gap:.2e}"
+    need(gap <= allowed, f"{told}, over {allowed:.1e} (--tolerance); it was not kept. Raise that only if you know why")
     return (logprobs - trained).abs().max().item()
 
 
@@ -185,28 +174,19 @@ def rounding(hf: nn.Module, logprobs: torch.Tensor) -> float:
 # The hub
 
 
-@contextmanager
-def refusals(told: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:  # what the hub refuses is one
-        raise UserError(f"{told} ({str(e).strip().splitlines()[0]})") from e
-
-
 def open_repository(name: str) -> None:
     """Make sure, before any work, that --push can be done; a private repository is made if there is none."""
     from huggingface_hub import HfApi, get_token
 
-    if get_token() is None:
-        raise UserError(f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
-    with refusals(f"--push {name}: the hub gives no such repository to write to"):
+    need(get_token(), f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
+    with refusing(OSError, f"--push {name}: the hub gives no such repository to write to"):
         HfApi().create_repo(name, private=True, exist_ok=True)
 
 
 def push(name: str, folder: Path) -> None:
     from huggingface_hub import HfApi
 
-    with refusals(f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
+    with refusing(OSError, f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
         HfApi().upload_folder(repo_id=name, folder_path=folder)
     print(f"uploaded {folder} to {name}")
 

@@ -17,7 +17,7 @@ from PIL import Image
 from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
-from prepare_data import Example, ReadingConfig, decode_image, read_flagged, refuse_bad, shown
+from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import check_tasks
 from settings import setting
 from utils import Context, derive_seed, print0
@@ -163,7 +163,7 @@ class Examples(list[Example]):
 
 def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn: Callable) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
-    examples, unreadable = read_flagged(path, cfg)
+    examples, unreadable = read_examples(path, cfg)
     kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows)
     special = sum(SPECIAL_TOKEN in line for line in dropped)
     for line in (unreadable + dropped)[:10]:

@@ -341,9 +341,10 @@ def main(cfg: Config) -> None:
     log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
-    evaluation = Evaluation(engine, eval_set, processor, reward_fn, cfg, ctx, stage, interrupt.agreed)
+    greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+    evaluation = Evaluation(engine, eval_set, processor, reward_fn, ctx, greedy, stop=interrupt.agreed)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(state.step))
+        log.evaluation(state.step, evaluation.run(out, stage, state.step))
 
     by_uid = {example.uid: example for example in train_set}
 
@@ -393,8 +394,8 @@ def main(cfg: Config) -> None:
         models.after_step(state.step, algo.ref_every)
         if state.step % SAMPLE_EVERY == 0 or state.step == log.start + 1:
             report_samples(out, state.step, batch, metrics, ctx)
-        if evaluation.due(state.step):
-            metrics |= evaluation.run(state.step)
+        if evaluation.due(cfg.run, state.step):
+            metrics |= evaluation.run(out, stage, state.step)
             state = saver.state = replace(state, eval_due=evaluation.cut_at)
         log.step(state.step, metrics | stage.pop())
         skipped.report(state.step, saver.save)

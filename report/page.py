@@ -30,7 +30,7 @@ h1{font-size:1.35rem}
 
 
 def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
-    """`facts`: eval.summarise's, or a step's metrics. `records`: prompts with their samples, as eval.evaluate has them,
+    """`facts`: eval.summarise's, or a step's metrics. `records`: prompts with their samples, as eval.py has them,
     in training with advantages. `examples`: by uid."""
     head = "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     lines = [f"{head}<title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>", "<div class=facts>"]

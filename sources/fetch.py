@@ -11,20 +11,16 @@ from contextlib import suppress
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 
-from errors import UserError
+from errors import UserError, need
 
 
 def clean_url(url: str) -> str:
     """An http(s) URL with all but its host percent-encoded. Raises ValueError."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("not an http(s) URL with a host")
-    if "@" in parts.netloc:
-        raise ValueError("it holds a user name; fetch such files yourself and give their paths")
-    if parts.port == 0:  # others outside 1..65535 raise by themselves
-        raise ValueError("port 0")
-    path = quote(parts.path, safe=string.punctuation)
-    query = quote(parts.query, safe=string.punctuation)
+    need(parts.scheme in ("http", "https") and parts.hostname, "not an http(s) URL with a host")
+    need("@" not in parts.netloc, "it holds a user name; fetch such files yourself and give their paths")
+    need(parts.port != 0, "port 0")  # others outside 1..65535 raise by themselves
+    path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     return parts._replace(path=path, query=query, fragment="").geturl()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from errors import UserError
+from errors import UserError, need, refusing
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
@@ -45,29 +45,25 @@ def decode_image(data: bytes) -> Image.Image:
 def check_header(image: Image.Image) -> None:
     """Refuse, before anything is decoded, what takes too much memory or what the model's image processor refuses."""
     short, long = sorted(image.size)
-    size = f"{image.width}x{image.height} pixels"
-    if short * long > MAX_PIXELS or long > MAX_SIDE:
-        most = f"at most {MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
-        raise UserError(f"{size}, {most} are read; make it smaller")
-    if long >= MAX_ASPECT * short:
-        raise UserError(f"{size}: one side is {MAX_ASPECT} or more times the other; crop it")
-    frames = getattr(image, "n_frames", 1)
+    size, most = f"{image.width}x{image.height} pixels", f"{MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
+    small = short * long <= MAX_PIXELS and long <= MAX_SIDE
+    need(small, f"{size}, at most {most} are read; make it smaller")
+    need(long < MAX_ASPECT * short, f"{size}: one side is {MAX_ASPECT} or more times the other; crop it")
     # the further images of an MPO are a camera's own previews and gain maps of the first
-    if frames > 1 and image.format != "MPO":
-        raise UserError(f"{frames} frames or pages, and only the first would be seen; save the one that is meant")
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    need(frames <= 1, f"{frames} frames or pages, and only the first would be seen; save the one that is meant")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """What `decode_image` makes of an opened file."""
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode == "F":
-        raise UserError("float pixels have no agreed range; convert the file to 8 or 16 bits")
+    need(image.mode != "F", "float pixels have no agreed range; convert the file to 8 or 16 bits")
     if image.mode.startswith("I"):
         # convert("RGB") would clip every value above 255 to white
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise UserError(f"grey values {values.min()}..{values.max()} exceed 16 bits; convert the file")
+        low, high = values.min(), values.max()
+        need(low >= 0 and high <= 65535, f"grey values {low}..{high} exceed 16 bits; convert the file")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -78,10 +74,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def read_file(path: Path) -> bytes:
     """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError or ValueError."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} is no regular file")
-    if not 0 < status.st_size <= MAX_FILE_BYTES:
-        raise UserError(f"{path} has {status.st_size} bytes, expected 1 to {MAX_FILE_BYTES}")
+    size = status.st_size
+    need(stat.S_ISREG(status.st_mode), f"{path} is no regular file")
+    need(0 < size <= MAX_FILE_BYTES, f"{path} has {size} bytes, expected 1 to {MAX_FILE_BYTES}")
     return path.read_bytes()
 
 
@@ -92,23 +87,18 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
     """
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
-        if not cell:
-            raise UserError("has neither bytes nor path")
+        need(cell, "has neither bytes nor path")
     if isinstance(cell, bytes):
         return cell
-    if not isinstance(cell, str | None):
-        raise UserError(f"is a {type(cell).__name__}, expected bytes, a path, base64 or a URL")
+    need(isinstance(cell, str | None), f"is a {type(cell).__name__}, expected bytes, a path, base64 or a URL")
     cell = (cell or "").strip()
-    if not cell:
-        raise UserError("is empty")
+    need(cell, "is empty")
     if cell.startswith(("http://", "https://")):
-        if fetch is None:
-            raise UserError(f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
+        need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
         return fetch(cell)
     if cell.startswith("data:"):
         head, _, cell = cell.partition(",")
-        if not head.endswith(";base64"):
-            raise UserError(f"data URI {head[:40]!r} is not base64")
+        need(head.endswith(";base64"), f"data URI {head[:40]!r} is not base64")
     elif len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
@@ -116,13 +106,10 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
         except UserError:
             raise
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
-            if "." in cell or len(cell) < 40:  # no dot in base64, no image file in 30 bytes
-                reason = getattr(e, "strerror", None) or e
-                raise UserError(f"{path}: {reason}; relative paths start at the file's folder or --image-root") from e
-    try:
+            reason = f"{getattr(e, 'strerror', e)}; relative paths start at the file's folder or --image-root"
+            need("." not in cell and len(cell) >= 40, f"{path}: {reason}")  # no dot in base64, no image in 30 bytes
+    with refusing(ValueError, f"{cell[:40]!r} is neither an existing file nor valid base64"):
         return base64.b64decode("".join(cell.split()), validate=True)
-    except ValueError as e:
-        raise UserError(f"{cell[:40]!r} is neither an existing file nor valid base64 ({e})") from e
 
 
 def check_decodes(data: bytes) -> None:

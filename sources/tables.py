@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from errors import UserError
+from errors import UserError, need, refusing
 
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
@@ -34,10 +34,20 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[Path]:
         files = data_files([p.strip() for p in name.split(",") if p.strip()], split)
     else:
         files = [Path(p) for p in sorted(glob.glob(name)) if os.path.isfile(p)]
-    if not files:
-        of_split = f" of --split {split}" if split else ""
-        raise UserError(f"{name}: no such file or folder of parquet files{of_split}; check --data or --input")
+    of_split = f" of --split {split}" if split else ""
+    need(files, f"{name}: no such file or folder of parquet files{of_split}; check --data or --input")
     return files
+
+
+def download(hub_id: str, split: str) -> Path:
+    """Fetch the parquet shards of one split of a dataset of the Hugging Face hub; returns the folder."""
+    shards = f"{SPLITS[split]}*.parquet"
+    remedy = f"run `hf download {hub_id} --repo-type dataset --local-dir FOLDER` elsewhere and pass --input FOLDER"
+    told = f"--input {hub_id}: no such local path, and no download from the Hugging Face hub; {remedy}"
+    with refusing((ImportError, OSError, ValueError), told):  # the hub's errors are OSErrors; ValueError: malformed id
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))
 
 
 def shards_of(folder: Path, split: str | None) -> list[Path]:
@@ -47,8 +57,8 @@ def shards_of(folder: Path, split: str | None) -> list[Path]:
     there = [ours for ours, shards in by_split.items() if shards]
     if split and there:
         return by_split[split]
-    if len(there) > 1:
-        raise UserError(f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'")
+    told = f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'"
+    need(len(there) <= 1, told)
     return files
 
 
@@ -75,10 +85,8 @@ def batch_records(batch: pa.RecordBatch) -> list[Record]:
 
 def text_lines(file: Path) -> Iterator[str]:
     """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
-    try:
+    with refusing(OSError, f"--input {file}"):
         lines = open(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    except OSError as e:
-        raise UserError(f"--input {file}: {e.strerror}") from e
     with lines:
         yield from lines
 

@@ -7,7 +7,6 @@ equations) goes to math-verify in child processes (math_verify_worker.py). `rewa
 that could not be read, was refused, or timed out.
 """
 
-import argparse
 import decimal
 import hashlib
 import importlib.util
@@ -21,12 +20,11 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from prepare_data import MARK, Raw, all_parquet_records, reading_of, table_rows
+from errors import need
+from prepare_data import MARK, Raw, TaskConfig, table_rows
 from reward import MAX_ANSWER_CHARS, SPECIAL_TOKEN, closing_brace, extract_boxed, grader_stats, register, weighted
-from sources.hub import download
 from sources.images import read_file
-from sources.tables import data_files
+from sources.tables import data_files, download
 from tasks.math_verify_worker import MATH_VERIFY
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
@@ -34,7 +32,6 @@ MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Pytho
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-NAMES = ("geo3k", "geometry3k")
 INSTRUCTION = (
     "Before answering, reason through the problem step by step inside <think> </think> tags. "
     "Only after that, state the final answer inside \\boxed{}."
@@ -49,20 +46,17 @@ ANSWER_TYPES = {  # the first pattern that a short answer matches as a whole; no
 }
 
 
-def rows(args: argparse.Namespace) -> Iterator[Raw]:
+def rows(cfg: TaskConfig) -> Iterator[Raw]:
     """Geometry3K: the original folders, parquet shards, or a hub id (by default hiyouga/geometry3k)."""
-    if args.toy:
-        raise UserError("--toy: geo3k has no toy yet; leave it out, or take the shapes task")
-    inputs = args.input or ["hiyouga/geometry3k"]
+    inputs = cfg.input or ("hiyouga/geometry3k",)
     if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
-        inputs = [download(inputs[0], args.split)]
+        inputs = (download(inputs[0], cfg.split),)
     folder = Path(inputs[0])
-    if folder.is_dir() and len(inputs) == 1:
-        folder = folder / args.split if (folder / args.split).is_dir() else folder
-        problems = sorted((d for d in folder.iterdir() if d.name.isdecimal()), key=lambda d: int(d.name))
-        if problems:
-            return (Raw(str(d), int(d.name), folder_record(d, args.split), root=d) for d in problems)
-    return shard_rows(data_files(inputs, args.split), args)
+    folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
+    problems = sorted((d for d in folder.glob("*") if d.name.isdecimal()), key=lambda d: int(d.name))
+    if problems and len(inputs) == 1:
+        return (Raw(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
+    return shard_rows(data_files(inputs, cfg.split), cfg)
 
 
 def folder_record(problem: Path, split: str) -> dict | str:
@@ -88,14 +82,14 @@ def folder_record(problem: Path, split: str) -> dict | str:
         return f"data.json cannot be read: {e}"
 
 
-def shard_rows(files: list[Path], args: argparse.Namespace) -> Iterator[Raw]:
+def shard_rows(files: list[Path], cfg: TaskConfig) -> Iterator[Raw]:
     """Rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
     names = {"id": "index", "ground_truth": "letter"}
-    for raw in table_rows(files, all_parquet_records, reading_of(args), args.image_root):
+    for raw in table_rows(files, cfg):
         raw.name = ""  # its ids tell its rows apart
         if isinstance(raw.record, dict):
             raw.record = {names.get(key, key): value for key, value in raw.record.items()}
-            raw.record |= {"data_source": "geo3k", "answer_type": answer_type(str(raw.record.get(args.answer_key)))}
+            raw.record |= {"data_source": "geo3k", "answer_type": answer_type(str(raw.record.get(cfg.answer_key)))}
         yield raw
 
 
@@ -266,10 +260,9 @@ class Expression:
         return value
 
     def signed(self) -> Decimal:
-        sign = 1
-        while char := self.take("[+-]"):
-            sign = -sign if char == "-" else sign
-        return sign * self.power()
+        signs = self.take("[+-][+ -]*")
+        value = self.power()
+        return -value if signs.count("-") % 2 else +value
 
     def power(self) -> Decimal:
         value = self.atom()
@@ -605,8 +598,8 @@ def answerable(truth: str, rewards: dict[str, float]) -> bool:
 
 @cache
 def require_math_verify() -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError("geo3k grading needs math-verify; pip install -r requirements.txt")
+    found = importlib.util.find_spec("math_verify")
+    need(found, "geo3k grading needs math-verify; pip install -r requirements.txt")
 
 
 @register("geo3k", "geometry3k", answerable=answerable)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -38,8 +38,9 @@ class MathVerify:
 
     def __init__(self):
         self.idle: list[Popen] = []
-        self.verdicts: dict[Question, bool] = {}  # a group repeats its answers; one that hangs costs its time once
-        self.unsure: list[Question] = []  # late or crashed: wrong in this batch, and asked again in the next
+        # A group repeats its answers; one that hangs costs its time once. None: late or crashed, and so wrong in this
+        # batch, and asked again in the next.
+        self.verdicts: dict[Question, bool | None] = {}
         self.waiting: dict[Question, None] = {}  # to be asked, in order
         self.collect = False  # whether a batch puts its questions off
         self.left = math.inf  # seconds that the present batch may still spend here
@@ -57,14 +58,13 @@ class MathVerify:
             self.ask()
         if question not in self.verdicts:
             grader_stats["cas_budget"] += 1
-        return self.verdicts.get(question, False)
+        return bool(self.verdicts.get(question))
 
     @contextmanager
     def batch(self, collect: bool) -> Iterator[None]:
         """BUDGET_S seconds in all for what is asked inside; with `collect`, questions wait until `ask`."""
-        for question in [*self.unsure, *list(self.verdicts)[:-MAX_VERDICTS]]:
-            self.verdicts.pop(question, None)
-        self.unsure.clear()
+        kept = list(self.verdicts.items())[-MAX_VERDICTS:]
+        self.verdicts = {question: same for question, same in kept if same is not None}
         self.left = BUDGET_S
         self.collect = collect
         try:
@@ -84,10 +84,9 @@ class MathVerify:
                 del self.waiting[question]
                 if reply != "cas_budget":
                     grader_stats["cas"] += 1
-                    self.verdicts[question] = reply == "true"
+                    self.verdicts[question] = {"true": True, "false": False}.get(reply)
                 if reply in ("cas_timeout", "cas_crash"):
                     grader_stats[reply] += 1
-                    self.unsure.append(question)
             self.left = max(0.0, until - time.monotonic())
 
     def put(self, until: float, question: Question) -> str:
@@ -100,10 +99,8 @@ class MathVerify:
         if seconds <= 0:
             self.idle.append(worker)
             return "cas_budget"
-        try:
+        with suppress(BrokenPipeError):  # it is dead, and its output ends
             worker.stdin.write(json.dumps([*question, seconds]).encode() + b"\n")
-        except BrokenPipeError:
-            pass  # it is dead, and its output ends
         if reply := worker.stdout.readline():
             self.idle.append(worker)
             return reply.decode().strip()
@@ -124,10 +121,8 @@ def start_worker(_: int = 0) -> Popen:
     # A session of its own: Ctrl-C is for the trainer.
     worker = Popen(command, cwd=root, stdin=PIPE, stdout=PIPE, bufsize=0, start_new_session=True)
     if worker.stdout.readline() != b"ready\n":
-        raise RuntimeError(
-            f"the math-verify process did not start within {START_S:.0f} s; its error is above. "
-            "Try `python -c 'import math_verify'`; if that fails: pip install -r requirements.txt"
-        )
+        remedy = "its error is above; does `python -c 'import math_verify'` work? pip install -r requirements.txt"
+        raise RuntimeError(f"the math-verify process did not start within {START_S:.0f} s; {remedy}")
     return worker
 
 

@@ -3,7 +3,6 @@
 What it asks for is real: an answer is right only if the model looks (see `--blank-images` in eval.py).
 """
 
-import argparse
 import hashlib
 import io
 import math
@@ -14,8 +13,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from errors import UserError
-from prepare_data import Raw
+from errors import need
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
@@ -46,11 +44,8 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     UserError if `extra["answer_type"]` is missing or unknown.
     """
     kind = example.extra.get("answer_type")
-    if kind not in ANSWER_TYPES:
-        raise UserError(
-            f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; "
-            "write it again with `python prepare_data.py shapes`"
-        )
+    told = f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}"
+    need(kind in ANSWER_TYPES, f"{told}; write it again with `python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
         return weighted(0.0, 0.0)
@@ -72,20 +67,14 @@ def polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float
     if shape == "triangle":
         return [(x, y - r), (x + r, y + r), (x - r, y + r)]
     points = []
-    for i in range(10):
+    for i in range(10):  # of a star
         reach = r * (1.15 if i % 2 == 0 else 0.45)
         points.append((x + reach * math.sin(i * math.pi / 5), y - reach * math.cos(i * math.pi / 5)))
     return points
 
 
-def blank(rng: random.Random) -> Image.Image:
-    return Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-
-
-def draw_shapes(rng: random.Random, colour: str, shape: str, count: int) -> Image.Image:
+def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, shape: str, count: int) -> None:
     """`count` equal shapes, one to a cell, with a little jitter in place and size."""
-    image = blank(rng)
-    draw = ImageDraw.Draw(image)
     for cell in rng.sample(range(9), count):
         x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
         y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
@@ -94,19 +83,15 @@ def draw_shapes(rng: random.Random, colour: str, shape: str, count: int) -> Imag
             draw.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
         else:
             draw.polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
-    return image
 
 
-def draw_angle(rng: random.Random, colour: str, missing: int) -> Image.Image:
+def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missing: int) -> None:
     """A straight angle cut by a ray. The left side is painted, the right side is the missing angle."""
-    image = blank(rng)
-    draw = ImageDraw.Draw(image)
     x, y, r = SIDE / 2 + rng.uniform(-2, 2), 60 + rng.uniform(-2, 2), 36 + rng.uniform(-2, 2)
     draw.pieslice((x - r, y - r, x + r, y + r), 180, 360 - missing, fill=COLOURS[colour])
     draw.line((x - r, y, x + r, y), fill=(0, 0, 0), width=2)
     radians = math.radians(missing)
     draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
-    return image
 
 
 def png(image: Image.Image) -> bytes:
@@ -121,12 +106,13 @@ def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, 
     rng = random.Random(f"{SALT[split]}/{seed}")
     while True:
         colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
-        if rng.random() < 0.2:
-            missing = rng.choice(ANGLES)
-            image = png(draw_angle(rng, colour, missing))
+        missing = rng.choice(ANGLES) if rng.random() < 0.2 else None
+        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+        if missing:
+            draw_angle(ImageDraw.Draw(image), rng, colour, missing)
             questions = [("angle", "What is the missing angle?", str(missing))]
         else:
-            image = png(draw_shapes(rng, colour, shape, count))
+            draw_shapes(ImageDraw.Draw(image), rng, colour, shape, count)
             questions = [
                 ("count", "How many shapes are there?", str(count)),
                 ("colour", "What colour are they?", colour),
@@ -134,9 +120,10 @@ def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, 
                 exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
                 exists(rng, "Is there a {}?", shape, list(SHAPES)),
             ]
-        in_test = hashlib.sha256(image).digest()[0] < 64
+        data = png(image)
+        in_test = hashlib.sha256(data).digest()[0] < 64
         if in_test == (split == "test"):
-            yield image, questions
+            yield data, questions
 
 
 def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
@@ -146,19 +133,9 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
     return "exists", question.format(asked), "yes" if present else "no"
 
 
-NAMES = ("shapes",)
-
-
-def rows(args: argparse.Namespace) -> Iterator[Raw]:
-    """Toy images with questions, drawn; --toy is the only kind there is."""
-    for i, row in enumerate(shapes_rows(args.n, args.split, args.seed)):
-        yield Raw(f"shapes row {i}", i, row)
-
-
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
-    if split not in SALT:
-        raise UserError(f"--split {split!r}: shapes has {', '.join(SALT)}")
+    need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
     waiting: dict[str, list] = {kind: [] for kind in ANSWER_TYPES}
     seen = set()
     source = scenes(split, seed)
@@ -179,3 +156,6 @@ def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
         }
+
+
+toy = shapes_rows  # for prepare_data.py shapes

@@ -139,7 +139,7 @@ def test_readmes_reward(copy, toys, data):
 
 
 def test_readmes_task_is_a_file_with_its_data_and_its_reward(copy, toys):
-    (copy / "tasks" / "dark.py").write_text(block("NAMES, DEFAULTS ="))
+    (copy / "tasks" / "dark.py").write_text(block("def toy(n, split, seed)"))
     made = [sys.executable, "prepare_data.py", "dark", "--toy", "--n", "8", "--out", "dark.parquet"]
     done = subprocess.run(made, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0 and "wrote 8 rows" in done.stdout, done.stderr

@@ -24,15 +24,15 @@ README = (ROOT / "README.md").read_text()
 # What is imported when a file is, comes from a lower level, or from the same folder
 LEVELS = {
     "errors": 0, "kernels": 1, "settings": 1, "utils": 1, "layers": 2, "sources": 2, "grpo": 2, "packing": 2,
-    "reward": 3, "prepare_data": 3, "model": 4, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7, "engines": 8,
+    "reward": 3, "prepare_data": 4, "model": 4, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7, "engines": 8,
     "eval": 8, "merge_lora": 8, "demo": 8, "train": 9,
 }
 PLUG_INS = ("engines", "tasks")  # imported by name, inside functions
 NO_PLUG_INS = ("engines.choose", "engines.self_test")  # how an engine is started, and compared with the trainer
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 290, "errors.py": 45, "eval.py": 278, "grpo.py": 412, "kernels.py": 383, "merge_lora.py": 158,
-    "model.py": 398, "packing.py": 355, "prepare_data.py": 490, "reward.py": 200, "rollout.py": 268, "train.py": 370,
+    "demo.py": 268, "errors.py": 52, "eval.py": 238, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 138,
+    "model.py": 500, "packing.py": 384, "prepare_data.py": 420, "reward.py": 200, "rollout.py": 268, "train.py": 370,
     "settings.py": 95, "utils.py": 150,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()

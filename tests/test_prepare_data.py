@@ -30,7 +30,7 @@ import prepare_data as pd
 import train
 from errors import UserError
 from model import load_processor
-from prepare_data import Example, Raw, Reading, count_marks, decode_image, main, parse_args, write_examples
+from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
 from reward import load_reward
 from rollout import drop_long_prompts, load_examples
 from sources import fetch, images
@@ -77,7 +77,7 @@ def save(path: Path, rows: list[dict], **kw) -> Path:
 
 
 def read_examples(path, limit=None, **settings) -> tuple[list[Example], list[str]]:
-    return pd.read_examples(path, Reading(**settings), limit)
+    return pd.read_examples(path, ReadingConfig(**settings), limit)
 
 
 def message_of(path, **settings) -> str:
@@ -209,7 +209,7 @@ def test_shapes_are_drawn_by_their_task(tmp_path, monkeypatch):
         for i in range(n):
             yield verl_row(i, data_source="shapes", extra_info=extra | {"index": i})
 
-    monkeypatch.setattr(shapes, "shapes_rows", shapes_rows)
+    monkeypatch.setattr(shapes, "toy", shapes_rows)
     run("shapes", "--n", 5, "--split", "test", "--seed", 7, "--out", tmp_path / "s.parquet")
     assert calls == [(5, "test", 7)]
     examples, _ = read_examples(tmp_path / "s.parquet")
@@ -221,22 +221,23 @@ def test_shapes_are_drawn_by_their_task(tmp_path, monkeypatch):
 def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
     """As README promises of a file in tasks/: names, flags' defaults, instruction and rows come from it alone."""
 
-    def rows(args):
-        """Rows of mine."""
-        for i in range(args.n):
-            yield Raw(f"mine row {i}", i, {"data_source": "mine", "prompt": f"{i}?", "a": i, "toy": args.toy})
+    def toy(n, split, seed, drawn=True):
+        for i in range(n):
+            yield {"data_source": "mine", "prompt": f"{i}?", "a": i, "toy": drawn}
 
-    task = types.SimpleNamespace(
-        NAMES=("mine", "my-task"), INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"}, rows=rows
+    def rows(cfg):
+        return (Raw(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
+
+    task = types.ModuleType("mine", "Rows of mine.")
+    vars(task).update(
+        toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"}
     )
-    monkeypatch.setattr(pd, "find_tasks", lambda: [task])
-    pd.instruction_of.cache_clear()
+    monkeypatch.setattr(pd, "find_tasks", lambda: {"mine": task, "my-task": task})
     for name, flags in (("mine", ()), ("my-task", ("--toy",))):
         run(name, *flags, "--n", 2, "--out", tmp_path / "o.parquet")
         examples, _ = read_examples(tmp_path / "o.parquet")
         assert [e.messages[0]["content"] for e in examples] == ["0? Say it.", "1? Say it."]
         assert [(e.ground_truth, e.extra["toy"]) for e in examples] == [("0", bool(flags)), ("1", bool(flags))]
-    pd.instruction_of.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -318,9 +319,9 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"images": []}, "1 <image> marks in the prompt but 0 images; --image-key names the column"),
-        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; the prompt need"),
-        ({"prompt": [{"role": "user", "content": "no mark"}]}, "0 <image> marks in the prompt but 1 images; prepare_d"),
+        ({"images": []}, "1 <image> marks in the prompt but 0 images; --image-key names their"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; --image-key"),
+        ({"prompt": [{"role": "user", "content": "no mark"}]}, "0 <image> marks in the prompt but 1 images; --image"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
@@ -351,7 +352,6 @@ def test_many_bad_rows_are_counted_and_none_left_is_an_error(tmp_path):
     path = save(tmp_path / "f.parquet", [verl_row(i, images=[]) for i in range(9)])
     assert "9 of 9 rows are bad" in message_of(path) and "... and 4 more" in message_of(path)
     assert "9 of 9 rows are bad" in message_of(path, bad_rows="skip")
-    assert "--bad-rows is 'ignore'" in message_of(path, bad_rows="ignore")
 
 
 def test_file_errors(tmp_path):
@@ -443,7 +443,7 @@ def test_two_images_keep_their_order(tmp_path):
     row = verl_row(0, prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "<image> or <image>?"}])
     path = save(tmp_path / "f.parquet", [row | {"images": [{"bytes": b, "path": None} for b in (BLUE, RED)]}])
     e = read_examples(path)[0][0]
-    assert e.images == [BLUE, RED] and count_marks(e.messages) == 2
+    assert e.images == [BLUE, RED]
 
 
 def test_decode_composites_alpha_on_white():
@@ -918,10 +918,12 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
         (("parquet", "--input", "gone.parquet", "--out", "x.parquet"), "gone.parquet: no such file"),
-        (("shapes", "--n", "0", "--out", "x.parquet"), "--n is 0, expected at least 1"),
-        (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries is 0, expected at least 1"),
-        (("inspect", "x.parquet", "--limit", "0"), "--limit is 0, expected at least 1"),
+        (("shapes", "--n", "0", "--out", "x.parquet"), "--n 0: must be at least 1"),
+        (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries 0: must be at least 1"),
+        (("inspect", "x.parquet", "--limit", "0"), "--limit 0: must be at least 1"),
         (("geo3k", "--toy", "--out", "x.parquet"), "--toy: geo3k has no toy yet"),
+        (("geo3k",), "--out is missing"),
+        (("jsonl", "--out", "x.parquet"), "no such file or folder of parquet files; check --data or --input"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
@@ -939,11 +941,9 @@ def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
             ("nothing", "--out", "x"),
             "'nothing' (choose from 'jsonl', 'csv', 'parquet', 'geo3k', 'geometry3k', 'shapes', 'inspect')",
         ),
-        (("geo3k",), "the following arguments are required: --out"),
-        (("jsonl", "--out", "x.parquet"), "the following arguments are required: --input"),
         (("geo3k", "somewhere", "--out", "x.parquet"), "unrecognized arguments: somewhere"),
-        (("inspect",), "the following arguments are required: file"),
-        (("jsonl", "--toy", "--input", "x", "--out", "y"), "unrecognized arguments: --toy"),
+        (("inspect",), "the following arguments are required: FILE"),
+        (("jsonl", "--toy", "--input", "x", "--out", "y"), "unknown flag --toy"),
     ],
 )
 def test_wrong_command_lines(argv, reason, capsys):
@@ -961,7 +961,7 @@ def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
         return capsys.readouterr().out
 
     listed = help_of()
-    for name in ("jsonl", "csv", "parquet", "geo3k (geometry3k)", "shapes", "inspect"):
+    for name in ("jsonl", "csv", "parquet", "geo3k", "geometry3k", "shapes", "inspect"):
         assert f"\n    {name} " in listed or f"\n    {name}\n" in listed
     assert (
         "column of the prompt (default: problem)"
@@ -1025,7 +1025,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
         text = "".join(rng.choice(pieces, rng.integers(1, 12))) + "x"
         record = {"prompt": text, "images": [RED] * text.count("<image>"), "reward_model": {"ground_truth": "1"}}
         try:
-            example = pd.build_example(Raw("f row 0", 0, record), Reading())
+            example = pd.build_example(Raw("f row 0", 0, record), ReadingConfig())
         except UserError:
             refused += 1
             assert "<|" in text
@@ -1309,7 +1309,7 @@ def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
             good[name] = {"k": value} if name == "extra_info" and rng.random() < 0.5 else value
         raws.append(Raw(f"f\x1b row {i}", i, good, tmp_path))
     bad: list[str] = []
-    examples = list(pd.checked(raws, Reading(answer_key="answer", fetch=fetch_url, split="train"), bad))
+    examples = list(pd.good_rows(raws, FileConfig(out="", answer_key="answer", bad_rows="skip"), bad))
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
     assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
     assert write_examples(examples, tmp_path / "o.parquet") == len(examples)

@@ -619,7 +619,8 @@ def test_evaluation_has_one_budget_per_chunk(monkeypatch):
     monkeypatch.setattr(evaluation, "score_batch", counted)
     monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank: examples)
     ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
-    records = evaluation.evaluate(Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0), samples=2)
+    asked = (Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0))
+    records = evaluation.Evaluation(*asked, samples=2).records()
     assert calls == [6, 4]
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records] == [(n, str(n), str(n)) for n in range(5)]
     for n, record in enumerate(records):
@@ -801,7 +802,7 @@ def chess(response, example, finish_reason):
 
 
 def test_a_file_in_tasks_is_a_task(tmp_path):
-    for name in ("reward.py", "errors.py", "prepare_data.py", "utils.py"):
+    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py", "utils.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for name in ("tasks", "sources"):
         shutil.copytree(ROOT / name, tmp_path / name)
