@@ -181,9 +181,7 @@ def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
     return groups
 
 
-def _loss_and_gradients(
-    loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_gradients(loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor, ...]:
     """The loss of some rows, and its gradients in their logp and entropy: vectors, whatever the vocabulary."""
     with torch.enable_grad():
         inputs = logp_R.detach().requires_grad_(), entropy_R.detach().requires_grad_()

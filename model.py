@@ -313,14 +313,14 @@ def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], i
     columns, position, at = [], 0, 0
     while image_token in ids[at:]:
         n_text = ids.index(image_token, at) - at
-        columns.append(torch.arange(n_text).expand(3, -1) + position)
+        columns.append(torch.arange(position, position + n_text).expand(3, -1))
         position += n_text
         t, h, w = next(grids)
         h, w = h // merge, w // merge
         columns.append(torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).t() + position)
         position += max(h, w)
         at += n_text + t * h * w
-    columns.append(torch.arange(len(ids) - at).expand(3, -1) + position)
+    columns.append(torch.arange(position, position + len(ids) - at).expand(3, -1))
     return torch.cat(columns, dim=1)
 
 
@@ -356,9 +356,7 @@ class VisionCache:
             self.bytes -= sum(layer.nbytes for layer in self.entries.popitem(last=False)[1])
 
 
-def vision_features(
-    hf: nn.Module, images: Sequence[ImageInput], cache: VisionCache | None = None
-) -> tuple[Tensor, list[Tensor]]:
+def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None = None) -> tuple[Tensor, list[Tensor]]:
     """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
     unique = {image.key: image for image in images}
     layers_of = {key: cache.get(key) if cache else None for key in unique}
