@@ -1,5 +1,4 @@
-"""The model: processor, loading, freezing, adapters, and the packed forward. How it is spread over processes:
-sharding.py.
+"""The model: processor, loading, freezing, and the packed forward. parallel/ spreads it over processes.
 
 Everything that differs between model families is in FAMILIES. The modelling code is transformers'; what is ours is how
 a packed micro-batch (packing.MicroBatch) goes through it.
@@ -57,8 +56,7 @@ FAMILIES = {  # by config.model_type
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
-    # experts are one tensor of all of them, not linear layers: LoRA adapts attention, and the MLPs that every token
-    # passes
+    # experts are one tensor, not linear layers: LoRA adapts attention, and the MLPs that every token passes
     "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
     "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", lora_targets=ALL_PROJECTIONS),

@@ -170,8 +170,7 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
-    # (pytorch pull request 179291), and a run that is complete would be reported as failed - once in twenty, on a busy
-    # box.
+    # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
     os._exit(code)
 
 
