@@ -496,7 +496,7 @@ def find_tasks() -> dict[str, ModuleType]:
     DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for.
     """
     load_tasks()
-    return {name: sys.modules[task.reward.__module__] for name, task in TASKS.items()}
+    return {name: sys.modules[TASKS[name].reward.__module__] for name in sorted(TASKS)}
 
 
 def instruction_of(text: str) -> str:

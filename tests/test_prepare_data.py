@@ -15,6 +15,7 @@ import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -1267,7 +1268,9 @@ def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
 
 def test_ctrl_c_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
-    child = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background of a script it is ignored
+    root = Path(__file__).parents[1]
+    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     try:
         until = time.monotonic() + 60
         while not list(tmp_path.iterdir()) and child.poll() is None and time.monotonic() < until:  # the draft
