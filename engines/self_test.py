@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import model
 from errors import need
+from layers.lora import lora_layers
 from model import Policy, Processor
 from packing import Packer
 from parallel.sharding import full_parameters, reshard
@@ -29,7 +30,7 @@ from utils import derive_seed
 # above this; in bfloat16 rounding alone makes 0.003 to 0.02.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 SAMPLES = 2
-NEW_TOKENS = 16
+NEW_TOKENS = 16  # of a sample; of shorter ones there are more
 # The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
 # tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
 # or a layer of a toy, is taken for as large as would matter: a vector for 1, a matrix for one that keeps the size of
@@ -57,13 +58,12 @@ def choose(examples: Examples, room: int, copies: int) -> list[Example]:
     return chosen
 
 
-def trainer_logprobs(
-    policy: Policy, packer: Packer, rollouts: Sequence[Rollout], temperature: float
-) -> torch.Tensor:
-    """Log-probabilities of the responses' tokens, computed in one micro-batch, in the order of the rollouts."""
-    [micro] = packer.pack(rollouts)
-    logp_K = policy(micro, temperature).logp_K.float().cpu()
-    return logp_K[micro.token_index_K.argsort()]
+def trainer_logprobs(policy: Policy, packer: Packer, rollouts: Sequence[Rollout], temperature: float) -> torch.Tensor:
+    """Log-probabilities of the responses' tokens, computed together, in the order of the rollouts."""
+    logp_N = torch.zeros(sum(len(r.response) for r in rollouts))
+    for micro in packer.pack(rollouts):  # one, unless copies of a single prompt fill more
+        logp_N[micro.token_index_K] = policy(micro, temperature).logp_K.float().cpu()
+    return logp_N
 
 
 def stale_tolerance(rounding: float) -> float:
@@ -72,22 +72,33 @@ def stale_tolerance(rounding: float) -> float:
     return 1e-5 + 6.5 * rounding
 
 
+def shard_of(parameter: torch.Tensor) -> list[int]:
+    """The number of this process's shard, along each dimension of the mesh that divides the tensor."""
+    if not isinstance(parameter, DTensor):
+        return []
+    at = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return [number for number, placement in at if placement.is_shard()]
+
+
 @contextmanager
 def nudged(policy: Policy) -> Iterator[None]:
     """Every trained tensor changed a little, each in its own way, and put back to the last bit. What several processes
-    hold they all change the same: the change is a function of the tensor's name and of the place in the shard."""
+    hold they all change the same: the change is a function of the tensor's name and of which shard it is."""
     reshard(policy)
     kept = []
+    scales = {f"{name}.lora_B": layer.scale for name, layer in lora_layers(policy).items()}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad and not name.startswith("value_head."):  # which no engine has
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             stride = STRIDE if local.numel() > 100 * STRIDE else 1
             some = local.view(-1)[::stride]
             kept.append((some, some.clone()))
-            noise = torch.randn(len(some), generator=torch.Generator().manual_seed(derive_seed("nudge", name)))
+            seed = derive_seed("nudge", name, *shard_of(parameter))
+            noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))
             inputs = parameter.shape[1:].numel() if parameter.dim() == 2 else parameter.shape[-1]
             least = 1.0 if parameter.dim() == 1 else inputs**-0.5
             size = max(least, some.float().square().mean().sqrt().item())
+            size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
             some += (NUDGE * stride**0.5 * size * noise).to(some)
     try:
         yield
@@ -128,8 +139,9 @@ def self_test(
 ) -> str:
     """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
     rank does the same work on the same prompts, so that collectives match."""
-    prompts = make_prompts(choose(examples, packer.max_tokens, 1 if packer.share else SAMPLES), processor)
     new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
+    samples = SAMPLES * (NEW_TOKENS // new_tokens)  # a mean over few tokens would be chance
+    prompts = make_prompts(choose(examples, packer.max_tokens, 1 if packer.share else samples), processor)
     sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
@@ -138,7 +150,7 @@ def self_test(
 
     def sample() -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
         """Rollouts, and the log-probabilities of their tokens by the engine and by the trainer, one at a time."""
-        rollouts = engine.generate(prompts, SAMPLES, sampling)
+        rollouts = engine.generate(prompts, samples, sampling)
         if policy.tp_group is not None:  # they compute together, so their samples must be the same to the last token
             dist.broadcast_object_list(rollouts, group=policy.tp_group, group_src=0)
         theirs = torch.cat([torch.tensor(r.logprobs) for r in rollouts])
