@@ -28,7 +28,7 @@ from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
 from report.page import rollout_page
 from reward import check_tasks, load_reward, score_batch, try_reward
-from rollout import VLLM_HELP, Engine, Rollout, Sampling, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, Rollout, Sampling, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -60,7 +60,7 @@ class EvalConfig(AsTrained):
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
     blank_images: bool = setting(False, "replace every image by a white one")
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=("auto", "hf", "vllm"))
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
 

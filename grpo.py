@@ -155,7 +155,7 @@ def group_advantages(
 
 
 def constant_groups(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """(P, 1) bool: groups whose rewards are all equal, from which nothing is learnt."""
+    """(P, 1) bool: groups whose rewards are all equal. Compared with each other, their samples teach nothing."""
     return rewards_PG.amax(dim=1, keepdim=True) == rewards_PG.amin(dim=1, keepdim=True)
 
 
@@ -184,7 +184,7 @@ def advantages(
     `tokens` is the packing.TokenBatch of all of this rank's responses, whole groups in the order of rewards_PG; of its
     columns, `values` are read by a method that needs them, and old_logps and ref_logps with --kl-in reward.
     `task_rewards_PG` are the rewards before penalties for length: groups where they are equal have no signal under
-    dynamic sampling. `counted_B`: responses that are trained on, whose moments --norm-std batch divides by.
+    dynamic sampling. `counted_B`: responses that are trained on; a method per token is divided by their std alone.
     """
     how = ADVANTAGES[algo.adv]
     counts = torch.bincount(tokens.rollout, minlength=rewards_PG.numel())
@@ -504,28 +504,28 @@ PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the def
 class Algorithm:
     """Algorithm (--algo sets several of these; one that is given wins)"""
 
-    algo: str = setting("grpo", "named settings, see grpo.PRESETS", choices=tuple(PRESETS))
+    algo: str = setting("grpo", "named settings, see docs/algorithms.md", choices=tuple(PRESETS))
     group_size: int = setting(8, "G, samples per prompt", least=1)
-    adv: str = setting("grpo", "advantage: within a group, against the step, or by a critic", choices=ADVANTAGES)
-    norm_std: str | None = setting(None, "standard deviation that divides it (default: as published)", choices=NORM_STD)
-    loss: str = setting("clip", "what the advantage weighs, see grpo.py", choices=LOSSES)
+    adv: str = setting("grpo", "advantage, see docs/algorithms.md", choices=ADVANTAGES)
+    norm_std: str | None = setting(None, "std that divides it (default: as published)", choices=NORM_STD)
+    loss: str = setting("clip", "see docs/algorithms.md", choices=LOSSES)
     clip_low: float = setting(0.2, "the ratio is clipped below 1 - this", above=0, most=1)
     clip_high: float = setting(0.2, "the ratio is clipped above 1 + this", above=0)
-    dual_clip: float | None = setting(None, "bound on the loss of a token with negative advantage", above=1)
+    dual_clip: float | None = setting(None, "bound on a token's loss where A < 0 (default: none)", above=1)
     loss_agg: str = setting("token", "what counts the same: tokens, responses, or tokens over a constant",
                             choices=LOSS_AGGREGATIONS)
     truncated: str = setting("keep", "responses cut at --max-new-tokens: train on them, do not, or lower the reward of "
                              "overlong ones", choices=("keep", "mask", "penalise"))
-    tis_cap: float | None = setting(None, "weigh each token by trainer / engine probability, at most this", above=0)
+    tis_cap: float | None = setting(None, "weigh tokens by trainer / engine probability, at most this", above=0)
     tis_mask: str | None = setting(None, "leave out responses whose geometric mean of trainer / engine is outside",
                                    metavar="LOW,HIGH")
-    sample_rounds: int = setting(1, "sample until all groups have unequal rewards, so often at most", least=1)
+    sample_rounds: int = setting(1, "batches sampled at most until P groups have unequal rewards", least=1)
     epochs: int = setting(1, "passes over the rollouts of a step", least=1)
     minibatches: int = setting(1, "optimizer steps per pass", least=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", least=0)
     kl_coef: float = setting(0.0, "weight of the KL to the reference policy; 0 needs no reference", least=0)
-    kl: str = setting("k3", "its estimator", choices=KL_KINDS)
-    kl_in: str = setting("loss", "where it counts", choices=("loss", "reward"))
+    kl: str = setting("k3", "estimator of the KL", choices=KL_KINDS)
+    kl_in: str = setting("loss", "where the KL counts", choices=("loss", "reward"))
     kl_target: float | None = setting(None, "adapt --kl-coef to keep the KL near this, nats a token", above=0)
     ref_every: int = setting(0, "steps between copies of the policy into the reference; 0: it stays --model", least=0)
     critic: str = setting("head", "with --adv gae: value head on the policy, or on a copy of the model",
@@ -596,6 +596,11 @@ class Algorithm:
              f"--ref-every {self.ref_every} refreshes a reference that only --kl-coef above 0 has")
         need(self.critic_warmup_steps == 0 or how.needs_values,
              f"--critic-warmup-steps {self.critic_warmup_steps}: {adv} has no critic")
+        need(self.critic == "head" or how.needs_values, f"--critic {self.critic}: {adv} has no critic; use --adv gae")
+        need(self.kl_in == PRESETS[self.algo].get("kl_in", "loss") or self.needs_reference,
+             f"--kl-in {self.kl_in} places a KL that --kl-coef {kl_coef} leaves out; set it above 0, or --kl-in loss")
+        need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
+             f"--dual-clip {self.dual_clip}: --loss {self.loss} is not bounded by it; use --loss clip or gspo")
         if self.tis_mask is not None:
             try:
                 low, high = self.tis_bounds

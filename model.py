@@ -119,7 +119,7 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
     """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
     folder_or_id = "give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
-    with _opening(path, "no loadable config.json there, nor on the hub"):
+    with _opening(path, f"no config.json there, nor on the hub; {folder_or_id}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     find_family(config, path, paths)
     refuse_unpackable(config, path)

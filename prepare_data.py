@@ -358,7 +358,7 @@ def parquet_records(file: Path, reading: ReadingConfig) -> Iterator[tuple[str, R
                     yield f"row {row}", record
                     row += 1
     except (pa.ArrowException, OSError) as e:
-        raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}") from e
+        raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}; make or copy it again") from e
     need(row > 0, f"{file} has no rows")
 
 

@@ -28,7 +28,7 @@ from errors import Note, UserError
 
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
-RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong")  # train.py logs these as reward/<name> itself
+RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong")  # names of our own metrics reward/<name>
 
 # Since the start or the last `.clear()`. graded: answers compared; no_box: no complete box; bad_truth: the truth holds
 # no answer; unreadable: no such expression; refused: too long, deep or large; cas: sent to math-verify, of which
@@ -308,7 +308,7 @@ def check_tasks(examples: Iterable[Any], reward_fn: Callable = score) -> dict[st
 
 
 def give_rewards(rollouts: Sequence[Any], reward_fn: Callable, algo: Any, max_new_tokens: int) -> None:
-    """Fills r.rewards of each rollout with named numbers and their total, "reward"; of a grpo.Algorithm."""
+    """Fills r.rewards of each rollout with named numbers and their total, "reward". `algo` is a grpo.Algorithm."""
     from grpo import overlong_penalty  # here, so that rewards alone need no torch
 
     examples = [r.prompt.example for r in rollouts]

@@ -1,8 +1,8 @@
 """Prompts in, rollouts out: the records, how examples become prompts, and what an engine is.
 
-An engine is anything with four verbs: generate, load_weights, sleep, wake. engines/hf.py is the reference,
-engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels, and report the
-log-probability of the distribution that they sampled from.
+An engine has four verbs, generate, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
+reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels, and
+report the log-probability of the distribution that they sampled from.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class Rollout:
 
     @property
     def task_reward(self) -> float:
-        """Before any penalty for its length: by it dynamic sampling tells groups with a signal."""
+        """Before any penalty for its length: dynamic sampling keeps groups where it is not the same for all."""
         return self.rewards.get("unpenalised", self.reward)
 
 
@@ -203,11 +203,11 @@ class Engine:
     """What samples responses, with weights of its own that only load_weights changes. generate and load_weights wake
     what they need; it stays awake until somebody who needs its memory lets it sleep."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its weights: a sync casts to it
     complete = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
 
     def interrupted(self) -> bool:
-        """Does nobody want the rest of the responses any more?"""
+        """True: stop sampling, as the run was asked to end."""
         return False
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
@@ -229,6 +229,7 @@ class Engine:
 # A step's batch of groups
 
 
+ENGINES = ("auto", "hf", "vllm")
 VLLM_HELP = (
     "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
     "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "
@@ -243,7 +244,7 @@ class RolloutConfig:
     prompts_per_step: int = setting(16, "P, over all processes", least=1)
     max_new_tokens: int = setting(512, "longest response, tokens", least=1)
     temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=("auto", "hf", "vllm"))
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
 
     def check(self, world: int, minibatches: int) -> None:

@@ -64,7 +64,7 @@ class RunConfig:
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
     self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
-    grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end; a checkpoint is made within", above=0)
+    grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
     timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
     seed: int = setting(0, "of data order and sampling")
 
@@ -107,7 +107,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     before = resumed_settings(given)  # of the run that --resume continues
-    if given.get("algo", before.get("algo")) != before.get("algo"):  # what it names replaces what was named then
+    if given.get("algo", before.get("algo")) != before.get("algo"):  # a new --algo drops what the old one had set
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             del before[name]
         before |= grpo.PRESETS[given["algo"]]
@@ -136,7 +136,7 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 
 
 def resolve(cfg: Config, device: torch.device) -> Config:
-    """What "auto" means here, and where files are: run.json has to be readable from any directory."""
+    """What "auto" means here, and where files are: a run is continued and evaluated from any directory."""
     settings = cfg.flat()
     settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "reward")}
     settings["attn"] = resolve_attention(cfg.model.attn, device)

@@ -50,8 +50,8 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     if start is None:
         return None
     held = checkpoint.read_trainer(start).get("parts", [])
-    flags = ", ".join(f"{flag_of(name)} {settings[name]}" for name in ("adv", "critic", "ref_every", "lora_rank"))
-    need(held == parts, f"--resume {start}: it holds {held}, but {flags} need {parts}; keep the run's settings")
+    told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
+    need(held == parts, f"--resume {start}: {told}; keep --adv, --critic, --ref-every and --lora-rank as they were")
     fixed = OF_THE_WEIGHTS + (OF_ADAPTERS if settings["lora_rank"] else ())
     for name, (was, now) in changes(run_args(start), settings).items():
         told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"

@@ -34,8 +34,9 @@ class ParallelConfig:
     offload: str = setting("none", "kept in the CPU's memory (GPU only)", choices=("none", "reference", "all"))
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
-        told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into groups of so many"
-        need(world % (self.replicate * self.tp) == 0, told)
+        share = self.replicate * self.tp
+        told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into {share}"
+        need(world % share == 0, f"{told}; start a multiple of {share}, or lower one of the two")
         need(self.offload == "none" or torch.cuda.is_available(), f"--offload {self.offload}: there is no GPU to spare")
         check_tp(model, self.tp)
 

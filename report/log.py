@@ -190,8 +190,7 @@ class RunLog:
                 self.board.add_scalar(name, value, step)
 
     def _warn_if_flat(self, m: dict[str, float]) -> None:
-        # groups of one are compared with the step
-        flat = m["reward/constant_groups"] == 1 and (self.cfg.algo.group_size > 1 or m.get("update/empty", 0) > 0)
+        flat = m["reward/constant_groups"] == 1 and not m.get("update/steps")  # some algorithms learn all the same
         self.flat_steps = self.flat_steps + 1 if flat else 0
         if self.flat_steps == FLAT_STEPS:
             tqdm.write(
@@ -280,6 +279,6 @@ def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
     preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
     other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
-    given = [f"{flag_of(name)} {value} (preset: {preset[name]})" for name, value in other.items()]
+    given = [f"{flag_of(name)} {value} (else {preset[name]})" for name, value in other.items()]
     named = ", ".join(f"{flag_of(name)} {value}" for name, value in PRESETS[algo.algo].items()) or "the defaults"
     return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")

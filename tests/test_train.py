@@ -418,7 +418,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
     run(command("whole", 3))
     run(command("cut", 2))
     refused = run([*command("cut", 3, "--critic", "head"), "--resume", "auto"], check=False)
-    assert refused.returncode == 1 and "it holds ['critic'], but --adv gae, --critic head" in refused.stderr
+    assert refused.returncode == 1 and "it holds critic; asked for is value_head; keep --adv" in refused.stderr
     run([*command("cut", 3), "--resume", "auto"])
     assert (
         without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
@@ -741,6 +741,9 @@ CASES = [
     ("good", {"--ref-every": "5"}, "--ref-every 5 refreshes a reference that only --kl-coef"),
     ("good", {"--gamma": "1.5"}, "--gamma 1.5: must be at least 0 and at most 1"),
     ("good", {"--entropy-coef": "-1"}, "--entropy-coef -1.0: must be at least 0"),
+    ("good", {"--critic": "separate"}, "--critic separate: --adv grpo has no critic"),
+    ("good", {"--kl-in": "reward"}, "--kl-in reward places a KL that --kl-coef 0.0 leaves out"),
+    ("good", {"--algo": "sapo", "--dual-clip": "3"}, "--dual-clip 3.0: --loss sapo is not bounded by it"),
     ("good", {"--critic-warmup-steps": "2"}, "--critic-warmup-steps 2: --adv grpo has no critic"),
     ("good", {"--lora-targets": "q_proj"}, "--lora-targets q_proj: there are no adapters without --lora-rank"),
     (
@@ -750,7 +753,7 @@ CASES = [
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
     ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
-    ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into groups of so many"),
+    ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into 2; start a multiple of 2"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
         "good",
