@@ -315,7 +315,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     warm.add_argument("--see-steps", type=int, default=700, help="steps with honest answers")
     warm.add_argument("--habit-steps", type=int, default=80, help="steps with a lazy annotator's answers")
     run.add_argument("--task", default="shapes", help=f"whose toy data to learn from: {', '.join(TASKS)}")
-    run.add_argument("--short", action="store_true", help="minutes become seconds: every stage runs, little is learnt")
+    run.add_argument("--short", action="store_true", help="every stage runs, in a minute or two; little is learnt")
     return p.parse_args(argv)
 
 

@@ -50,8 +50,8 @@ def advantage(name: str, norm_std: str, **properties: bool) -> Callable:
 @advantage("grpo", norm_std="group")
 @advantage("dr_grpo", norm_std="none")
 def over_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """r - mean of the group. --norm-std then divides: for grpo by std + 1e-6, std with Bessel's correction
-    (DeepSeekMath, arXiv:2402.03300, section 4.1), for dr_grpo by nothing (arXiv:2503.20783, section 3.2)."""
+    """r - mean of the group. --norm-std then divides: for grpo by its std (DeepSeekMath, arXiv:2402.03300, section 4.1;
+    Bessel's correction and + 1e-6 as in verl and TRL), for dr_grpo by nothing (arXiv:2503.20783, section 3.2)."""
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
 
 

@@ -30,9 +30,9 @@ MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
 RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong")  # names of our own metrics reward/<name>
 
-# Since the start or the last `.clear()`. graded: answers compared; no_box: no complete box; bad_truth: the truth holds
-# no answer; unreadable: no such expression; refused: too long, deep or large; cas: sent to math-verify, of which
-# cas_timeout were late and cas_crash died; cas_budget: no time left for it. All but graded and cas are graded as wrong.
+# Counts since the start or the last `.clear()`: graded, answers compared; cas, sent to math-verify. The others count
+# wrong answers: no_box, no complete box; bad_truth, the truth holds no answer; unreadable, no such expression; refused,
+# too long, deep or large; of math-verify cas_timeout, late, cas_crash, it died, cas_budget, no time was left for it.
 grader_stats: Counter[str] = Counter()
 
 # --- tasks --------------------------------------------------------------------------------------------------------

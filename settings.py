@@ -2,7 +2,7 @@
 
 @dataclass(frozen=True)
 class OptimConfig:
-    \"""Optimiser\"""                                     # the group's title in --help
+    \"""Optimizer\"""                                     # the group's title in --help
 
     lr: float = setting(1e-6, "peak learning rate", above=0)
 
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                nearest = ", ".join(difflib.get_close_matches(flag, flags, n=2, cutoff=0.7))
+                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
                 self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
         return super().parse_known_args(args, namespace)
 

@@ -20,7 +20,7 @@ from utils import Context, print0
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimiser"""
+    """Optimizer"""
 
     lr: float = setting(1e-6, "peak learning rate", above=0)
     vision_lr: float | None = setting(None, "of what trains of the vision tower (default: --lr)", above=0)

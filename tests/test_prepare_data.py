@@ -922,7 +922,6 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("shapes", "--n", "0", "--out", "x.parquet"), "--n 0: must be at least 1"),
         (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries 0: must be at least 1"),
         (("inspect", "x.parquet", "--limit", "0"), "--limit 0: must be at least 1"),
-        (("geo3k", "--toy", "--out", "x.parquet"), "--toy: geo3k has no toy yet"),
         (("geo3k",), "--out is missing"),
         (("jsonl", "--out", "x.parquet"), "no such file or folder of parquet files; check --data or --input"),
     ],
@@ -945,6 +944,7 @@ def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
         (("geo3k", "somewhere", "--out", "x.parquet"), "unrecognized arguments: somewhere"),
         (("inspect",), "the following arguments are required: FILE"),
         (("jsonl", "--toy", "--input", "x", "--out", "y"), "unknown flag --toy"),
+        (("geo3k", "--toy", "--out", "y"), "unknown flag --toy"),
     ],
 )
 def test_wrong_command_lines(argv, reason, capsys):

@@ -12,7 +12,7 @@ from settings import REQUIRED, Parser, add_settings, read_settings, setting
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimiser
+    """Optimizer
 
     Of every trained weight."""
 
@@ -46,7 +46,7 @@ in two lines.
 options:
   -h, --help            show this help message and exit
 
-Optimiser:
+Optimizer:
   --model MODEL         model folder or hub id
   --lr X                peak learning rate (default: 1e-06)
   --warmup-steps N      steps of linear warm-up (default: 0)
