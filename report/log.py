@@ -20,7 +20,7 @@ import transformers
 from tqdm import tqdm
 
 from errors import UserError, writing
-from grpo import PRESETS, Algorithm
+from grpo import ADVANTAGES, PRESETS, Algorithm
 from settings import flag_of
 from utils import Context, Meter, print0
 
@@ -190,12 +190,13 @@ class RunLog:
                 self.board.add_scalar(name, value, step)
 
     def _warn_if_flat(self, m: dict[str, float]) -> None:
-        flat = m["reward/constant_groups"] == 1 and not m.get("update/steps")  # some algorithms learn all the same
+        compared = ADVANTAGES[self.cfg.algo.adv].grouped  # else other prompts' rewards may teach
+        flat = m["reward/constant_groups"] == 1 and (compared or not m.get("update/steps"))
         self.flat_steps = self.flat_steps + 1 if flat else 0
         if self.flat_steps == FLAT_STEPS:
             tqdm.write(
                 f"warning: in the last {FLAT_STEPS} steps all samples of a prompt got the same reward (mean "
-                f"{m['reward/mean']:.3g}), so nothing is learnt; look at the samples in {self.out / 'rollouts'}, at "
+                f"{m['reward/mean']:.3g}), so rewards teach nothing; look at the samples in {self.out / 'rollouts'}, at "
                 "what the reward expects, and at --temperature"
             )
 

@@ -408,16 +408,16 @@ def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
 
 
 def test_a_step_without_a_signal_is_known():
-    def flat(constant, empty, group_size):
-        cfg = train.parse_args(f"--model m --data d --out o --steps 1 --adv gae --group-size {group_size}".split())
+    def flat(adv, constant, steps):
+        cfg = train.parse_args(f"--model m --data d --out o --steps 1 --adv {adv}".split())
         log = SimpleNamespace(cfg=cfg, flat_steps=0)
-        RunLog._warn_if_flat(log, {"reward/constant_groups": constant, "update/empty": empty})
+        RunLog._warn_if_flat(log, {"reward/constant_groups": constant, "update/steps": steps})
         return log.flat_steps == 1
 
-    assert flat(1.0, 0, group_size=4)
-    assert not flat(0.9, 1, group_size=4)
-    assert not flat(1.0, 0, group_size=1)  # groups of one always are
-    assert flat(1.0, 1, group_size=1)
+    assert flat("grpo", 1.0, 0) and flat("gae", 1.0, 0)
+    assert flat("grpo", 1.0, 1)  # by the KL or the entropy alone
+    assert not flat("grpo", 0.9, 0) and not flat("gae", 0.9, 1)
+    assert not flat("gae", 1.0, 1)  # prompts may differ where samples of one do not
 
 
 @pytest.mark.parametrize("pair, engine, match", [
