@@ -190,14 +190,15 @@ class RunLog:
                 self.board.add_scalar(name, value, step)
 
     def _warn_if_flat(self, m: dict[str, float]) -> None:
-        compared = ADVANTAGES[self.cfg.algo.adv].grouped  # else other prompts' rewards may teach
+        # rewards that are not compared within a group may teach between groups
+        compared = ADVANTAGES[self.cfg.algo.adv].grouped
         flat = m["reward/constant_groups"] == 1 and (compared or not m.get("update/steps"))
         self.flat_steps = self.flat_steps + 1 if flat else 0
         if self.flat_steps == FLAT_STEPS:
             tqdm.write(
                 f"warning: in the last {FLAT_STEPS} steps all samples of a prompt got the same reward (mean "
-                f"{m['reward/mean']:.3g}), so rewards teach nothing; look at the samples in {self.out / 'rollouts'}, at "
-                "what the reward expects, and at --temperature"
+                f"{m['reward/mean']:.3g}), so rewards teach nothing; look at the samples in {self.out / 'rollouts'}, "
+                "at what the reward expects, and at --temperature"
             )
 
     def close(self) -> None:
