@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -208,7 +209,7 @@ def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: i
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            samples = [sample for _ in range(IMAGES // ctx.world) for sample in next_samples(lazy)]
+            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(IMAGES // ctx.world)))
             micros = packer.pack(samples)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)

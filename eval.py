@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -152,7 +153,7 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 def summarise(records: Sequence[dict]) -> dict:
     """Accuracy (mean over samples, then over examples), its interval, pass@k, and the same per answer type."""
     scores = [correctness(record) for record in records]
-    samples = [sample for record in records for sample in record["samples"]]
+    samples = list(chain.from_iterable(record["samples"] for record in records))
     accuracy = fmean(map(fmean, scores))
     by_type = defaultdict(list)
     for record, score in zip(records, scores, strict=True):

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -243,8 +244,8 @@ class Processor:
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
         """The tokenizer's special tokens that `render` would read from the messages' own text."""
-        texts = [text for message in messages for text in message["content"].split(IMAGE_MARK)]
-        ids = {i for text in texts for i in self.tokenizer.encode(text, add_special_tokens=False)}
+        texts = list(chain.from_iterable(message["content"].split(IMAGE_MARK) for message in messages))
+        ids = set(chain.from_iterable(self.tokenizer.encode(text, add_special_tokens=False) for text in texts))
         ids.discard(self.tokenizer.unk_token_id)  # of any text that the vocabulary lacks
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 

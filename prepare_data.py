@@ -411,12 +411,13 @@ SCHEMA = pa.schema(
 def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
     """Groups small enough that a reader never holds much more than ROW_GROUP_BYTES of images."""
     group: list[Example] = []
+    size = 0
     for example in examples:
         group.append(example)
-        size = sum(len(data) for e in group for data in e.images)
+        size += sum(map(len, example.images))
         if len(group) == ROW_GROUP_ROWS or size >= ROW_GROUP_BYTES:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group
 

@@ -88,7 +88,7 @@ class Config:
 
     def flat(self) -> dict:
         """As run.json has them."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
+        return dict(chain.from_iterable(group.items() for group in asdict(self).values()))
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def arrival(costs: list[float], k: int) -> list[list[int]]:
 
 
 def imbalance(costs: list[float], bins: list[list[int]]) -> float:
-    assert sorted(i for b in bins for i in b) == list(range(len(costs)))
+    assert sorted(itertools.chain.from_iterable(bins)) == list(range(len(costs)))
     return max(sum(costs[i] for i in b) for b in bins) * len(bins) / sum(costs) - 1
 
 

@@ -286,9 +286,11 @@ class Tally:
 def verified(out: Path) -> bool:
     """Is there a checkpoint, and are all of them as they were written?"""
     found = complete_checkpoints(out)
-    return bool(found) and not any(
-        checksum(c / name) != written for c in found for name, written in read_trainer(c)["files"].items()
-    )
+    for checkpoint in found:
+        written = read_trainer(checkpoint)["files"]
+        if any(checksum(checkpoint / name) != wanted for name, wanted in written.items()):
+            return False
+    return bool(found)
 
 
 def says(run: Run, *texts: object) -> dict[str, bool]:
@@ -943,7 +945,9 @@ def main() -> int:
     names = args.only.split(",") if args.only else list(SCENARIOS)
     if unknown := [name for name in names if name not in SCENARIOS]:
         sys.exit(f"error: --only {unknown[0]}: there are {', '.join(SCENARIOS)}")
-    wanted = [(name, ranks) for name in names for ranks in SCENARIOS[name][1] if args.ranks in (None, ranks)]
+    wanted = []
+    for name in names:
+        wanted += [(name, ranks) for ranks in SCENARIOS[name][1] if args.ranks in (None, ranks)]
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))  # no TemporaryDirectory: run_script ends children as atexit would
     try:

@@ -50,6 +50,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -499,7 +500,7 @@ def markdown(data: dict) -> str:
     for part in data["parts"]:
         lines += ["", f"{part['part']}. {part['title']}: {part['status']}, {part['seconds']:.0f} s", ""]
         good = [row for row in part["rows"] if "error" not in row]
-        columns = list(dict.fromkeys(key for row in good for key in row if key not in HIDDEN))
+        columns = [key for key in dict.fromkeys(chain.from_iterable(good)) if key not in HIDDEN]
         if good:
             lines += [
                 "| " + " | ".join("" if c == "case" else c for c in columns) + " |",
@@ -793,7 +794,7 @@ def padded_loss(policy, part: list):
     for i, sequence in enumerate(sequences):
         ids[i, : len(sequence)] = torch.tensor(sequence)
         valid[i, : len(sequence)] = 1
-    images = [image for r, _ in part for image in r.prompt.images]
+    images = list(chain.from_iterable(r.prompt.images for r, _ in part))
     hf.model.rope_deltas = None
     ids, valid = ids.to(device), valid.to(device)
     logits = hf(
@@ -827,7 +828,7 @@ def flops_of(micros: list, config, lora: bool) -> float:
     rates = flop_rates(config)
     products = sum(rates.token * m.n_tokens + rates.trained_token * len(m.target_K) for m in micros)
     pairs = rates.pair * sum(int((m.end_T - torch.arange(m.n_tokens)).sum()) for m in micros)
-    patches = [math.prod(image.grid_thw) for m in micros for image in m.images]
+    patches = [math.prod(image.grid_thw) for image in chain.from_iterable(m.images for m in micros)]
     tower = sum(n * (rates.patch + rates.image_pair * n + rates.window_pair * min(n, rates.window)) for n in patches)
     return (2 if lora else 3) * products + 3 * pairs + tower
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -95,7 +96,7 @@ def main() -> None:
             for row, i in enumerate(batch):
                 ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
                 attention[row, : len(sequences[i])] = 1
-            images = [image for i in batch for image in rollouts[i].prompt.images]
+            images = list(chain.from_iterable(rollouts[i].prompt.images for i in batch))
             hf.model.rope_deltas = None
             logits = hf(
                 input_ids=ids,

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -429,7 +430,7 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
                 pipe.send("step")
                 measured[side].append(pipe.recv())
         parameters = sum(p.numel() for p in load_hf(str(model)).parameters())
-    tokens = {row["tokens"] for rows in measured.values() for row in rows}
+    tokens = {row["tokens"] for row in chain.from_iterable(measured.values())}
     assert tokens == {config.rollouts * config.new_tokens}, f"the sides made different numbers of tokens: {tokens}"
     best = {
         side: {part: min(row[part] for row in rows[1:]) for part in ("step", "generate", "train", "rest")}

@@ -21,7 +21,7 @@ from errors import need
 from layers.lora import lora_layers
 from model import Policy, Processor
 from packing import Packer
-from parallel.sharding import full_parameters, reshard
+from parallel.sharding import full_parameters, local, reshard
 from prepare_data import Example
 from rollout import Engine, Examples, Prompt, Rollout, Sampling, make_prompts
 from utils import derive_seed
@@ -89,9 +89,9 @@ def nudged(policy: Policy) -> Iterator[None]:
     scales = {f"{name}.lora_B": layer.scale for name, layer in lora_layers(policy).items()}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad and not name.startswith("value_head."):  # which no engine has
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            stride = STRIDE if local.numel() > 100 * STRIDE else 1
-            some = local.view(-1)[::stride]
+            values = local(parameter.detach())
+            stride = STRIDE if values.numel() > 100 * STRIDE else 1
+            some = values.view(-1)[::stride]
             kept.append((some, some.clone()))
             seed = derive_seed("nudge", name, *shard_of(parameter))
             noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))

@@ -37,7 +37,8 @@ class ParallelConfig:
         share = self.replicate * self.tp
         told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into {share}"
         need(world % share == 0, f"{told}; start a multiple of {share}, or lower one of the two")
-        need(self.offload == "none" or torch.cuda.is_available(), f"--offload {self.offload}: there is no GPU to spare")
+        spares = self.offload == "none" or torch.cuda.is_available()
+        need(spares, f"--offload {self.offload}: there is no GPU whose memory it would spare; leave it out")
         check_tp(model, self.tp)
 
 

@@ -6,6 +6,7 @@ It is put on a policy from outside, by sharding.shard; the policy's own code doe
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def divisible(module: nn.Module) -> bool:
 def divide_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
     """Divide a policy's language blocks and its head over the processes of a one-dimensional mesh, in place. Returns
     the modules that were divided, and the blocks' other modules that are large enough to be units of FSDP."""
-    children = [child for block in blocks for child in block.children()]
+    children = list(chain.from_iterable(block.children() for block in blocks))
     divided = [child for child in children if divisible(child)]
     kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
     need(divided, f"--tp {mesh.size()}: of {kinds}, none is made of {', '.join(COLUMNS + ROWS)} alone; use 1")

@@ -190,7 +190,7 @@ class RunLog:
                 self.board.add_scalar(name, value, step)
 
     def _warn_if_flat(self, m: dict[str, float]) -> None:
-        # rewards that are not compared within a group may teach between groups
+        # an advantage that does not compare the samples of a prompt may learn from what differs between prompts
         compared = ADVANTAGES[self.cfg.algo.adv].grouped
         flat = m["reward/constant_groups"] == 1 and (compared or not m.get("update/steps"))
         self.flat_steps = self.flat_steps + 1 if flat else 0
@@ -281,6 +281,6 @@ def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
     preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
     other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
-    given = [f"{flag_of(name)} {value} (else {preset[name]})" for name, value in other.items()]
+    given = [f"{flag_of(name)} {value} instead of {preset[name]}" for name, value in other.items()]
     named = ", ".join(f"{flag_of(name)} {value}" for name, value in PRESETS[algo.algo].items()) or "the defaults"
     return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")

@@ -129,7 +129,10 @@ MEANINGS = {
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }
-COMMANDS = {name: meaning for meaning, names in MEANINGS.items() for name in names.split()} | {" ": " "}
+COMMANDS: dict[str, str] = {}
+for _meaning, _names in MEANINGS.items():
+    COMMANDS |= dict.fromkeys(_names.split(), _meaning)
+COMMANDS[" "] = " "
 WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
 WRAPPERS += " widehat overarc arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge"
 REWRITES = [

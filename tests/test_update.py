@@ -385,7 +385,7 @@ def test_presets_are_resolved_when_parsed_and_shown():
     algo = parse("--algo dapo --clip-low 0.1").algo
     assert (algo.clip_low, algo.clip_high, algo.sample_rounds, algo.truncated) == (0.1, 0.28, 10, "penalise")
     shown = describe(algo)
-    assert "algorithm dapo: " in shown and "--clip-low 0.1 (else 0.2)" in shown and "--clip-high 0.28," in shown
+    assert "algorithm dapo: " in shown and "--clip-low 0.1 instead of 0.2" in shown and "--clip-high 0.28," in shown
     assert algo.std == "group" and parse("--algo ppo").algo.std == "batch"
     ppo = parse("--algo ppo").algo
     recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, grpo.VALUE_COEF, ppo.entropy_coef, ppo.gamma, ppo.lam)
