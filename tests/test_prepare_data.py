@@ -962,7 +962,7 @@ def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
         return capsys.readouterr().out
 
     listed = help_of()
-    for name in ("jsonl", "csv", "parquet", "geo3k", "geometry3k", "shapes", "vqa", "inspect"):
+    for name in ("jsonl", "csv", "parquet", "digits", "geo3k", "geometry3k", "shapes", "vqa", "inspect"):
         assert f"\n    {name} " in listed or f"\n    {name}\n" in listed
     assert (
         "column of the prompt (default: problem)"
