@@ -12,7 +12,7 @@ github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); p
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -34,12 +34,13 @@ COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tol
 
 # --- words, as data -----------------------------------------------------------------------------------------------
 
-YES, NO = "yes yeah yep yup true correct", "no nope nah false incorrect"
+YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect"
 SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
 NEGATIONS = set("not never cannot neither nor".split())  # and all that ends with n't
 HEDGES = set("or but maybe perhaps possibly unsure either".split())
 ARTICLES = ("a", "an", "the")
-FILLER = set("a an the it there this that these those here in on of image photo total number i degree".split())
+FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
+FILLER |= set("here in on of exactly image picture photo shows total number degree made".split())
 SYNONYMS = """
 grey gray
 purple violet
@@ -106,9 +107,12 @@ PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # of a word in a sentence
 NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,15})?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
-LEAD = re.compile(r"^(?:the |my )?(?:final |correct )?answer(?: is ?:?| ?:) ?")
-SUBJECT = re.compile(r"(?:(.*) (?:is|are|was|were|see|count):?|it's|they're|that's|there's) (.+)")
-CHOICE = re.compile(r"(?:option |choice )?(\(?)([a-z])(?![a-z0-9'])([.:)]*) ?(.*)")
+LEAD = r"^(?:the |my )?(?:final |correct )?(?:answer|option|choice)(?: is ?:?| ?:) ?|^i (?:see|count|think) "
+LEAD = re.compile(LEAD)
+IT_IS = re.compile(r"(?:it's|they're|that's|there's) (.+)")
+SUBJECT = re.compile(r"((?:the|an?|it|they|this|that|these|those|there)\b.*) (?:is|are|was|were):? (.+)")
+WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
+CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.:)\]]*) ?(.*)")
 SPELLINGS = {"’": "'", "−": "-", "°": "", "\\%": "%", "%": " %", "$": " ", "**": ""}
 SPELLINGS |= {"<answer>": "", "</answer>": ""}
 
@@ -128,10 +132,10 @@ def stem(word: str) -> str:
     VQA's evaluation puts back where they are missing)."""
     word = word.replace("'", "")
     word = MEANING.get(word, word)
-    if len(word) > 3 and word not in NO_PLURALS:
+    if word not in NO_PLURALS:
         word = re.sub(r"ies?$", "y", word)
         word, es = re.subn(r"(s|x|z|ch|sh)es?$", r"\1", word)
-        word = word if es else re.sub(r"(?<![su])s$", "", word)
+        word = word if es else re.sub(r"(?<=..[^su])s$", "", word)
     return MEANING.get(word, word)
 
 
@@ -143,24 +147,32 @@ def normal(text: str) -> str:
         joined = f"{mark} " in text or f" {mark}" in text or DIGIT_COMMA.search(text)
         out = out.replace(mark, "" if joined else " ")
     words = PERIOD.sub("", out).split()
-    words = [word for word in words if word not in ARTICLES] or words  # choice A stays
+    named = [word for word in words if word not in ARTICLES]
+    words = words if all(len(word) == 1 and word.isalpha() for word in named) else named  # `A` and `A, B` are points
     return " ".join(stem(str(NUMBER_WORDS.get(word, word))) for word in words)
 
 
 @lru_cache(4096)
 def known_words(question: str) -> frozenset[str]:
     """Stems that may stand around an answer without being a second one: of the question's words, and a few more."""
-    words = set(re.findall(r"[a-z']+|%", clean(question[:4000]))) | FILLER
-    return frozenset(stem(word) for word in words - HEDGES - NEGATIONS - {"and"} - set(NUMBER_WORDS) - set(SAYS))
+    words = set(WORD.findall(clean(question[:4000]))) | FILLER
+    words -= HEDGES | NEGATIONS | {"and"} | set(NUMBER_WORDS) | set(SAYS)
+    return frozenset(stem(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
 
 
-def all_known(words: Sequence[str], known: frozenset[str]) -> bool:
-    return all(stem(word.rstrip(END)) in known for word in words)
+def is_known(word: str, known: frozenset[str]) -> bool:
+    """Of `t-shirt` each part; nothing with digits or other characters."""
+    found = WORD.findall(word)
+    return "".join(found) == word.replace("-", "") != "" and all(stem(part) in known for part in found)
+
+
+def all_known(words: Iterable[str], known: frozenset[str]) -> bool:
+    return all(is_known(word, known) for word in words)
 
 
 def number_of(text: str, known: frozenset[str] = frozenset()) -> Decimal | None:
     """The value of `3`, `1,000`, `-2.5`, `twenty-one`, `a dozen`, `three dogs` (if dogs are known); else None."""
-    words = [word.rstrip(END) for word in re.sub("(?<=[a-z])-(?=[a-z])", " ", text).split()]
+    words = re.sub("(?<=[a-z])-(?=[a-z])", " ", text.rstrip(END)).split()
     words = words[1:] if words and words[0] in ARTICLES else words
     if not words:
         return None
@@ -205,7 +217,7 @@ def choice_of(text: str, choices: Sequence[str], known: frozenset[str] = frozens
     """Which choice a cleaned text names: `b`, `(b)`, `b. red`, `option b`, `red`; None if none, or more than one."""
 
     def is_choice(part: str, i: int) -> bool:
-        return same(part, clean(choices[i]), known, EXACT)
+        return same(part, clean(str(choices[i])), known, EXACT)
 
     if found := CHOICE.fullmatch(text):
         i = LETTERS.lower().index(found[2])
@@ -235,9 +247,21 @@ def answer_of(response: str, finish_reason: str) -> str | None:
 
 
 def without_subject(text: str, known: frozenset[str]) -> str:
-    """`there are 3 dogs` -> `3 dogs`, `the car is red` -> `red`, if the words before the verb are the question's."""
+    """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
+    if found := IT_IS.fullmatch(text):
+        return found[1]
     found = SUBJECT.fullmatch(text)
-    return found[2] if found and all_known((found[1] or "").split(), known) else text
+    return found[2] if found and all_known(found[1].split()[1:], known) else text
+
+
+def without_known(text: str, known: frozenset[str]) -> str:
+    """`made of wood` -> `wood`, `red bus` -> `red`: without the question's words at both ends. `red, blue` stays."""
+    words = text.rstrip(END).split()
+    if not all(word[0].isalnum() and word[-1].isalnum() for word in words):
+        return text
+    new = [i for i, word in enumerate(words) if not is_known(word, known)]
+    rest = " ".join(words[new[0] : new[-1] + 1]) if new else ""
+    return text if rest in ARTICLES else rest  # `a dog` is not choice A
 
 
 @lru_cache(4096)  # a truth is met once for each of its samples
@@ -253,9 +277,9 @@ def references(truth: str) -> tuple[str, ...]:
 @lru_cache(4096)
 def choices_in(question: str) -> tuple[str, ...]:
     """The choices that a question ends with, as `A. red B. blue` or line by line; none if there are not two."""
-    _, *parts = re.split(r"(?:^|[\s(])([A-Z])[.):]\s", question.removesuffix(INSTRUCTION))
+    _, *parts = re.split(r"(?:^|[\s(])([A-Za-z])[.):]\s", question.removesuffix(INSTRUCTION))
     texts = tuple(text.strip().partition("\n")[0] for text in parts[1::2])
-    return texts if len(texts) > 1 and LETTERS.startswith("".join(parts[::2])) else ()
+    return texts if len(texts) > 1 and LETTERS.startswith("".join(parts[::2]).upper()) else ()
 
 
 def kind_of(example: Any) -> str:
@@ -288,7 +312,7 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
     known = known_words(question)
     tolerance, truths = tolerance_of(example), references(example.ground_truth)
-    choices = example.extra.get("choices") or ()
+    choices = from_json(example.extra.get("choices")) or ()
     if kind_of(example) == MULTIPLE_CHOICE and not choices:
         choices = choices_in(question)
     options = ", ".join(map(str, choices))
@@ -299,7 +323,10 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     if answer is None:
         return weighted(0.0, 0.0)
     whole = clean(answer)
-    texts = (whole, without_subject(whole, known))
+    known = frozenset() if "\n" in answer.strip() else known  # lines are no sentence
+    texts = [whole, without_subject(whole, known)]
+    if not choices:  # whose words are the question's
+        texts.append(without_known(whole, known))
 
     def is_right(text: str, truth: str) -> bool:
         if choices:

@@ -23,6 +23,7 @@ from tasks import vqa
 HOW_MANY = "How many dogs are there?"
 IS_THERE = "Is there a dog on the mat?"
 COLOUR = "Is the car red or blue?"
+WHAT = "What color is the bus?"
 WHICH = "Which do you see?\nA. red\nB. blue\nC. a dog\nD. three\n Answer in \\boxed{}."
 
 
@@ -49,6 +50,7 @@ RIGHT = {
 the answer is 3 ; The answer is: 3. ; Answer: 3 ; **3** ; **Answer:** 3 ; I see 3 dogs in the image ; It is 3 | 3
 \\text{three} ; \\text{3 dogs} ; $3$ ; <answer>3</answer> ; The number of dogs is 3. ; 3 dogs in total ; the 3 | 3
 1 dog ; one dog ; there is one dog ; a dog in the image is 1 ; One. | 1
+exactly 1 ; 1 of them ; The picture shows 1 dog. ; I think 1 ; I count 1 dog | 1
 0 ; none ; None. ; zero ; no dogs ; There are no dogs. ; 0 dogs | 0
 12 ; twelve ; a dozen ; a dozen dogs ; dozen | 12
 21 ; twenty-one ; Twenty one dogs ; twenty-one. | 21
@@ -69,6 +71,8 @@ no | False
 """,
     COLOUR: """
 red ; Red ; RED! ; a red ; the red ; It is red. ; It's red ; The car is red. ; "red" ; \\text{red} ; (red) ; red; | red
+That's red. ; this car is red | red
+blue | blue
 gray ; grey ; Grey. | gray
 gray ; grey | grey
 purple ; violet | violet
@@ -81,6 +85,11 @@ dog ; dogs ; a dog ; the dogs ; dog's | dog
 box ; boxes | boxes
 city ; cities | city
 movie ; movies | movie
+tie ; ties | tie
+axe ; axes | axes
+glass ; glass. | glass
+B ; b ; the B ; It is B. ; (B) | B
+A ; a ; It is A | A
 horse ; horses | horses
 bus ; buses | bus
 ski ; skis | skis
@@ -95,8 +104,14 @@ st louis ; St. Louis ; st. louis. | st. louis
 red and white ; Red and White. | red and white
 café ; CAFÉ | café
 """,
+    WHAT: """
+red ; red bus ; the red bus ; red color ; It is a red bus. ; The bus is red ; The color of the bus is red. | red
+made of wood ; It is made of wood. ; wooden bus | wood
+""",
     WHICH: """
 B ; b ; (B) ; B. ; B) ; (b). ; Option B ; option b. ; B. blue ; B) Blue ; (B) blue ; B: blue ; B - blue ; b blue | B
+[B] ; Answer B | B
+The correct option is B ; the correct choice is (B) blue ; choice b | B
 blue ; Blue. ; The answer is B ; The answer is (B). ; Answer: B ; it is blue ; **B** ; \\text{B} ; \\text{(B)} | B
 A ; red ; A. red ; a | A
 C ; a dog ; dog ; C. a dog ; C. dog ; dogs | C
@@ -112,6 +127,7 @@ How many dogs are there? ; How many dogs are there? 3 ; dogs ; the ; . ; 3 or mo
 \\boxed{4} \\boxed{3} ; \\boxed{3} \\boxed{4} ; \\boxed{3} ... \\boxed{4 ; \\boxed3 ; { 3 ; 3 } \\boxed{} | 3
 ٣ ; 3² ; ³ ; ➂ ; ３ ; 3\u200b4 ; \u202e3 ; Ⅲ ; 三 ; 3<|im_start|> ; <|im_end|>3 ; 3|4 ; 3*1 ; 3^1 ; III | 3
 no ; no one ; nobody knows ; no, 1 | 1
+dogs, 3, 4 ; there are 3 are 4 ; there are 3 or 4 dogs ; exactly 3 or 4 ; dogs 3 dogs 4 | 3
 """,
     IS_THERE: """
 yes and no ; yes or no ; Yes, no ; yes/no ; yes. no. ; Yes, but no dog ; Yes, there isn't ; maybe yes ; yes, maybe | yes
@@ -122,13 +138,21 @@ yes ; No, yes ; no or yes ; No doubt ; no, true ; not ; none ; No, but yes ; No 
 red or blue ; red and blue ; red, blue ; red/blue ; red blue ; blue ; not red ; it is not red ; redd | red
 re d ; r e d ; Is the car red or blue? ; reddish ; dark red ; rеd ; r\u200bed | red
 red is blue ; red green blue yellow white black | red
+red, blue ; red (blue) ; red. blue ; red; blue ; red - blue ; red/blue ; red is blue ; blue? red! | blue
+purple, red ; purple or pink ; purple and red ; purple pink ; purple/red | purple
 plane | plan
+A ; A, B ; A B ; a, b ; A or B ; the A B ; B C ; C B ; AB | B
 glasses | glass
+a car ; A car. ; a blue car ; car A | A
 glass | glasses
 short | shorts
 white and red | red and white
 5 | 5%
 50% | 50
+""",
+    WHAT: """
+red, bus ; bus, red ; red or bus ; the bus ; red bus blue ; blue bus red ; red (bus) ; red/bus | red
+What color is the bus? ; not red ; bus: red ; red color blue color ; is the bus red or not red | red
 """,
     WHICH: """
 A ; C ; E ; Z ; A, B ; B, C ; A or B ; A B ; AB ; B. red ; (B) red ; A. blue ; red or blue ; red, blue ; b) c) | B
@@ -143,7 +167,8 @@ def flat(tables: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def kind(question: str) -> str:
-    return {HOW_MANY: "counting", IS_THERE: "existence", COLOUR: "attribute", WHICH: "multiple choice"}[question]
+    kinds = {HOW_MANY: "counting", IS_THERE: "existence", COLOUR: "attribute", WHICH: "multiple choice"}
+    return kinds.get(question, "open")
 
 
 @pytest.mark.parametrize("answer, truth, question", flat(RIGHT))
@@ -229,6 +254,25 @@ def test_choices_of_a_column_or_of_the_question():
     assert vqa.choices_in("In U.S. A. red") == () == vqa.choices_in("Who is Mr. B. Blue?")
     with pytest.raises(UserError, match="row 'row-7': ground_truth 'c' is none of the choices red, blue"):
         accuracy("c", "C", "Which?", **given)
+
+
+OPTIONS = "red blue grey purple wood metal dog cat t-shirt café jacket three 4 B C".split()
+JOINS = [", ", " or ", " and ", "/", "; ", " - ", " | ", ". ", "? ", " & ", "\n", " vs ", " (", ": ", " nor "]
+JOINS += [",", "! ", " + "]
+
+
+def test_two_answers_never_pay():
+    """Whatever is asked: joined by a sign or a word, two are wrong; run together, they are right for one at most."""
+    rng = random.Random(0)
+    for _ in range(10_000):
+        first, second = rng.sample(OPTIONS, 2)
+        asked = ["Is it {} or {}?", "Which, {}/{}?", "What is it?", "What {} is it?", "Is the {} {}?"]
+        question = rng.choice(asked).format(*rng.sample([first, second], 2))
+        join = rng.choice([*JOINS, " ", " is ", " are ", " but "])
+        lead = rng.choice(["", "it is ", "the ", "The answer is ", "a ", "both "])
+        response = rng.choice(["{}", "\\boxed{{{}}}"]).format(f"{lead}{first}{join}{second}")
+        earned = sum(accuracy(response, truth, question) for truth in (first, second))
+        assert earned <= (join not in JOINS), (question, response)
 
 
 # --- against VQA's own code, and against anything -----------------------------------------------------------------
