@@ -211,7 +211,7 @@ def test_format():
 
 @pytest.mark.parametrize("n, score", [(0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1), (4, 1), (10, 1)])
 def test_soft_accuracy(n, score):
-    """min(n / 3, 1), as the paper of VQA has it (Antol et al. 2015, section 3)."""
+    """min(n / 3, 1), as the paper of VQA has it (Antol et al. 2015)."""
     answers = ["grey", "Gray", "the grey"] * 4
     truth = json.dumps(answers[:n] + ["black"] * (10 - n))
     assert accuracy("gray", truth, COLOUR) == pytest.approx(score)
