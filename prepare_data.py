@@ -2,7 +2,8 @@
 
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
-    python prepare_data.py jsonl --input qa.jsonl --data-source vqa --add-image-marks --out qa.parquet
+    python prepare_data.py vqa --input qa.jsonl --out vqa.parquet
+    python prepare_data.py jsonl --input qa.jsonl --data-source mine --add-image-marks --out qa.parquet
     python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,

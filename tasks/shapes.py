@@ -8,7 +8,7 @@ import io
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -36,6 +36,15 @@ def plain(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
+def only_box(response: str, boxed: str) -> bool:
+    """The format: an optional `<think>...</think>`, then the box with this content, and nothing else."""
+    rest = response.strip()
+    if rest.startswith("<think>"):
+        rest = rest.partition("</think>")[2].strip()
+    one_box = len(BOX.findall(response)) == 1 and BOX.fullmatch(rest.removesuffix(f"{boxed}}}"))
+    return bool(one_box) and not SPECIAL_TOKEN.search(response)
+
+
 @register("shapes", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
 def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     r"""0.9 * accuracy + 0.1 * format; format: an optional `<think>...</think>`, then one box, and nothing else.
@@ -50,11 +59,7 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     if boxed is None:
         return weighted(0.0, 0.0)
     accuracy = len(boxed) <= MAX_ANSWER_CHARS and plain(boxed) == plain(example.ground_truth) != ""
-    rest = response.strip()
-    if rest.startswith("<think>"):
-        rest = rest.partition("</think>")[2].strip()
-    one_box = len(BOX.findall(response)) == 1 and BOX.fullmatch(rest.removesuffix(f"{boxed}}}"))
-    return weighted(accuracy, bool(one_box) and not SPECIAL_TOKEN.search(response))
+    return weighted(accuracy, only_box(response, boxed))
 
 
 # --- images -------------------------------------------------------------------------------------------------------
@@ -136,18 +141,7 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
     need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
-    waiting: dict[str, list] = {kind: [] for kind in ANSWER_TYPES}
-    seen = set()
-    source = scenes(split, seed)
-    for index in range(n):
-        kind = ANSWER_TYPES[index % len(ANSWER_TYPES)]
-        while not waiting[kind]:
-            image, questions = next(source)
-            if image not in seen:
-                seen.add(image)
-                answer_type, question, answer = questions[len(seen) % len(questions)]
-                waiting[answer_type].append((image, question, answer))
-        image, question, answer = waiting[kind].pop(0)
+    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), ANSWER_TYPES):
         uid = f"shapes-{split}-{seed}-{index}"
         yield {
             "data_source": "shapes",
@@ -156,6 +150,23 @@ def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
         }
+
+
+def in_turn(n: int, source: Iterator, kinds: Sequence[str]) -> Iterator[tuple[int, bytes, str, str, str]]:
+    """n times (index, image, answer type, question, answer) of what `scenes` yields: one question to an image, no image
+    twice, the answer types in turn."""
+    waiting: dict[str, list] = {kind: [] for kind in kinds}
+    seen = set()
+    for index in range(n):
+        kind = kinds[index % len(kinds)]
+        while not waiting[kind]:
+            image, questions = next(source)
+            if image not in seen:
+                seen.add(image)
+                answer_type, question, answer = questions[len(seen) % len(questions)]
+                waiting[answer_type].append((image, question, answer))
+        image, question, answer = waiting[kind].pop(0)
+        yield index, image, kind, question, answer
 
 
 toy = shapes_rows  # for prepare_data.py shapes

@@ -939,7 +939,7 @@ def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
         ((), "required: SOURCE"),
         (
             ("nothing", "--out", "x"),
-            "'nothing' (choose from 'jsonl', 'csv', 'parquet', 'geo3k', 'geometry3k', 'shapes', 'inspect')",
+            "'nothing' (choose from 'jsonl', 'csv', 'parquet', ",
         ),
         (("geo3k", "somewhere", "--out", "x.parquet"), "unrecognized arguments: somewhere"),
         (("inspect",), "the following arguments are required: FILE"),
@@ -962,7 +962,7 @@ def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
         return capsys.readouterr().out
 
     listed = help_of()
-    for name in ("jsonl", "csv", "parquet", "geo3k", "geometry3k", "shapes", "inspect"):
+    for name in ("jsonl", "csv", "parquet", "digits", "geo3k", "geometry3k", "shapes", "vqa", "inspect"):
         assert f"\n    {name} " in listed or f"\n    {name}\n" in listed
     assert (
         "column of the prompt (default: problem)"

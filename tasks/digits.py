@@ -1,0 +1,79 @@
+"""Handwritten digits: one to four of them in an image, and a question about them. Real pen strokes.
+
+The digits ship with scikit-learn (`load_digits`): the 1,797 of the test set of "Optical Recognition of Handwritten
+Digits" by E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, 1998, doi.org/10.24432/C50P49, CC BY 4.0), 8 by 8
+pixels each, written by 13 people. A fifth of them is for the test split alone: no digit occurs in train and test.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from PIL import Image
+
+from errors import need, refusing
+from reward import register
+from tasks.shapes import CELL, SALT, SIDE, exists, in_turn, png
+from tasks.vqa import answerable, vqa
+
+INSTRUCTION = r"Answer in \boxed{}."
+DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer"}
+ANSWER_TYPES = ("count", "exists", "largest", "sum")
+DIGITS = [str(n) for n in range(10)]
+TEST_SHARE = 0.2
+SIZE = 24  # pixels of a digit, in a cell of 28
+
+
+@register("digits", answerable=answerable)
+def digits(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """As visual questions are graded: numbers by value, yes and no by meaning, several answers are wrong."""
+    return vqa(response, example, finish_reason)
+
+
+@cache
+def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
+    """The digits of the test split, or all others: (black on white, which digit). The hash of its pixels decides where
+    a digit belongs, so that equal ones stay together."""
+    with refusing(ImportError, "digits come with scikit-learn; pip install -r requirements.txt"):
+        from sklearn.datasets import load_digits
+    found = load_digits()
+    kept = []
+    for pixels, digit in zip(found.images, found.target, strict=True):
+        strokes = (255 - 255 * pixels / 16).astype("uint8")
+        if (hashlib.sha256(strokes.tobytes()).digest()[0] < 256 * TEST_SHARE) == test:
+            kept.append((Image.fromarray(strokes).resize((SIZE, SIZE), Image.Resampling.BICUBIC), int(digit)))
+    return kept
+
+
+def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
+    """Endless (png, [(answer type, question, answer), ...]): digits in cells of their own, a little out of place."""
+    rng = random.Random(f"digits/{SALT[split]}/{seed}")
+    source = written_digits(split == "test")
+    while True:
+        image = Image.new("L", (SIDE, SIDE), 255)
+        chosen = rng.sample(source, rng.randint(1, 4))
+        for (digit, _), cell in zip(chosen, rng.sample(range(9), len(chosen)), strict=True):
+            x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 3, cell // 3))
+            image.paste(digit, (x, y))
+        values = [value for _, value in chosen]
+        yield png(image), [
+            ("count", "How many digits are there?", str(len(values))),
+            exists(rng, "Is there a {}?", str(rng.choice(values)), absent(values)),
+            ("largest", "What is the largest digit?", str(max(values))),
+            ("sum", "What is the sum of the digits?", str(sum(values))),
+        ]
+
+
+def absent(values: list[int]) -> list[str]:
+    return [digit for digit in DIGITS if int(digit) not in values]
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows {image, question, answer, answer_type}, the types in turn, one question to an image. They are the data."""
+    need(split in SALT, f"--split {split!r}: digits has {', '.join(SALT)}")
+    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), ANSWER_TYPES):
+        row = {"data_source": "digits", "image": image, "answer": answer, "answer_type": kind}
+        row["question"] = f"<image>{INSTRUCTION} {question}"  # first, so that all questions about an image share it
+        yield row | {"split": split, "index": index, "uid": f"digits-{split}-{seed}-{index}"}

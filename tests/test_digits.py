@@ -1,0 +1,166 @@
+"""Tests of tasks/digits.py: which digits belong to which split, what is asked about them, and how it is graded."""
+
+import io
+import random
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+import reward
+from errors import UserError
+from prepare_data import ReadingConfig, main, parse_args, read_examples
+from tasks import digits
+
+
+def example(truth: str, question: str) -> SimpleNamespace:
+    messages = [{"role": "user", "content": f"<image>{digits.INSTRUCTION} {question}"}]
+    return SimpleNamespace(data_source="digits", ground_truth=truth, extra={}, uid="row-7", messages=messages)
+
+
+def pixels(image: Image.Image) -> bytes:
+    return image.convert("L").tobytes()
+
+
+def test_the_digits_are_split_whole():
+    train, test = digits.written_digits(False), digits.written_digits(True)
+    assert len(train) + len(test) == 1797 and 300 < len(test) < 420
+    assert not {pixels(image) for image, _ in train} & {pixels(image) for image, _ in test}
+    for found in (train, test):
+        assert {digit for _, digit in found} == set(range(10))
+        for image, digit in found[:50]:
+            ink, paper = image.getextrema()
+            assert image.size == (24, 24) and ink < 64 and paper == 255, digit
+
+
+def test_images_of_the_splits_share_no_digit(monkeypatch):
+    pasted, paste = set(), Image.Image.paste
+
+    def watched(self, digit, *more):
+        pasted.add(pixels(digit))
+        paste(self, digit, *more)
+
+    monkeypatch.setattr(Image.Image, "paste", watched)
+    used = {}
+    for split in ("warm", "train", "test"):
+        assert len({row["image"] for row in digits.toy(400, split, 0)}) == 400
+        used[split] = set(pasted)
+        pasted.clear()
+    assert not used["test"] & (used["train"] | used["warm"])
+    assert used["test"] <= {pixels(image) for image, _ in digits.written_digits(True)}
+    assert len(used["test"]) > 300 and len(used["train"]) > 600
+
+
+def test_questions_and_answers_agree(monkeypatch):
+    """The truth, from the digits that were pasted, worked out anew."""
+    source = digits.written_digits(False)
+    drawn = []
+    monkeypatch.setattr(digits, "written_digits", lambda test: source)
+    sample = random.Random.sample
+
+    def watched(self, population, k):
+        chosen = sample(self, population, k)
+        if population is source:
+            drawn.append([digit for _, digit in chosen])
+        return chosen
+
+    monkeypatch.setattr(random.Random, "sample", watched)
+    scenes = digits.scenes("train", 3)
+    for _ in range(300):
+        image, asked = next(scenes)
+        values = drawn[-1]
+        (count, exists, largest, total) = asked
+        assert Image.open(io.BytesIO(image)).size == (84, 84) and 1 <= len(values) <= 4
+        assert count == ("count", "How many digits are there?", str(len(values)))
+        assert largest[2] == str(max(values)) and total[2] == str(sum(values))
+        assert exists[2] == ("yes" if int(exists[1][len("Is there a ")]) in values else "no")
+
+
+def test_the_ink_is_what_is_counted():
+    """As many separate digits as the answer says: each in a cell of its own, none cut off."""
+    for row in digits.toy(40, "train", 1):
+        if row["answer_type"] == "count":
+            image = Image.open(io.BytesIO(row["image"])).convert("L")
+            corners = [(28 * (i % 3), 28 * (i // 3)) for i in range(9)]
+            cells = [image.crop((x, y, x + 28, y + 28)) for x, y in corners]
+            assert sum(cell.getextrema()[0] < 64 for cell in cells) == int(row["answer"])
+
+
+def test_toy_is_the_same_again_and_no_answer_is_usual():
+    rows = list(digits.toy(400, "train", 0))
+    assert rows == list(digits.toy(400, "train", 0)) and rows[:40] == list(digits.toy(40, "train", 0))
+    assert rows[0]["image"] != next(digits.toy(1, "train", 1))["image"]
+    assert [row["answer_type"] for row in rows[:4]] == list(digits.ANSWER_TYPES)
+    for kind, most in (("count", 0.4), ("exists", 0.65), ("largest", 0.4), ("sum", 0.2)):
+        answers = [row["answer"] for row in rows if row["answer_type"] == kind]
+        assert max(answers.count(a) for a in answers) <= most * len(answers)
+    with pytest.raises(UserError, match="--split 'val': digits has warm, train, test"):
+        next(digits.toy(1, "val", 0))
+
+
+SUM, EXISTS = "What is the sum of the digits?", "Is there a 7?"
+
+
+@pytest.mark.parametrize(
+    "response, truth, question, reward_earned",
+    [
+        ("\\boxed{12}", "12", SUM, 1.0),
+        ("<think>5 + 7</think> \\boxed{twelve}", "12", SUM, 1.0),
+        ("12", "12", SUM, 0.9),
+        ("The sum of the digits is 12.", "12", SUM, 0.9),
+        ("\\boxed{yes}", "yes", EXISTS, 1.0),
+        ("\\boxed{Yes, there is a 7.}", "yes", EXISTS, 1.0),
+        ("\\boxed{no}", "no", EXISTS, 1.0),
+        ("\\boxed{5 + 7}", "12", SUM, 0.1),
+        ("\\boxed{5 + 7 = 12}", "12", SUM, 0.1),
+        ("\\boxed{12 or 13}", "12", SUM, 0.1),
+        ("\\boxed{12, 13}", "12", SUM, 0.1),
+        ("\\boxed{11} \\boxed{12}", "12", SUM, 0.0),
+        ("\\boxed{1 2}", "12", SUM, 0.1),
+        ("\\boxed{0 1 2 3 4 5 6 7 8 9 10 11 12}", "12", SUM, 0.1),
+        ("\\boxed{yes and no}", "no", EXISTS, 0.1),
+        ("\\boxed{7}", "yes", EXISTS, 0.1),
+        ("Is there a 7?", "yes", EXISTS, 0.0),
+        ("\\boxed{", "12", SUM, 0.0),
+        ("", "12", SUM, 0.0),
+    ],
+)
+def test_reward(response, truth, question, reward_earned):
+    assert reward.score(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
+
+
+def test_every_answer_is_right_for_itself_alone():
+    truths = [str(n) for n in range(37)]
+    for truth in truths:
+        right = [reward.score(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
+        assert right == [float(answer == truth) for answer in truths]
+
+
+def test_ten_thousand_strings():
+    rng, rows = random.Random(0), [example("12", SUM), example("yes", EXISTS)]
+    words = "1 12 2 twelve yes no \\boxed{ } + = , . <think> </think> digits sum 7 \x00 ² ٧ \n".split(" ")
+    start = time.process_time()
+    for i in range(10_000):
+        text = rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(0, 40)))
+        assert reward.score(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
+    assert (time.process_time() - start) / 10_000 < 0.001
+
+
+def test_file(tmp_path):
+    out = tmp_path / "digits.parquet"
+    main(parse_args(["digits", "--toy", "--n", "20", "--split", "test", "--out", str(out)]))
+    found, _ = read_examples(out, ReadingConfig())
+    assert reward.check_tasks(found) == {"digits": 20} and found[0].uid == "digits-test-0-0"
+    assert all(reward.score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    question = "<image>Answer in \\boxed{}. How many digits are there?"
+    assert found[0].messages == [{"role": "user", "content": question}]
+    assert found[0].extra["answer_type"] == "count" and found[0].extra["split"] == "test"
+
+
+def test_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    digits.written_digits.cache_clear()
+    with pytest.raises(UserError, match="digits come with scikit-learn; pip install -r requirements.txt"):
+        next(digits.toy(1, "train", 0))

@@ -1,0 +1,458 @@
+"""Tests of tasks/vqa.py: its grader, and reading rows.
+
+data/vqa_reference.jsonl holds 1,000 texts, each with the normal form that the evaluation code of VQA v2 gives it:
+`processPunctuation`, then `processDigitArticle`, of github.com/GT-Vision-Lab/VQA as salesforce-lavis 1.0.2 has them.
+"""
+
+import io
+import json
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+import reward
+from errors import UserError
+from prepare_data import ReadingConfig, main, parse_args, read_examples
+from tasks import vqa
+
+HOW_MANY = "How many dogs are there?"
+IS_THERE = "Is there a dog on the mat?"
+COLOUR = "Is the car red or blue?"
+WHAT = "What color is the bus?"
+WHICH = "Which do you see?\nA. red\nB. blue\nC. a dog\nD. three\n Answer in \\boxed{}."
+
+
+def example(truth: str, question: str = HOW_MANY, **extra) -> SimpleNamespace:
+    messages = [{"role": "user", "content": f"<image>{question}"}]
+    return SimpleNamespace(data_source="vqa", ground_truth=truth, extra=extra, uid="row-7", messages=messages)
+
+
+def accuracy(response: str, truth: str, question: str = HOW_MANY, **extra) -> float:
+    return reward.score(response, example(truth, question, **extra))["accuracy"]
+
+
+def cases(table: str) -> list[tuple[str, str]]:
+    """Lines of answers, then `| truth`."""
+    lines = [line.rsplit("|", 1) for line in table.strip().splitlines()]
+    return [(answer.strip(), truth.strip()) for answers, truth in lines for answer in answers.split(" ; ")]
+
+
+# --- golden cases, by question ------------------------------------------------------------------------------------
+
+RIGHT = {
+    HOW_MANY: """
+3 ; three ; Three ; THREE. ; 3. ; 3.0 ; 3! ; 03 ; 3 dogs ; three dogs. ; There are three dogs. ; there are 3 | 3
+the answer is 3 ; The answer is: 3. ; Answer: 3 ; **3** ; **Answer:** 3 ; I see 3 dogs in the image ; It is 3 | 3
+\\text{three} ; \\text{3 dogs} ; $3$ ; <answer>3</answer> ; The number of dogs is 3. ; 3 dogs in total ; the 3 | 3
+1 dog ; one dog ; there is one dog ; a dog in the image is 1 ; One. | 1
+exactly 1 ; 1 of them ; The picture shows 1 dog. ; I think 1 ; I count 1 dog | 1
+0 ; none ; None. ; zero ; no dogs ; There are no dogs. ; 0 dogs | 0
+12 ; twelve ; a dozen ; a dozen dogs ; dozen | 12
+21 ; twenty-one ; Twenty one dogs ; twenty-one. | 21
+105 ; one hundred five ; one hundred and five ; One hundred and five dogs | 105
+100 ; a hundred ; one hundred ; hundred | 100
+1000 ; 1,000 ; a thousand ; one thousand | 1000
+1234567 ; 1,234,567 | 1,234,567
+-2 ; −2 ; -2.0 | -2
+0.5 ; .5 ; 0.50 | .5
+""",
+    IS_THERE: """
+yes ; Yes. ; YES! ; yeah ; yep ; yup ; true ; correct ; Yes, there is. ; Yes, there is a dog on the mat. | yes
+Yes there is ; Yes: a brown dog, next to the cat. ; the answer is yes ; Answer: yes ; yes, 2 of them | Yes
+no ; No. ; nope ; nah ; false ; incorrect ; No, there is not. ; No, there isn't. ; There is no dog. | no
+No, the mat is empty ; no dog ; No dogs on the mat | NO
+yes | true
+no | False
+""",
+    COLOUR: """
+red ; Red ; RED! ; a red ; the red ; It is red. ; It's red ; The car is red. ; "red" ; \\text{red} ; (red) ; red; | red
+That's red. ; this car is red | red
+blue | blue
+gray ; grey ; Grey. | gray
+gray ; grey | grey
+purple ; violet | violet
+gold ; golden | gold
+wood ; wooden ; Wooden. ; It is wooden | wood
+metal ; metallic | metal
+wool ; woolen ; woollen | wool
+fabric ; cloth | cloth
+dog ; dogs ; a dog ; the dogs ; dog's | dog
+box ; boxes | boxes
+city ; cities | city
+movie ; movies | movie
+tie ; ties | tie
+axe ; axes | axes
+glass ; glass. | glass
+B ; b ; the B ; It is B. ; (B) | B
+A ; a ; It is A | A
+horse ; horses | horses
+bus ; buses | bus
+ski ; skis | skis
+man ; men ; the man | men
+person ; people | people
+2 men ; two men ; the two men | two men
+t shirt ; T-shirt ; a t-shirt. | t-shirt
+dont walk ; don't walk ; don’t walk | don't walk
+5% ; 5 % ; 5 percent | 5%
+10:30 ; 10:30. | 10:30
+st louis ; St. Louis ; st. louis. | st. louis
+red and white ; Red and White. | red and white
+café ; CAFÉ | café
+""",
+    WHAT: """
+red ; red bus ; the red bus ; red color ; It is a red bus. ; The bus is red ; The color of the bus is red. | red
+made of wood ; It is made of wood. ; wooden bus | wood
+""",
+    WHICH: """
+B ; b ; (B) ; B. ; B) ; (b). ; Option B ; option b. ; B. blue ; B) Blue ; (B) blue ; B: blue ; B - blue ; b blue | B
+[B] ; Answer B | B
+The correct option is B ; the correct choice is (B) blue ; choice b | B
+blue ; Blue. ; The answer is B ; The answer is (B). ; Answer: B ; it is blue ; **B** ; \\text{B} ; \\text{(B)} | B
+A ; red ; A. red ; a | A
+C ; a dog ; dog ; C. a dog ; C. dog ; dogs | C
+D ; three ; 3 ; D. 3 | D
+""",
+}
+WRONG = {
+    HOW_MANY: """
+3 or 4 ; 3 and 4 ; 3, 4 ; 3; 4 ; 3-4 ; 3 to 4 ; 3/4 ; 3 4 ; three four ; three or four ; 3 dogs or 4 dogs | 3
+4 ; 33 ; 3.1 ; -3 ; 3/1 ; 3e0 ; 0x3 ; 3? 4? ; ~3 ; ≈3 ; <4 ; >2 ; at least 3 ; about 3 ; more than 2 ; not 3 ; 3+ | 3
+3 cats ; 3 dozen ; 3 hundred ; 3 and a half ; 3.5 dogs ; 3 pairs ; 3 dogs and 4 cats ; 1, 2, 3 ; 0 1 2 3 4 5 | 3
+How many dogs are there? ; How many dogs are there? 3 ; dogs ; the ; . ; 3 or more ; one two three ; thirty | 3
+\\boxed{4} \\boxed{3} ; \\boxed{3} \\boxed{4} ; \\boxed{3} ... \\boxed{4 ; \\boxed3 ; { 3 ; 3 } \\boxed{} | 3
+٣ ; 3² ; ³ ; ➂ ; ３ ; 3\u200b4 ; \u202e3 ; Ⅲ ; 三 ; 3<|im_start|> ; <|im_end|>3 ; 3|4 ; 3*1 ; 3^1 ; III | 3
+no ; no one ; nobody knows ; no, 1 | 1
+dogs, 3, 4 ; there are 3 are 4 ; there are 3 or 4 dogs ; exactly 3 or 4 ; dogs 3 dogs 4 | 3
+""",
+    IS_THERE: """
+yes and no ; yes or no ; Yes, no ; yes/no ; yes. no. ; Yes, but no dog ; Yes, there isn't ; maybe yes ; yes, maybe | yes
+no ; not yes ; y ; dog ; there is a dog ; Yes men ; yes yes no ; Yes, or not ; yes, false ; Yes нет ; yes-no | yes
+yes ; No, yes ; no or yes ; No doubt ; no, true ; not ; none ; No, but yes ; No idea ; it is not | no
+""",
+    COLOUR: """
+red or blue ; red and blue ; red, blue ; red/blue ; red blue ; blue ; not red ; it is not red ; redd | red
+re d ; r e d ; Is the car red or blue? ; reddish ; dark red ; rеd ; r\u200bed | red
+red is blue ; red green blue yellow white black | red
+red, blue ; red (blue) ; red. blue ; red; blue ; red - blue ; red/blue ; red is blue ; blue? red! | blue
+purple, red ; purple or pink ; purple and red ; purple pink ; purple/red | purple
+plane | plan
+A ; A, B ; A B ; a, b ; A or B ; the A B ; B C ; C B ; AB | B
+glasses | glass
+a car ; A car. ; a blue car ; car A | A
+glass | glasses
+short | shorts
+white and red | red and white
+5 | 5%
+50% | 50
+""",
+    WHAT: """
+red, bus ; bus, red ; red or bus ; the bus ; red bus blue ; blue bus red ; red (bus) ; red/bus | red
+What color is the bus? ; not red ; bus: red ; red color blue color ; is the bus red or not red | red
+""",
+    WHICH: """
+A ; C ; E ; Z ; A, B ; B, C ; A or B ; A B ; AB ; B. red ; (B) red ; A. blue ; red or blue ; red, blue ; b) c) | B
+A. red B. blue ; A. red B. blue C. a dog D. three ; not B ; B? or C ; B. or C ; purple ; BB ; option ; B. not ; a-d | B
+A dog ; B. dog ; A. dog ; red dog ; A. a dog | A
+""",
+}
+
+
+def flat(tables: dict[str, str]) -> list[tuple[str, str, str]]:
+    return [(answer, truth, question) for question, table in tables.items() for answer, truth in cases(table)]
+
+
+def kind(question: str) -> str:
+    kinds = {HOW_MANY: "counting", IS_THERE: "existence", COLOUR: "attribute", WHICH: "multiple choice"}
+    return kinds.get(question, "open")
+
+
+@pytest.mark.parametrize("answer, truth, question", flat(RIGHT))
+def test_right(answer, truth, question):
+    for response in (answer, f"\\boxed{{{answer}}}", f"<think>4 or \\boxed{{5}}</think>\n{answer}", f" {answer}\n"):
+        assert accuracy(response, truth, question, answer_type=kind(question)) == 1.0, response
+
+
+@pytest.mark.parametrize("answer, truth, question", flat(WRONG))
+def test_wrong(answer, truth, question):
+    for response in (answer, f"\\boxed{{{answer}}}", f"<think>{truth}</think> {answer}"):
+        assert accuracy(response, truth, question, answer_type=kind(question)) == 0.0, response
+
+
+@pytest.mark.parametrize("truth, question", [("3", HOW_MANY), ("yes", IS_THERE), ("red", COLOUR), ("B", WHICH)])
+def test_no_answer_is_wrong(truth, question):
+    nothing = ["", " ", ".", "\\boxed{}", "\\boxed{ }", "\\boxed{\\text{}}"]
+    nothing += [f"<think>{truth}", f"<think>\\boxed{{{truth}}}"]
+    nothing += [f"\\boxed{{{truth}", f"\\boxed{truth}", f"{truth} </think>", question, f"{question} {truth} or not"]
+    nothing += [f"{truth}\n\nor", truth * 2, "I do not know", "unanswerable", "None of them."]
+    for response in nothing:
+        assert accuracy(response, truth, question, answer_type=kind(question)) == 0.0, response
+
+
+def test_a_plain_answer_that_was_cut_off_is_wrong():
+    row = example("3")
+    assert reward.score("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
+    assert reward.score("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
+
+
+def test_format():
+    for response, earned in (("\\boxed{3}", 1), ("<think>a</think> \\boxed{3}", 1), ("3", 0.9), ("So \\boxed{3}", 0.9)):
+        assert reward.score(response, example("3"))["reward"] == pytest.approx(earned)
+    assert reward.score("\\boxed{3} \\boxed{3}", example("3"))["reward"] == pytest.approx(0.9)
+    assert reward.score("\\boxed{4}", example("3")) == {"accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1)}
+
+
+# --- several references, tolerances, choices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, score", [(0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1), (4, 1), (10, 1)])
+def test_soft_accuracy(n, score):
+    """min(n / 3, 1), as the paper of VQA has it (Antol et al. 2015)."""
+    answers = ["grey", "Gray", "the grey"] * 4
+    truth = json.dumps(answers[:n] + ["black"] * (10 - n))
+    assert accuracy("gray", truth, COLOUR) == pytest.approx(score)
+    assert accuracy("gray or black", truth, COLOUR) == 0.0
+
+
+def test_few_references():
+    assert accuracy("sofa", '["sofa"]', COLOUR) == 1.0
+    assert accuracy("sofa", '["sofa", "couch"]', COLOUR) == 0.5
+    assert accuracy("3", '[3, "three", "4", ""]') == pytest.approx(2 / 3)
+    assert accuracy("a", "[a, b]", COLOUR) == 0.0  # no JSON: the text itself
+    with pytest.raises(UserError, match="nothing could equal"):
+        reward.check_tasks([example('["", "."]')])
+
+
+@pytest.mark.parametrize(
+    "answer, tolerance, right",
+    [("50.5", 0.5, 1), ("49.5", "0.5", 1), ("50.51", 0.5, 0), ("52.5", "5%", 1), ("52.6", "5%", 0), ("51", None, 0)],
+)
+def test_tolerance(answer, tolerance, right):
+    assert accuracy(answer, "50", "How warm is it?", tolerance=tolerance) == right
+    assert accuracy(answer, "50", "How warm is it?", tolerance=tolerance, answer_type="counting") == 0.0  # exact
+    assert accuracy("50", "50", "How warm is it?", tolerance=tolerance, answer_type="counting") == 1.0
+
+
+@pytest.mark.parametrize("tolerance", ["some", "-1", "nan", "inf", "%", [1]])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(UserError, match="row 'row-7': tolerance is .*; write a number such as 0.5, or a share"):
+        accuracy("3", "3", tolerance=tolerance)
+
+
+def test_choices_of_a_column_or_of_the_question():
+    given = {"choices": ["red", "blue"], "answer_type": "other"}
+    for response in ("B", "blue", "B. blue", "the answer is B"):
+        assert accuracy(response, "B", "Which?", **given) == accuracy(response, "blue", "Which?", **given) == 1.0
+    assert accuracy("B. blue", "B", "Which? A. red B. blue", answer_type="multiple_choice") == 1.0
+    assert accuracy("B. blue", "B", "Which? (A) red (B) blue", answer_type="Multiple-Choice") == 1.0
+    assert accuracy("option B", "B", f"Which? A. red B. blue {vqa.INSTRUCTION}", answer_type="multiple choice") == 1.0
+    assert vqa.choices_in(f"Which? A. red B. blue {vqa.INSTRUCTION}") == ("red", "blue")
+    assert vqa.choices_in("In U.S. A. red") == () == vqa.choices_in("Who is Mr. B. Blue?")
+    with pytest.raises(UserError, match="row 'row-7': ground_truth 'c' is none of the choices red, blue"):
+        accuracy("c", "C", "Which?", **given)
+
+
+OPTIONS = "red blue grey purple wood metal dog cat t-shirt café jacket three 4 B C".split()
+JOINS = [", ", " or ", " and ", "/", "; ", " - ", " | ", ". ", "? ", " & ", "\n", " vs ", " (", ": ", " nor "]
+JOINS += [",", "! ", " + "]
+
+
+def test_two_answers_never_pay():
+    """Whatever is asked: joined by a sign or a word, two are wrong; run together, they are right for one at most."""
+    rng = random.Random(0)
+    for _ in range(10_000):
+        first, second = rng.sample(OPTIONS, 2)
+        asked = ["Is it {} or {}?", "Which, {}/{}?", "What is it?", "What {} is it?", "Is the {} {}?"]
+        question = rng.choice(asked).format(*rng.sample([first, second], 2))
+        join = rng.choice([*JOINS, " ", " is ", " are ", " but "])
+        lead = rng.choice(["", "it is ", "the ", "The answer is ", "a ", "both "])
+        response = rng.choice(["{}", "\\boxed{{{}}}"]).format(f"{lead}{first}{join}{second}")
+        earned = sum(accuracy(response, truth, question) for truth in (first, second))
+        assert earned <= (join not in JOINS), (question, response)
+
+
+# --- against VQA's own code, and against anything -----------------------------------------------------------------
+
+
+def test_texts_are_equal_as_in_vqas_evaluation():
+    rows = [json.loads(line) for line in (Path(__file__).parent / "data/vqa_reference.jsonl").read_text().splitlines()]
+    ours, theirs = defaultdict(set), defaultdict(set)
+    for text, form in rows:
+        found = vqa.normal(vqa.clean(text))
+        theirs[form].add(found)
+        ours[found].add(form.replace("'", ""))  # it lacks the apostrophes of `Im` and `Ive`, by upper case
+    assert len(rows) == 1000 and len(theirs) > 500
+    assert {form: found for form, found in theirs.items() if len(found) > 1 and form} == {}
+    assert {found: forms for found, forms in ours.items() if len(forms) > 1} == {}
+
+
+def test_numbers_in_words():
+    words = [vqa.spelled(n) for n in range(1000)]
+    assert words[:3] + words[19:22] == ["zero", "one", "two", "nineteen", "twenty", "twenty one"]
+    assert words[100] == "one hundred" and words[999] == "nine hundred ninety nine" and len(set(words)) == 1000
+    for n, text in enumerate(words):
+        assert accuracy(text, str(n)) == 1.0 and accuracy(str(n), text) == 1.0
+        assert accuracy(text, str(n + 1)) == 0.0
+
+
+ALPHABETS = ["0123456789.,-+/ ", "abcdefgh .,!?'", "\\boxed{}text $", "()[]{}<>;:=_@`*%°"]
+ALPHABETS += ["٣３²½Ⅲ\u200b\u202e\x00é’−😀ﷺ"]
+WORDS = "yes no three or and the is 3 dogs B (B) \\boxed{ } <think> </think> red blue not <|im_end|> \n".split(" ")
+
+
+def fuzzed(n: int, seed: int):
+    rng = random.Random(seed)
+    for i in range(n):
+        if i % 2:
+            yield " ".join(rng.choices(WORDS, k=rng.randint(0, 30)))
+        else:
+            yield "".join(rng.choices(rng.choice([*ALPHABETS, "".join(ALPHABETS)]), k=rng.randint(0, 60)))
+
+
+def test_ten_thousand_strings():
+    soft = json.dumps(["red", "blue", "3", "yes", "dog", "two dogs", "none", "grey", "1,000", "t-shirt"])
+    rows = [example("3"), example("yes", IS_THERE), example("red", COLOUR), example(soft, COLOUR)]
+    rows += [example("B", WHICH, answer_type="multiple choice")]
+    start = time.process_time()
+    for i, text in enumerate(fuzzed(10_000, 0)):
+        rewards = reward.score(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
+        assert 0.0 <= rewards["accuracy"] <= 1.0
+    assert (time.process_time() - start) / 10_000 < 0.001
+
+
+HOSTILE = ["9" * 100_000, "three " * 17_000, "\\boxed{" * 14_000, "\\boxed{3}" * 11_000, "\\boxed " * 14_000]
+HOSTILE += ["yes, " * 20_000, "is " * 33_000, "(" * 100_000, "<think>" * 14_000, "</think>" * 12_500, " " * 100_000]
+PARTS = ("is ", "9", "9,", "\\text{", "a.", "- ", "one ", "-a", "'")
+HOSTILE += [f"\\boxed{{{(part * 1000)[:990]}}}" for part in PARTS]
+HOSTILE += ["\\boxed{" + "a" * 900 + "}" + "\\boxed{" * 14_000 + "}" * 14_000, "ﷺ" * 900, "\\text{" * 150 + "}" * 150]
+
+
+@pytest.mark.parametrize("response", HOSTILE, ids=lambda text: text[:20])
+def test_hostile_responses_take_no_time(response):
+    for row in (example("3"), example("yes", IS_THERE), example("B", WHICH, answer_type="multiple choice")):
+        start = time.process_time()
+        accuracy = reward.score(response, row)["accuracy"]
+        assert accuracy == (response.startswith("\\boxed{3}") and row.ground_truth == "3")
+        assert time.process_time() - start < 0.5  # a collection of garbage included
+
+
+# --- reading rows -------------------------------------------------------------------------------------------------
+
+
+def run(*argv) -> None:
+    main(parse_args([str(a) for a in argv]))
+
+
+def written(folder: Path, rows: list[dict], *flags) -> list:
+    """Rows, as a jsonl file, through prepare_data.py."""
+    Image.new("RGB", (30, 30)).save(folder / "a.png")
+    lines = [json.dumps({"image": "a.png"} | row) for row in rows]
+    (folder / "qa.jsonl").write_text("\n".join(lines) + "\n")
+    run("vqa", "--input", folder / "qa.jsonl", "--out", folder / "qa.parquet", *flags)
+    return read_examples(folder / "qa.parquet", ReadingConfig())[0]
+
+
+def test_rows_are_read_as_they_are(tmp_path):
+    people = [{"answer": "red", "answer_id": 1}, {"answer": "dark red", "answer_id": 2}]
+    rows = [
+        {"question": "How many?", "answer": 3, "type": "counting"},
+        {"question": "What colour?", "answer": people, "type": "attribute"},
+        {"question": "Which?", "answer": "blue", "type": "multiple choice", "choices": ["red", "blue"]},
+        {"question": "Which?", "answer": "A", "type": "multiple choice", "choices": {"A": "red", "B": "blue"}},
+        {"question": "Is it red?", "answer": True, "type": "existence", "answer_type": "yes/no"},
+        {"question": "How warm?", "answer": "20", "tolerance": "5%"},
+    ]
+    found = written(tmp_path, rows)
+    assert [e.ground_truth for e in found] == ["3", '["red", "dark red"]', "B", "A", "true", "20"]
+    types = ["counting", "attribute", "multiple choice", "multiple choice", "yes/no", None]
+    assert [e.extra.get("answer_type") for e in found] == types and {e.data_source for e in found} == {"vqa"}
+    assert found[0].messages[0]["content"] == f"<image>How many? {vqa.INSTRUCTION}"
+    assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n {vqa.INSTRUCTION}"
+    assert reward.check_tasks(found) == {"vqa": 6}
+    answers = ["three", "red", "blue", "(A)", "yes", "21"]
+    scores = [reward.score(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
+    assert scores == [1.0, 0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_csv_and_parquet(tmp_path):
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    (tmp_path / "qa.csv").write_text('image,question,answer,choices\na.png,Which?,red,"[""red"", ""blue""]"\n')
+    run("vqa", "--input", tmp_path / "qa.csv", "--out", tmp_path / "1.parquet")
+    [first], _ = read_examples(tmp_path / "1.parquet", ReadingConfig())
+    assert first.ground_truth == "A" and first.extra["choices"] == ["red", "blue"]
+    keys = ("--prompt-key", "prompt", "--image-key", "images", "--answer-key", "reward_model", "--instruction", "")
+    with pytest.raises(UserError, match="vqa reads one of jsonl, csv, parquet at a time"):
+        run("vqa", "--input", tmp_path / "qa.csv", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys)
+    with pytest.raises(UserError, match="files that end with png; vqa reads one of"):
+        run("vqa", "--input", tmp_path / "a.png", "--out", tmp_path / "2.parquet")
+    with pytest.raises(UserError, match="no column 'answer'; it has .*--answer-key names the right one"):
+        run("vqa", "--input", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys[:4])
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"answer": "green", "choices": ["red", "blue"]}, "answer 'green' names 0 of the choices red, blue; give the"),
+        ({"answer": "A", "choices": ["B", "A"]}, "answer 'A' names 2 of the choices B, A; give the letter or text"),
+        ({"answer": "red", "choices": ["red", "Red"]}, "answer 'red' names 2 of the choices"),
+        ({"answer": "red", "choices": ["red"]}, "choices is ['red'], expected a list of 2 to 26 texts"),
+        ({"answer": "red", "choices": "red, blue"}, "choices is 'red, blue', expected a list"),
+        ({"answer": []}, "the answer is an empty list"),
+        ({"answer": ""}, "no ground truth"),
+    ],
+)
+def test_rows_that_say_nothing_clear_are_refused(tmp_path, row, reason):
+    with pytest.raises(UserError) as error:
+        written(tmp_path, [{"question": "Which?"} | row])
+    assert reason in str(error.value) and "qa.jsonl line 1" in str(error.value)
+
+
+# --- toy ----------------------------------------------------------------------------------------------------------
+
+
+def test_toy(tmp_path):
+    train, test = list(vqa.toy(200, "train", 0)), list(vqa.toy(200, "test", 0))
+    assert train == list(vqa.toy(200, "train", 0)) and train[:50] == list(vqa.toy(50, "train", 0))
+    assert train != list(vqa.toy(200, "train", 1))
+    images = [{row["image"] for row in rows} for rows in (train, test)]
+    assert [len(of) for of in images] == [200, 200] and not images[0] & images[1]
+    assert [row["answer_type"] for row in train[:5]] == list(vqa.TOY_TYPES)
+    assert Image.open(io.BytesIO(train[0]["image"])).size == (84, 84)
+    for kind in vqa.TOY_TYPES:  # no answer is right most of the time
+        answers = [row["answer"] for row in train if row["answer_type"] == kind]
+        assert max(answers.count(a) for a in answers) <= (0.65 if kind == "existence" else 0.5) * len(answers)
+    with pytest.raises(UserError, match="--split 'val': vqa has warm, train, test"):
+        next(vqa.toy(1, "val", 0))
+
+
+def test_toy_file(tmp_path):
+    run("vqa", "--toy", "--n", 20, "--out", tmp_path / "vqa.parquet")
+    found, _ = read_examples(tmp_path / "vqa.parquet", ReadingConfig())
+    assert reward.check_tasks(found) == {"vqa": 20} and found[0].uid == "vqa-train-0-0"
+    assert all(reward.score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    assert {e.extra["answer_type"] for e in found} == set(vqa.TOY_TYPES)
+    assert vqa.choices_in(found[4].messages[0]["content"])
+
+
+def test_the_worked_example(tmp_path):
+    """docs/tasks.md: its rows, and what its table calls right and wrong."""
+    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    text = page.partition("## vqa")[2].partition("\n## ")[0]
+    lines = text.split("```")[1].strip().splitlines()
+    count, material, choice = written(tmp_path, list(map(json.loads, lines)))
+    assert reward.score("wood", material)["accuracy"] == 1.0 and reward.score("red", choice)["accuracy"] == 1.0
+    rows = {"a number": count, "`yes`": example("yes", IS_THERE), "text": example("gray", "What colour is the car?")}
+    rows["a choice"] = example("B", WHICH, choices=["red", "blue"])
+    tried = 0
+    for line in text.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        row = next((row for start, row in rows.items() if name.startswith(start)), None)
+        for cell, right in zip(cells if row else (), (1.0, 0.0), strict=False):
+            for answer in cell.split("`")[1::2]:
+                assert reward.score(answer, row)["accuracy"] == right, answer
+                tried += 1
+    assert tried > 20
