@@ -11,20 +11,17 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from errors import UserError, need, refusing
-from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
+from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
-from sources.tables import data_files
+from tasks._tables import any_rows, first
 from tasks.shapes import CELL, COLOURS, SALT, SIDE, png, polygon
 
 INSTRUCTION = (
@@ -76,23 +73,10 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
 
     OSV-5M's own CSV names no files: its images are found by `id` below --image-root.
     """
-    need(cfg.input, "--input: give CSV, JSONL or parquet files, or draw an invented map with --toy")
-    for raw in table_rows(data_files(cfg.input, cfg.split), cfg, records):
+    for raw in any_rows(cfg, IMAGES):
         if isinstance(raw.record, dict):
             raw.record = geo_record(raw.record, raw.root, cfg)
         yield raw
-
-
-def records(file: Path, cfg: TaskConfig) -> Iterator[tuple[str, dict | str]]:
-    """The place and the row of each row, by the file's ending."""
-    kind = file.suffix.removeprefix(".").lower()
-    need(kind in TABLES, f"{file}: expected a file that ends in .{', .'.join(TABLES)}")
-    image = ""  # of binary columns only the one that is named is read
-    if kind == "parquet":
-        with refusing((pa.ArrowException, OSError), f"{file} is no parquet file"):
-            names = pq.read_schema(file).names
-        image = next((name for name in (cfg.image_key, *IMAGES) if name in names), "")
-    return TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=image))
 
 
 @cache
@@ -104,7 +88,7 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     """A row in the on-disk format, its other columns kept; or why it is none."""
     fields = {}
     for field, columns in COLUMNS.items():
-        value = next((record[name] for name in columns if record.get(name) not in (None, "")), None)
+        value = first([record.get(name) for name in columns])
         if field in ("lat", "lon") or as_text(value).strip():
             fields[field] = value
     coordinates = read_coordinates(fields)
@@ -115,9 +99,9 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
         return f"lat {given['lat']!r} and lon {given['lon']!r}: expected degrees from -90 to 90 and from -180 to 180"
     if not fields:
         return "no country, region, city, lat or lon; at least one of these columns has to hold something"
-    images = [record.get(name) for name in (cfg.image_key, *IMAGES[:1])]
-    images += [files_by_id(root).get(str(record["id"]))] if "id" in record and not any(images) else []
-    image = next((cell for cell in images + [record.get(name) for name in IMAGES[1:]] if cell), None)
+    here = first([record.get(name) for name in (cfg.image_key, "image")])
+    by_id = files_by_id(root).get(str(record["id"])) if here is None and "id" in record else None
+    image = first([here, by_id, *(record.get(name) for name in IMAGES)])
     if image is None:
         return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
     used = {*IMAGES, cfg.image_key, cfg.prompt_key, *(name for columns in COLUMNS.values() for name in columns)}

@@ -418,6 +418,18 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
         made(tmp_path, tmp_path / "x.parquet")
 
 
+def test_a_place_on_the_equator_or_without_a_name(tmp_path, image):
+    rows = [{"image": "a.jpg", "lat": 0, "lon": 0.0}, {"image": "a.jpg", "country": "Gabon", "lat": 0.0, "lon": 9.5}]
+    (tmp_path / "zero.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    truths = [json.loads(example.ground_truth) for example in made(tmp_path, tmp_path / "zero.jsonl")]
+    assert truths == [{"lat": 0.0, "lon": 0.0}, {"country": "Gabon", "lat": 0.0, "lon": 9.5}]
+    pq.write_table(
+        pa.Table.from_pylist([{"image_url": None, "image": None, "city": "Rome"}]), tmp_path / "none.parquet"
+    )
+    with pytest.raises(UserError, match="none.parquet row 0: no image"):
+        made(tmp_path, tmp_path / "none.parquet")
+
+
 def test_an_image_behind_a_url_is_fetched_here_only(tmp_path):
     table = write_csv(tmp_path / "urls.csv", {"image_url": "http://127.0.0.1:9/a.jpg", **PLACE})
     with pytest.raises(UserError, match="127.0.0.1.*not public"):
