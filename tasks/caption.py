@@ -197,7 +197,7 @@ def caption_reward(response: str, truth: str, corpus: Corpus) -> dict[str, float
     return parts | {"reward": sum(WEIGHTS[part] * value for part, value in parts.items())}
 
 
-@register("caption", "captions", "captioning")
+@register("caption")
 def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """CIDEr's documents are the rows that this process has loaded, in training those of --eval-data too."""
     try:

@@ -79,6 +79,11 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
         yield raw
 
 
+def place_of(record: dict) -> dict[str, Any]:
+    """Field -> what the first of its columns that holds something has, or None."""
+    return {field: first([record.get(name) for name in columns]) for field, columns in COLUMNS.items()}
+
+
 @cache
 def files_by_id(root: Path) -> dict[str, str]:
     return {path.stem: str(path.relative_to(root)) for path in root.rglob("*.jpg")}
@@ -86,17 +91,15 @@ def files_by_id(root: Path) -> dict[str, str]:
 
 def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     """A row in the on-disk format, its other columns kept; or why it is none."""
-    fields = {}
-    for field, columns in COLUMNS.items():
-        value = first([record.get(name) for name in columns])
-        if field in ("lat", "lon") or as_text(value).strip():
-            fields[field] = value
-    coordinates = read_coordinates(fields)
-    given = {name: fields.pop(name) for name in ("lat", "lon")}
-    if coordinates:
-        fields |= dict(zip(given, coordinates, strict=True))
-    elif any(as_text(value) for value in given.values()):
-        return f"lat {given['lat']!r} and lon {given['lon']!r}: expected degrees from -90 to 90 and from -180 to 180"
+    found = place_of(record)
+    fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
+    for field, name in fields.items():
+        if not isinstance(name, str) or not plain(name) or len(name) > MAX_VALUE_CHARS:
+            return f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing"
+    if coordinates := read_coordinates(found):
+        fields |= dict(zip(("lat", "lon"), coordinates, strict=True))
+    elif (found["lat"], found["lon"]) != (None, None):
+        return f"lat {found['lat']!r} and lon {found['lon']!r}: expected degrees from -90 to 90 and from -180 to 180"
     if not fields:
         return "no country, region, city, lat or lon; at least one of these columns has to hold something"
     here = first([record.get(name) for name in (cfg.image_key, "image")])
@@ -123,11 +126,15 @@ ALSO = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
     "US": "america|united states of america", "RU": "russia", "TR": "turkey", "CZ": "czech republic",
     "CI": "ivory coast", "KR": "korea", "MM": "burma", "NL": "holland", "AE": "uae|emirates", "SZ": "swaziland",
-    "MK": "macedonia|republic of macedonia", "VA": "vatican|vatican city|holy see", "CV": "cape verde", "MO": "macau",
-    "BN": "brunei", "TL": "east timor", "FM": "micronesia", "PS": "palestine", "XK": "xk|xkx|kosovo", "BA": "bosnia",
+    "MK": "macedonia|republic of macedonia", "VA": "vatican|vatican city|holy see", "CV": "cape verde",
+    "MO": "macau|macau sar|macao sar china", "BN": "brunei", "TL": "east timor", "FM": "micronesia",
+    "PS": "palestine|palestinian territory|palestinian territories", "XK": "xk|xkx|kosovo", "BA": "bosnia",
     "CD": "dr congo|drc|congo kinshasa|congo dr", "CG": "congo brazzaville|congo republic", "FK": "falkland islands",
     "TT": "trinidad", "AG": "antigua", "CN": "prc|mainland china", "LY": "state of libya", "SH": "saint helena",
-    "VI": "united states virgin islands",
+    "VI": "united states virgin islands", "HK": "hong kong sar|hong kong sar china",
+    "BQ": "caribbean netherlands|bonaire|bonaire saint eustatius and saba", "CC": "cocos islands",
+    "PN": "pitcairn islands", "HM": "heard and mcdonald islands", "IE": "republic of ireland|eire",
+    "DE": "deutschland", "ES": "espana", "IT": "italia", "BR": "brasil", "JP": "nippon",
 }  # fmt: skip
 
 
@@ -186,9 +193,17 @@ def city_of(text: str) -> str:
 
 # --- reading an answer ------------------------------------------------------------------------------------------------
 
-FIELDS = dict.fromkeys("lat latitude".split(), "lat") | dict.fromkeys("lon lng long longitude".split(), "lon")
-FIELDS |= dict.fromkeys("region state province".split(), "region") | dict.fromkeys("city town".split(), "city")
-FIELDS |= {"country": "country"} | dict.fromkeys("coordinates coordinate coords gps".split(), "coordinates")
+LABELS = {
+    "country": "country",
+    "region": "region state province",
+    "city": "city town village municipality",
+    "lat": "lat latitude",
+    "lon": "lon lng long longitude",
+    "coordinates": "coordinates coordinate coords gps",
+}
+FIELDS: dict[str, str] = {}
+for meaning, labels in LABELS.items():
+    FIELDS |= dict.fromkeys(labels.split(), meaning)
 FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
 NUMBER = r"\d{1,3}(?:\.\d{0,15})?"
@@ -299,7 +314,8 @@ def read_truth(truth: dict | str) -> dict[str, Any]:
     with refusing((ValueError, RecursionError), told):
         fields = json.loads(truth) if isinstance(truth, str) else truth
     need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
-    place = {field: as_text(fields.get(field)) for field in ("country", "region", "city")}
+    fields = fields | place_of(fields)
+    place = {field: as_text(fields[field]) for field in ("country", "region", "city")}
     place = {field: text for field, text in place.items() if plain(text)}
     if coordinates := read_coordinates(fields):
         place["coordinates"] = coordinates
@@ -349,7 +365,7 @@ def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict
     return parts | {"reward": earned * whole / possible if possible else 0.0}
 
 
-@register("geospot", "osv5m", "osv-5m", answerable=lambda truth, rewards: rewards["reward"] > 0.999)
+@register("geospot", "osv5m", answerable=lambda truth, rewards: rewards["reward"] > 0.999)
 def geospot(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """All parts at 25 km, the last stage."""
     try:

@@ -140,6 +140,11 @@ XK | Kosovo; XK
 GW | Guinea-Bissau
 RE | Réunion; Reunion
 BS | The Bahamas; Bahamas
+PS | Palestine; Palestinian Territories
+HK | Hong Kong; Hong Kong SAR
+BQ | Caribbean Netherlands
+IE | Ireland; Republic of Ireland
+BR | Brazil; Brasil
 """
 
 
@@ -290,7 +295,15 @@ def test_a_truth_without_a_place_is_refused(truth):
 
 
 def test_truths_that_are_read_and_stages_that_are_not():
-    truths = [PARIS, SOUTH, {"city": "Paris"}, {"country": "Korea (South)"}, {"lat": 0, "lon": -180}]
+    truths = [
+        PARIS,
+        SOUTH,
+        {"city": "Paris"},
+        {"latitude": 1, "longitude": 2},
+        {"coordinates": [1.5, -2.5]},
+        {"country": "Korea (South)"},
+        {"lat": 0, "lon": -180},
+    ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
     assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
@@ -401,6 +414,8 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
     for change, told in [
         ({"lat": "148"}, "lat '148' and lon '2.3522': expected degrees"),
         ({"lon": ""}, "lat '48.8566' and lon None: expected degrees"),
+        ({"city": "?"}, "city is '\\?', expected a name of at most 100 characters"),
+        ({"region": "x" * 101}, "region is 'xxx"),
         ({"image": ""}, "no image: looked for columns images, image, image_url"),
         ({"image": "b.jpg"}, "b.jpg"),
         (dict.fromkeys(PLACE, ""), "no country, region, city, lat or lon"),
