@@ -36,7 +36,10 @@ CODE_LINES = {  # each file's size when this was written, and a few percent
     "settings.py": 95, "utils.py": 150,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
-ALLOWED_WORDS = {"tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER"}
+ALLOWED_WORDS = {
+    "tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER",
+    "tasks/caption.py": "image picture photo",
+}
 
 
 def imports(name):

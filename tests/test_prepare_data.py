@@ -230,9 +230,7 @@ def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
         return (Raw(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
 
     task = types.ModuleType("mine", "Rows of mine.")
-    vars(task).update(
-        toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"}
-    )
+    vars(task).update(toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"})
     monkeypatch.setattr(pd, "find_tasks", lambda: {"mine": task, "my-task": task})
     for name, flags in (("mine", ()), ("my-task", ("--toy",))):
         run(name, *flags, "--n", 2, "--out", tmp_path / "o.parquet")

@@ -1,0 +1,295 @@
+"""Captions: a text about an image, compared with what people wrote about it.
+
+CIDEr, BLEU-4 and ROUGE-L as the COCO caption evaluation computes them (tylin/coco-caption, kept as pycocoevalcap, whose
+tokenizer needs Java; here words are split by a regular expression), the share of keywords that are named, and penalties
+for length and repetition, each a part of its own.
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw
+
+from errors import UserError, need, refusing
+from prepare_data import MARK, Raw, TaskConfig
+from reward import SPECIAL_TOKEN, register
+from sources.tables import Record
+from tasks._tables import IMAGES, any_rows, first
+from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, draw_shapes, png
+
+INSTRUCTION = "Describe the image in one sentence."
+MAX_CAPTION_CHARS = 4000  # a longer one is none
+MAX_N = 4  # of n-grams
+SIGMA = 6.0  # of CIDEr's penalty on a length that differs
+BETA = 1.2  # of ROUGE-L: how much more recall counts than precision
+ROOM = 1.5  # lengths up to this times the longest reference's, and down to the shortest's divided by it, are free
+WEIGHTS = {"cider": 0.04, "bleu4": 0.1, "rouge_l": 0.3, "keywords": 0.2, "length": -0.5, "repetition": -0.5}
+STOP_WORDS = (
+    "a an the this that these those some of in on at to by for from with without into onto over under near between "
+    "and or but as is are was were be been being has have had do does it its he she they his her their there here "
+    "which who what while very up down out off image picture photo photograph drawing"
+).split()
+
+Words = tuple[str, ...]
+
+
+def split_words(text: str) -> Words:
+    """Lower case, without punctuation; words with hyphens stay whole."""
+    return tuple(re.findall(r"[^\W_]+(?:-[^\W_]+)*", unicodedata.normalize("NFKC", text).casefold()))
+
+
+def ngrams(words: Words, n: int) -> Counter[Words]:
+    return Counter(zip(*(words[i:] for i in range(n)), strict=False))
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def bleu4(words: Words, references: list[Words]) -> float:
+    """BLEU-4 of one sentence (Papineni et al. 2002), with the reference whose length is closest.
+
+    The two small numbers are COCO's: without any 4-gram in common it is nearly 0, and never an error.
+    """
+    product = 1.0
+    for n in range(1, MAX_N + 1):
+        most = Counter()
+        for reference in references:
+            most |= ngrams(reference, n)
+        right = (ngrams(words, n) & most).total()
+        product *= (right + 1e-15) / (max(0, len(words) - n + 1) + 1e-9)
+    closest = min((abs(len(reference) - len(words)), len(reference)) for reference in references)[1]
+    ratio = (len(words) + 1e-15) / (closest + 1e-9)
+    return product**0.25 * math.exp(min(0.0, 1 - 1 / ratio))
+
+
+def common_subsequence(a: Words, b: Words) -> int:
+    """Length of the longest: a row of the usual table in the bits of one integer (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for i, word in enumerate(a):
+        places[word] = places.get(word, 0) | 1 << i
+    whole = (1 << len(a)) - 1
+    row = whole
+    for word in b:
+        hits = row & places.get(word, 0)
+        row = ((row + hits) | (row - hits)) & whole
+    return len(a) - row.bit_count()
+
+
+def rouge_l(words: Words, references: list[Words]) -> float:
+    """ROUGE-L (Lin 2004) with the best precision and the best recall over the references, as COCO has it."""
+    common = [common_subsequence(words, reference) for reference in references]
+    precision = max(common) / max(1, len(words))
+    recall = max(length / len(reference) for length, reference in zip(common, references, strict=True))
+    return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
+
+
+class Corpus:
+    """In how many documents, each the references of one row, an n-gram occurs: CIDEr weighs it by how rare it is."""
+
+    def __init__(self):
+        self.documents: set = set()  # their keys
+        self.frequency: Counter[Words] = Counter()
+
+    def add(self, key: Any, references: list[Words]) -> None:
+        """Count a row, once."""
+        if key not in self.documents:
+            self.documents.add(key)
+            for n in range(1, MAX_N + 1):
+                self.frequency.update({gram for reference in references for gram in ngrams(reference, n)})
+
+    def vector(self, words: Words, n: int) -> dict[Words, float]:
+        """TF-IDF of a text's n-grams."""
+        whole = math.log(max(1, len(self.documents)))
+        found = ngrams(words, n).items()
+        return {gram: count * (whole - math.log(max(1, self.frequency.get(gram, 0)))) for gram, count in found}
+
+    def cider(self, words: Words, references: list[Words]) -> float:
+        """CIDEr-D (Vedantam et al. 2015), from 0 to 10: what COCO's code calls CIDEr. 10 with one, equal reference."""
+        total = 0.0
+        for n in range(1, MAX_N + 1):
+            given = self.vector(words, n)
+            for reference in references:
+                wanted = self.vector(reference, n)
+                norms = math.hypot(*given.values()) * math.hypot(*wanted.values())
+                same = sum(min(given[gram], wanted[gram]) * wanted[gram] for gram in given.keys() & wanted.keys())
+                gap = max(1, len(words)) - max(1, len(reference))  # COCO's code counts bigrams here
+                total += same / norms * math.exp(-(gap**2) / (2 * SIGMA**2)) if norms else 0.0
+        return 10 * total / MAX_N / len(references)
+
+
+CORPUS = Corpus()  # of all rows that were scored: checks before a run score each once, so it is whole at the first step
+
+
+def coverage(words: Words, keywords: list[Words]) -> float:
+    """Share of the keywords that a text has; one of several words has to stand together."""
+    text = f" {' '.join(words)} "
+    return sum(f" {' '.join(keyword)} " in text for keyword in keywords) / max(1, len(keywords))
+
+
+def outside(words: Words, references: list[Words]) -> float:
+    """How much too long or too short, as a share, at most 1."""
+    lengths = [len(reference) for reference in references]
+    return min(1.0, max(0.0, len(words) / (ROOM * max(lengths)) - 1, 1 - ROOM * len(words) / min(lengths)))
+
+
+def repeated(words: Words) -> float:
+    """Share of the bigrams that were there before."""
+    pairs = ngrams(words, 2)
+    return 1 - len(pairs) / max(1, pairs.total()) if pairs else 0.0
+
+
+# --- reward -----------------------------------------------------------------------------------------------------------
+
+
+class Truth(NamedTuple):
+    references: list[Words]
+    keywords: list[Words]
+
+
+@lru_cache(4096)  # a truth is met once for each of its samples
+def read_truth(text: str) -> Truth:
+    """A plain caption, a JSON list of captions, or {"references": [...], "keywords": [...]}.
+
+    Keywords that are not given are the words of half of the references, without stop words.
+    """
+    told = f"the truth {text[:200]!r} is no caption, nor JSON with a list of references"
+    fields: Any = [text]
+    if text.lstrip().startswith(("[", "{")):
+        with refusing((ValueError, RecursionError), told):
+            fields = json.loads(text)
+    fields = fields if isinstance(fields, dict) else {"references": fields}
+    lists = [fields.get(name) or [] for name in ("references", "keywords")]
+    need(all(isinstance(t, list) and all(isinstance(line, str) for line in t) for t in lists), told)
+    references, keywords = ([words for words in map(split_words, lines) if words] for lines in lists)
+    need(references, f"{told} with a word in it")
+    if not keywords:
+        often = Counter(word for reference in references for word in set(reference) if word not in STOP_WORDS)
+        keywords = [(word,) for word, count in sorted(often.items()) if 2 * count >= len(references)]
+    return Truth(references, keywords)
+
+
+def caption_reward(response: str, truth: str, corpus: Corpus) -> dict[str, float]:
+    """The parts, and under "reward" their weighted sum. Raises UserError for a truth without a caption, never else.
+
+    Only what stands behind `</think>` is the caption; with a special token in it, or over MAX_CAPTION_CHARS, it is
+    none.
+    """
+    references, keywords = read_truth(truth)
+    text = response.rpartition("</think>")[2]
+    whole = len(text) <= MAX_CAPTION_CHARS and "<think>" not in text and not SPECIAL_TOKEN.search(text)
+    words = split_words(text) if whole else ()
+    parts = {
+        "cider": corpus.cider(words, references),
+        "bleu4": bleu4(words, references) if words else 0.0,
+        "rouge_l": rouge_l(words, references),
+        "keywords": coverage(words, keywords),
+        "length": outside(words, references),
+        "repetition": max(0.0, repeated(words) - max(map(repeated, references))),
+    }
+    return parts | {"reward": sum(WEIGHTS[part] * value for part, value in parts.items())}
+
+
+@register("caption")
+def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """CIDEr's documents are the rows that this process has loaded, in training those of --eval-data too."""
+    try:
+        CORPUS.add((example.uid, example.ground_truth), read_truth(example.ground_truth).references)
+        return caption_reward(response, example.ground_truth, CORPUS)
+    except UserError as error:
+        raise UserError(f"row {example.uid!r}: {error}") from error
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+CAPTIONS = ("references", "captions", "caption", "text")
+
+
+def rows(cfg: TaskConfig) -> Iterator[Raw]:
+    """CSV, JSONL or parquet with an image, and caption, text, captions or references: a text or a list (in CSV JSON).
+
+    A column keywords, a list or a text with commas, is optional.
+    """
+    for raw in any_rows(cfg):
+        if isinstance(raw.record, dict):
+            raw.record = caption_record(raw.record, cfg)
+        yield raw
+
+
+def as_list(value: Any, comma: bool = False) -> list:
+    """A list, JSON of one, or a text as a list of one, or of its parts between commas."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with refusing((ValueError, RecursionError), f"{value[:80]!r} is no list in JSON"):
+            return json.loads(value)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if comma else [value]
+    return value or []
+
+
+def caption_record(record: dict, cfg: TaskConfig) -> Record:
+    """A row in the on-disk format, its other columns kept; or why it is none."""
+    names = (cfg.answer_key, *CAPTIONS)
+    try:
+        references = as_list(first([record.get(name) for name in names]))
+        truth = {"references": references, "keywords": as_list(record.get("keywords"), comma=True)}
+        text = json.dumps(truth, ensure_ascii=False, default=str)
+        read_truth(text)
+    except UserError as error:
+        return f"{error}; looked for columns {', '.join(CAPTIONS)}"
+    image = first([record.get(name) for name in (cfg.image_key, *IMAGES)])
+    if image is None:
+        return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}"
+    used = {*names, *IMAGES, cfg.image_key, cfg.prompt_key, "keywords"}
+    return {name: value for name, value in record.items() if name not in used} | {
+        "data_source": "caption",
+        cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{INSTRUCTION}"),
+        cfg.image_key: image,
+        "reward_model": {"style": "rule", "ground_truth": text},
+    }
+
+
+# --- drawn shapes -----------------------------------------------------------------------------------------------------
+
+NUMBERS = ("one", "two", "three", "four")
+FORMS = ("{}", "there {be} {}", "a drawing of {}")
+
+
+def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[str]]]:
+    """Endless (png, captions). No image occurs in two splits: the hash of its bytes decides which split may have it."""
+    rng = random.Random(f"caption/{SALT[split]}/{seed}")
+    while True:
+        colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))
+        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+        draw_shapes(ImageDraw.Draw(image), rng, colour, shape, count)
+        what = f"{NUMBERS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
+        data = png(image)
+        in_test = hashlib.sha256(data).digest()[0] < 64
+        if in_test == (split == "test"):
+            yield data, [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows in the on-disk format, of different images."""
+    need(split in SALT, f"--split {split!r}: caption's drawings have {', '.join(SALT)}")
+    seen = set()
+    for image, captions in scenes(split, seed):
+        if len(seen) == n:
+            return
+        if image not in seen:
+            seen.add(image)
+            index = len(seen) - 1
+            truth = {"references": captions, "keywords": captions[0].split()}
+            yield {
+                "data_source": "caption",
+                "prompt": [{"role": "user", "content": f"{MARK}Describe the image."}],
+                "images": [{"bytes": image, "path": None}],
+                "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+                "extra_info": {"split": split, "index": index, "uid": f"caption-{split}-{seed}-{index}"},
+            }

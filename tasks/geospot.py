@@ -1,0 +1,446 @@
+"""Where was this image taken? Country, region, city and coordinates, each graded by itself.
+
+Coordinates earn exp(-distance / tolerance). The tolerance and the parts that count are a stage's: STAGES holds the five
+of the curriculum, and until the loop hands a stage over the registered reward uses the last, in which all parts count.
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+import unicodedata
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw
+
+from errors import UserError, need, refusing
+from prepare_data import MARK, Raw, TaskConfig
+from reward import SPECIAL_TOKEN, register
+from tasks._tables import any_rows, first
+from tasks.shapes import CELL, COLOURS, SALT, SIDE, png, polygon
+
+INSTRUCTION = (
+    "Where was this image taken? Look at its signs, buildings, vegetation and roads, then answer on the last line with "
+    'one JSON object, names in English: {"country": "...", "region": "...", "city": "...", "lat": 0.0, "lon": 0.0}'
+)
+MAX_ANSWER_CHARS = 2000  # of the end of a response; what stands before is its reasoning
+MAX_VALUE_CHARS = 100
+EARTH_KM = 6371.0088  # mean radius (IUGG)
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    first_step: int
+    parts: tuple[str, ...]  # that earn; the others are graded and logged all the same
+    tolerance_km: float  # at this distance coordinates earn 1/e
+
+
+WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
+STAGES = (
+    Stage(0, ("country", "coordinates"), 500.0),
+    Stage(100, ("country", "coordinates"), 200.0),
+    Stage(300, ("country", "region", "coordinates"), 100.0),
+    Stage(600, ("country", "region", "city", "coordinates"), 50.0),
+    Stage(1000, ("country", "region", "city", "coordinates"), 25.0),
+)
+
+
+def stage_at(step: int, stages: tuple[Stage, ...] = STAGES) -> Stage:
+    """A function of the step alone, so that a resumed run is where it was."""
+    return [stage for stage in stages if stage.first_step <= step][-1]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+COLUMNS = {  # of a file, OSV-5M's names too
+    "country": ("country",),
+    "region": ("region",),
+    "city": ("city",),
+    "lat": ("lat", "latitude"),
+    "lon": ("lon", "lng", "longitude"),
+}
+IMAGES = ("image", "image_url", "thumb_original_url")
+
+
+def rows(cfg: TaskConfig) -> Iterator[Raw]:
+    """CSV, JSONL or parquet with image or image_url, country, region, city, lat and lon; any but one may be missing.
+
+    OSV-5M's own CSV names no files: its images are found by `id` below --image-root.
+    """
+    for raw in any_rows(cfg, IMAGES):
+        if isinstance(raw.record, dict):
+            raw.record = geo_record(raw.record, raw.root, cfg)
+        yield raw
+
+
+def place_of(record: dict) -> dict[str, Any]:
+    """Field -> what the first of its columns that holds something has, or None."""
+    return {field: first([record.get(name) for name in columns]) for field, columns in COLUMNS.items()}
+
+
+@cache
+def files_by_id(root: Path) -> dict[str, str]:
+    return {path.stem: str(path.relative_to(root)) for path in root.rglob("*.jpg")}
+
+
+def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
+    """A row in the on-disk format, its other columns kept; or why it is none."""
+    found = place_of(record)
+    fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
+    for field, name in fields.items():
+        if not isinstance(name, str) or not plain(name) or len(name) > MAX_VALUE_CHARS:
+            return f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing"
+    if coordinates := read_coordinates(found):
+        fields |= dict(zip(("lat", "lon"), coordinates, strict=True))
+    elif (found["lat"], found["lon"]) != (None, None):
+        return f"lat {found['lat']!r} and lon {found['lon']!r}: expected degrees from -90 to 90 and from -180 to 180"
+    if not fields:
+        return "no country, region, city, lat or lon; at least one of these columns has to hold something"
+    here = first([record.get(name) for name in (cfg.image_key, "image")])
+    by_id = files_by_id(root).get(str(record["id"])) if here is None and "id" in record else None
+    image = first([here, by_id, *(record.get(name) for name in IMAGES)])
+    if image is None:
+        return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
+    used = {*IMAGES, cfg.image_key, cfg.prompt_key, *(name for columns in COLUMNS.values() for name in columns)}
+    return {name: value for name, value in record.items() if name not in used} | {
+        "data_source": "geospot",
+        cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{INSTRUCTION}"),
+        cfg.image_key: image,
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(fields, ensure_ascii=False)},
+    }
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+LETTERS = {"ł": "l", "ø": "o", "đ": "d", "ð": "d", "æ": "ae", "œ": "oe", "ı": "i", "þ": "th", "&": " and "}
+LETTERS = str.maketrans(LETTERS)
+SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
+KINDS = "state province region county prefecture district oblast department governorate autonomous community of".split()
+ALSO = {  # what people write, and ISO 3166 does not have
+    "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
+    "US": "america|united states of america", "RU": "russia", "TR": "turkey", "CZ": "czech republic",
+    "CI": "ivory coast", "KR": "korea", "MM": "burma", "NL": "holland", "AE": "uae|emirates", "SZ": "swaziland",
+    "MK": "macedonia|republic of macedonia", "VA": "vatican|vatican city|holy see", "CV": "cape verde",
+    "MO": "macau|macau sar|macao sar china", "BN": "brunei", "TL": "east timor", "FM": "micronesia",
+    "PS": "palestine|palestinian territory|palestinian territories", "XK": "xk|xkx|kosovo", "BA": "bosnia",
+    "CD": "dr congo|drc|congo kinshasa|congo dr", "CG": "congo brazzaville|congo republic", "FK": "falkland islands",
+    "TT": "trinidad", "AG": "antigua", "CN": "prc|mainland china", "LY": "state of libya", "SH": "saint helena",
+    "VI": "united states virgin islands", "HK": "hong kong sar|hong kong sar china",
+    "BQ": "caribbean netherlands|bonaire|bonaire saint eustatius and saba", "CC": "cocos islands",
+    "PN": "pitcairn islands", "HM": "heard and mcdonald islands", "IE": "republic of ireland|eire",
+    "DE": "deutschland", "ES": "espana", "IT": "italia", "BR": "brasil", "JP": "nippon",
+}  # fmt: skip
+
+
+@lru_cache(65536)
+def plain(text: str) -> str:
+    """Lower case, without accents, punctuation and articles: `St. Étienne` -> `saint etienne`."""
+    text = unicodedata.normalize("NFKD", text.casefold()).translate(LETTERS)
+    text = re.sub(r"[\u0300-\u036f\u200b-\u200f\u2060\ufeff.'’‘ʼ`´]", "", text)
+    words = re.sub(r"[\W_]+", " ", text).split()
+    return " ".join(SHORT.get(word, word) for word in words if word != "the")
+
+
+@cache
+def country_codes() -> dict[str, str]:
+    """Plain name or code -> ISO 3166 alpha-2."""
+    with refusing(ImportError, "geospot grading needs pycountry; pip install -r requirements.txt"):
+        import pycountry
+    codes = {}
+    for country in pycountry.countries:
+        fields = ("alpha_2", "alpha_3", "name", "official_name", "common_name")
+        names = [getattr(country, field) for field in fields if hasattr(country, field)]
+        first, _, rest = country.name.partition(", ")  # "Korea, Republic of"
+        names += [f"{rest} {first}", country.name.partition(" (")[0]]
+        codes |= {plain(name): country.alpha_2 for name in names}
+    for code, names in ALSO.items():
+        codes |= dict.fromkeys(map(plain, names.split("|")), code)
+    return codes
+
+
+def country_of(text: str) -> str:
+    """ISO code of a country, or else the plain text, which an invented map's names are."""
+    codes = country_codes()
+    if found := codes.get(plain(text)):
+        return found
+    twice = {codes.get(plain(part)) for part in re.split(r"[()/,–-]", text) if plain(part)}  # "France (FR)"
+    return twice.pop() if len(twice) == 1 and None not in twice else plain(text)
+
+
+@lru_cache(65536)
+def region_of(text: str, country: str) -> str:
+    """Plain name of a region, without "state of" and the like; ISO's codes `CA` and `US-CA` are names too."""
+    import pycountry
+
+    name = plain(text)
+    if len(name) <= 6 and len(country) == 2:
+        code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
+        found = pycountry.subdivisions.get(code=f"{country}-{code}")
+        name = plain(found.name) if found else name
+    words = name.split()
+    return " ".join([word for word in words if word not in KINDS] or words)
+
+
+def city_of(text: str) -> str:
+    return plain(text).removeprefix("city of ").removesuffix(" city")
+
+
+# --- reading an answer ------------------------------------------------------------------------------------------------
+
+LABELS = {
+    "country": "country",
+    "region": "region state province",
+    "city": "city town village municipality",
+    "lat": "lat latitude",
+    "lon": "lon lng long longitude",
+    "coordinates": "coordinates coordinate coords gps",
+}
+FIELDS: dict[str, str] = {}
+for meaning, labels in LABELS.items():
+    FIELDS |= dict.fromkeys(labels.split(), meaning)
+FILLERS = "name code or and approximate estimated decimal degrees".split()
+LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
+NUMBER = r"\d{1,3}(?:\.\d{0,15})?"
+ANGLE = rf" ?([+-]?) ?({NUMBER}) ?(?:°|deg|degrees)? ?(?:({NUMBER}) ?' ?(?:({NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
+PAIR = re.compile(rf"{ANGLE}[,; ]{ANGLE}", re.I)
+SIGNS = str.maketrans("−–’′”″º", "--''\"\"°")
+
+
+def field_of(label: str) -> str | None:
+    """`Latitude`, `state/province`, `country_code` -> the field that is meant."""
+    words = plain(label).split()
+    fields = {FIELDS[word] for word in words if word in FIELDS}
+    if fields == {"lat", "lon"} or "coordinates" in fields:
+        fields = {"coordinates"}
+    return fields.pop() if len(fields) == 1 and all(word in FIELDS or word in FILLERS for word in words) else None
+
+
+def json_pairs(text: str) -> list[tuple[str, Any]]:
+    """Names and values of all JSON objects in a text, those inside of others too."""
+    pairs: list[tuple[str, Any]] = []
+    start = text.find("{")
+    while start >= 0:
+        found: list[tuple[str, Any]] = []
+        try:
+            end = json.JSONDecoder(object_pairs_hook=found.extend).raw_decode(text, start)[1]
+            pairs += found
+        except (ValueError, RecursionError):
+            end = start + 1
+        start = text.find("{", end)
+    return pairs
+
+
+def line_pairs(text: str) -> list[tuple[str, str]]:
+    """Names and values of `name: value`, one a line or several; a value ends where its line or the next name does."""
+    labels = list(LABEL.finditer(text))
+    pairs = []
+    for label, following in zip_longest(labels, labels[1:]):
+        value = text[label.end() : following.start() if following else None].partition("\n")[0]
+        pairs.append((label[1], value.strip(" \t\r*_`\"'|,;.")))
+    return pairs
+
+
+def read_answer(response: str) -> dict[str, Any]:
+    """Field -> value, as written: of JSON objects, or else of `name: value`.
+
+    Reasoning in `<think>` does not count. A field that is given twice with different values is no answer.
+    """
+    text = response.rpartition("</think>")[2]
+    if "<think>" in text or SPECIAL_TOKEN.search(text):
+        return {}
+    text = text[-MAX_ANSWER_CHARS:]
+    found: dict[str, list] = {}
+    for pairs in (json_pairs(text), line_pairs(text)):
+        for label, value in pairs:
+            if field := field_of(label[:MAX_VALUE_CHARS]):
+                found.setdefault(field, []).append(value)
+        if found:
+            break
+    return {field: values[0] for field, values in found.items() if all(value == values[0] for value in values)}
+
+
+def degrees(sign: str, whole: str, minutes: str | None, seconds: str | None, letter: str, axis: str) -> float | None:
+    """One angle; `axis` is its letters, positive and negative: "NS" or "EW". None if it has not exactly one reading."""
+    value = float(whole) + float(minutes or 0) / 60 + float(seconds or 0) / 3600
+    letter = letter.upper()
+    contradiction = letter and (letter not in axis or (sign == "-" and letter == axis[0]))
+    if contradiction or value > (90 if axis == "NS" else 180) or float(minutes or 0) >= 60 or float(seconds or 0) >= 60:
+        return None
+    return -value if sign == "-" or letter == axis[1] else value
+
+
+def read_coordinates(answer: dict[str, Any]) -> tuple[float, float] | None:
+    """(latitude, longitude) from `coordinates`, text or a list of two, or else from `lat` and `lon`."""
+    both = answer.get("coordinates")
+    if isinstance(both, list) and len(both) != 2:
+        return None
+    one, two = both if isinstance(both, list) else (answer.get("lat"), answer.get("lon"))
+    given = as_text(both if isinstance(both, str) else None) or f"{as_text(one)},{as_text(two)}"
+    match = PAIR.fullmatch(" ".join(given.translate(SIGNS).strip("()[]{} ").split()))
+    if match is None:
+        return None
+    lat, lon = degrees(*match.groups()[:5], "NS"), degrees(*match.groups()[5:], "EW")
+    return None if lat is None or lon is None else (lat, lon)
+
+
+def as_text(value: Any) -> str:
+    """A short text or a number as text; "" for anything else."""
+    if isinstance(value, float):
+        return f"{value:.9f}" if abs(value) <= 180 else ""  # never as 1e-05
+    text = str(value) if isinstance(value, str) or (type(value) is int and abs(value) <= 180) else ""
+    return text if len(text) <= MAX_VALUE_CHARS else ""
+
+
+# --- reward -----------------------------------------------------------------------------------------------------------
+
+
+def distance_km(lat: float, lon: float, other_lat: float, other_lon: float) -> float:
+    """Great-circle distance by the haversine formula, on a sphere: within 0.6% of the ellipsoid's."""
+    phi, psi = math.radians(lat), math.radians(other_lat)
+    half = math.sin((psi - phi) / 2) ** 2
+    half += math.cos(phi) * math.cos(psi) * math.sin(math.radians(other_lon - lon) / 2) ** 2
+    return 2 * EARTH_KM * math.asin(min(1.0, math.sqrt(half)))
+
+
+def read_truth(truth: dict | str) -> dict[str, Any]:
+    """The truth by field; without those that it has no value for. Raises UserError if it holds nothing to grade."""
+    told = f"the truth {str(truth)[:200]!r} is no JSON object with country, region, city, lat and lon"
+    with refusing((ValueError, RecursionError), told):
+        fields = json.loads(truth) if isinstance(truth, str) else truth
+    need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
+    fields = fields | place_of(fields)
+    place = {field: as_text(fields[field]) for field in ("country", "region", "city")}
+    place = {field: text for field, text in place.items() if plain(text)}
+    if coordinates := read_coordinates(fields):
+        place["coordinates"] = coordinates
+    need(place, f"{told}; make the file with `python prepare_data.py geospot`")
+    return place
+
+
+cached_truth = lru_cache(4096)(read_truth)  # a truth is met once for each of its samples
+
+
+def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
+    """Which of country, region and city are right. A city may be followed by its region and country."""
+    country = country_of(truth.get("country", ""))
+    normal = {"country": country_of, "region": lambda text: region_of(text, country), "city": city_of}
+    names = {field: normal[field](truth[field]) for field in normal if field in truth}
+
+    def right(field: str) -> bool:
+        text = given[field]
+        if field not in names or not plain(text):
+            return False
+        head, *more = text.split(",")
+        wider = [other for other in ("region", "country") if other in names and other != field]
+        trailing = field != "country" and all(any(normal[o](m) == names[o] for o in wider) for m in more)
+        return normal[field](text) == names[field] or (trailing and normal[field](head) == names[field])
+
+    return {field: right(field) for field in normal}
+
+
+def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
+    """Each part from 0 to 1, and under "reward" the weighted sum of those that the stage pays for.
+
+    `stage` is a Stage or its place in STAGES, from 0. What a truth has no value for is no part of that row: its weight
+    goes to the row's other parts. Raises UserError if the truth holds nothing to grade; no response raises.
+    """
+    if isinstance(stage, int):
+        need(0 <= stage < len(STAGES), f"stage {stage}: there are 0 to {len(STAGES) - 1}")
+        stage = STAGES[stage]
+    place = cached_truth(truth) if isinstance(truth, str) else read_truth(truth)
+    answer = read_answer(response)
+    given = {field: as_text(answer.get(field)) for field in ("country", "region", "city")}
+    parts = {field: float(right) for field, right in same_names(given, place).items()}
+    there = read_coordinates(answer) if "coordinates" in place else None
+    parts["coordinates"] = math.exp(-distance_km(*there, *place["coordinates"]) / stage.tolerance_km) if there else 0.0
+    whole = sum(WEIGHTS[part] for part in stage.parts)
+    possible = sum(WEIGHTS[part] for part in stage.parts if part in place)
+    earned = sum(WEIGHTS[part] * parts[part] for part in stage.parts)
+    return parts | {"reward": earned * whole / possible if possible else 0.0}
+
+
+@register("geospot", "osv5m", answerable=lambda truth, rewards: rewards["reward"] > 0.999)
+def geospot(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """All parts at 25 km, the last stage."""
+    try:
+        return geospot_reward(response, example.ground_truth, STAGES[-1])
+    except UserError as error:
+        raise UserError(f"row {example.uid!r}: {error}") from error
+
+
+# --- an invented map --------------------------------------------------------------------------------------------------
+
+TOY_INSTRUCTION = "Name country, region, city, coordinates."
+COUNTRIES = dict(zip(COLOURS, ("Ardan", "Belmor", "Corvia", "Dunmar"), strict=True))  # by the colour of the land
+REGIONS = {"circle": "Northmark", "square": "Midmark", "triangle": "Southmark"}  # by the shape of the marks
+INK = (20, 20, 20)
+CITIES = ("Onewell", "Twowell", "Threewell")  # by their number
+
+
+def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
+    """Countries are 2,200 km and more apart, regions 222, cities 55: each stage asks for one thing more."""
+    country, region = list(COLOURS).index(colour), list(REGIONS).index(shape)
+    place = {"country": COUNTRIES[colour], "region": REGIONS[shape], "city": CITIES[marks - 1]}
+    return place | {"lat": 60 - 20 * country - 2 * region, "lon": 20 * country + marks}
+
+
+def toy_answer(place: dict[str, Any]) -> str:
+    """As the toy policy is to write it: short."""
+    names = "; ".join(f"{field}: {place[field]}" for field in ("country", "region", "city"))
+    return f"{names}; coordinates: {place['lat']}, {place['lon']}"
+
+
+def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
+    """An island in a pale sea, with black marks, one to a cell."""
+    image = Image.new("RGB", (SIDE, SIDE), (*(rng.randint(205, 225) for _ in range(2)), rng.randint(235, 255)))
+    draw = ImageDraw.Draw(image)
+    coast = []
+    for i in range(18):
+        reach = SIDE / 2 * rng.uniform(1.15, 1.35)
+        coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
+    draw.polygon(coast, fill=COLOURS[colour])
+    for cell in rng.sample(range(9), marks):
+        x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
+        y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
+        r = rng.uniform(8.5, 10.5)
+        if shape == "circle":
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=INK)
+        else:
+            draw.polygon(polygon(shape, x, y, r), fill=INK)
+    return png(image)
+
+
+def scenes(split: str, seed: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Endless (png, place). No image occurs in two splits: the hash of its bytes decides which split may have it."""
+    rng = random.Random(f"geospot/{SALT[split]}/{seed}")
+    while True:
+        where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
+        data = draw_map(rng, *where)
+        in_test = hashlib.sha256(data).digest()[0] < 64
+        if in_test == (split == "test"):
+            yield data, toy_place(*where)
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows in the on-disk format, of different images."""
+    need(split in SALT, f"--split {split!r}: geospot's map has {', '.join(SALT)}")
+    seen = set()
+    for image, place in scenes(split, seed):
+        if len(seen) == n:
+            return
+        if image not in seen:
+            seen.add(image)
+            index = len(seen) - 1
+            yield {
+                "data_source": "geospot",
+                "prompt": [{"role": "user", "content": f"{MARK}{TOY_INSTRUCTION}"}],
+                "images": [{"bytes": image, "path": None}],
+                "reward_model": {"style": "rule", "ground_truth": json.dumps(place)},
+                "extra_info": {"split": split, "index": index, "uid": f"geospot-{split}-{seed}-{index}"},
+            }

@@ -1,0 +1,332 @@
+"""Tests of tasks/caption.py: the measures against worked examples and COCO's own code, penalties, cheats, data, toy.
+
+data/caption_reference.json holds what pycocoevalcap 1.2 (COCO's code: 104 MB, Java for what is not used here) gives for
+`random_captions()`. With it installed, `python tests/test_caption.py` writes the file again.
+"""
+
+import csv
+import io
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import reward
+from errors import UserError
+from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from tasks import caption
+from tasks.caption import Corpus, bleu4, caption_reward, rouge_l, split_words
+
+DATA = Path(__file__).parent / "data" / "caption_reference.json"
+MEASURES = ("cider", "bleu4", "rouge_l")
+PARTS = {*MEASURES, "keywords", "length", "repetition", "reward"}
+
+
+def random_captions(n=100, seed=0):
+    """(caption, references), each of 1 to 5 references and 1 to 16 words; most captions are a reference, changed."""
+    rng = random.Random(seed)
+    words = "a the man woman dog cat red blue small large standing sitting on in near with street table ball".split()
+
+    def sentence():
+        return rng.choices(words, k=rng.randint(1, 16))
+
+    for _ in range(n):
+        references = [sentence() for _ in range(rng.randint(1, 5))]
+        given = list(rng.choice(references)) if rng.random() < 0.8 else sentence()
+        for _ in range(rng.randint(0, 4)):
+            given[rng.randrange(len(given))] = rng.choice(words)
+        if rng.random() < 0.3:
+            given = given[: rng.randint(1, len(given))] + given
+        yield " ".join(given), [" ".join(reference) for reference in references]
+
+
+def measured():
+    rows = [(split_words(given), list(map(split_words, references))) for given, references in random_captions()]
+    corpus = Corpus()
+    for i, (_, references) in enumerate(rows):
+        corpus.add(i, references)
+    return [(corpus.cider(*row), bleu4(*row), rouge_l(*row)) for row in rows]
+
+
+# --- the measures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_random_captions_as_in_cocos_code():
+    wanted = json.loads(DATA.read_text())
+    found = measured()
+    assert len(found) == len(wanted) == 100
+    for i, measure in enumerate(MEASURES):
+        assert max(abs(mine[i] - theirs[i]) for mine, theirs in zip(found, wanted, strict=True)) < 1e-6, measure
+        assert len({round(theirs[i], 6) for theirs in wanted}) > 40  # and not all 0 or 1
+
+
+def test_bleu_of_nltks_worked_example():
+    """nltk.translate.bleu_score.sentence_bleu's docstring: 0.5045..., after Papineni et al. 2002, example 1."""
+    references = [
+        "It is a guide to action that ensures that the military will forever heed Party commands",
+        "It is the guiding principle which guarantees the military forces always being under the command of the Party",
+        "It is the practical guide for the army always to heed the directions of the party",
+    ]
+    given = "It is a guide to action which ensures that the military always obeys the commands of the party"
+    bleu = bleu4(tuple(given.split()), [tuple(reference.split()) for reference in references])
+    assert bleu == pytest.approx(0.5045666840058485, abs=1e-7)
+
+
+def test_rouge_l_of_lins_worked_example():
+    """Lin 2004, section 3.1: police killed the gunman; 3/4 and 2/4, which of equal length no beta changes."""
+    reference = [split_words("police killed the gunman")]
+    assert rouge_l(split_words("police kill the gunman"), reference) == pytest.approx(3 / 4)
+    assert rouge_l(split_words("the gunman kill police"), reference) == pytest.approx(2 / 4)
+
+
+def test_longest_common_subsequence_as_in_the_textbook():
+    assert caption.common_subsequence(tuple("ABCBDAB"), tuple("BDCABA")) == 4  # Cormen et al., figure 15.8
+    rng = random.Random(0)
+    for _ in range(300):
+        a, b = (tuple(rng.choices("abcde", k=rng.randint(0, 90))) for _ in range(2))
+        table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+        for i, x in enumerate(a):
+            for j, y in enumerate(b):
+                table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+        assert caption.common_subsequence(a, b) == table[-1][-1]
+
+
+def test_cider_by_hand():
+    """Two documents without a word in common: each n-gram weighs log 2, and an equal text is worth 10."""
+    corpus = Corpus()
+    one, two = split_words("a red ball rolls"), split_words("the dog sleeps outside today")
+    corpus.add(1, [one])
+    corpus.add(2, [two])
+    corpus.add(2, [two])  # once only
+    assert len(corpus.documents) == 2
+    assert corpus.cider(one, [one]) == pytest.approx(10) and corpus.cider(one, [two]) == 0
+    # 3 of 4 words, 2 of 3 pairs, 1 of 2 triples, nothing of four: cosines 3/4, 2/3, 1/2, 0
+    assert corpus.cider(split_words("a red ball flies"), [one]) == pytest.approx(10 * (3 / 4 + 2 / 3 + 1 / 2) / 4)
+    longer = 10 / 4 * (4 / math.sqrt(20) + 3 / math.sqrt(12) + 2 / math.sqrt(6) + 1 / math.sqrt(2))
+    assert corpus.cider(split_words("a red ball rolls away"), [one]) == pytest.approx(longer * math.exp(-1 / 72))
+    assert corpus.cider((), [one]) == 0 and Corpus().cider(one, [one]) == 0  # one document tells nothing rare
+
+
+def test_words():
+    text = "A  man's black-and-white “Café”, No. 5!\n"
+    assert split_words(text) == ("a", "man", "s", "black-and-white", "café", "no", "5")
+    assert split_words("ＲＥＤ ball") == ("red", "ball") and split_words("?!_ ") == ()
+
+
+# --- keywords and penalties -------------------------------------------------------------------------------------------
+
+
+def parts(given, *references, keywords=()):
+    truth = json.dumps({"references": references or ["a red ball on the green grass"], "keywords": list(keywords)})
+    return caption_reward(given, truth, Corpus())
+
+
+def test_keywords():
+    assert caption.read_truth("A red ball on the grass.").keywords == [("ball",), ("grass",), ("red",)]
+    truth = '["a red ball", "the red ball on grass", "a toy"]'  # those of half of them
+    assert caption.read_truth(truth).keywords == [("ball",), ("red",)]
+    for given, share in [("ball", 1 / 3), ("a Red, ball!", 2 / 3), ("redball", 0), ("grass red ball", 1), ("", 0)]:
+        assert parts(given, "a red ball on the grass")["keywords"] == pytest.approx(share)
+    assert parts("a traffic light", keywords=["traffic light", "car"])["keywords"] == 0.5
+    assert parts("a light for traffic", keywords=["traffic light"])["keywords"] == 0
+
+
+def test_length_penalty():
+    ten = "one two three four five six seven eight nine ten"
+    for n, penalty in [(10, 0), (15, 0), (7, 0), (18, 0.2), (30, 1), (60, 1), (5, 0.25), (1, 0.85), (0, 1)]:
+        given = " ".join(f"w{i}" for i in range(n))
+        assert parts(given, ten)["length"] == pytest.approx(penalty)
+    assert parts("w " * 5, ten, "one two three")["length"] == 0  # between the shortest and the longest
+
+
+def test_repetition_penalty():
+    assert parts("a b c d e f")["repetition"] == 0
+    assert parts("a b a b a b")["repetition"] == pytest.approx(1 - 2 / 5)
+    assert parts("ball ball ball ball")["repetition"] == pytest.approx(1 - 1 / 3)
+    assert parts("a b a b", "x y x y x")["repetition"] == 0  # its own references repeat as much
+
+
+def test_the_total_is_the_weighted_sum():
+    corpus = Corpus()
+    for i, (_, references) in enumerate(random_captions()):
+        corpus.add(i, list(map(split_words, references)))
+    for given, references in random_captions():
+        found = caption_reward(given, json.dumps(references), corpus)
+        assert set(found) == PARTS
+        total = sum(weight * found[part] for part, weight in caption.WEIGHTS.items())
+        assert found["reward"] == pytest.approx(total)
+
+
+# --- cheats -----------------------------------------------------------------------------------------------------------
+
+REFERENCES = ["two red circles", "there are two red circles", "a drawing of two red circles"]
+WORSE = [  # than any honest sentence of the same kind that has one thing wrong
+    "", " ", ".", "circles", "red", "two red circles " * 10, "two red circles " * 999, "two two two red red",
+    "two red circles there are two red circles a drawing of two red circles",
+    "two red circles, three red circles, two blue circles, four green stars, one yellow square, two red squares",
+    "one two three four red green blue yellow circles squares triangles stars", "two\u200b red\u200bcir\u200bcles",
+    "Describe the image in one sentence.", "<think>two red circles", "<think>two red circles</think>",
+    "two red circles<|im_end|>", "<|im_start|>two red circles", "tw0 r3d c1rcles", "twо rеd сirсlеs",
+]  # fmt: skip
+
+
+def corpus_of_shapes():
+    corpus = Corpus()
+    for i, row in enumerate(caption.toy(300, "train", 0)):
+        corpus.add(i, caption.read_truth(row["reward_model"]["ground_truth"]).references)
+    return corpus
+
+
+def test_cheats_earn_less_than_an_honest_mistake():
+    corpus, truth = corpus_of_shapes(), json.dumps(REFERENCES)
+
+    def total(given):
+        return caption_reward(given, truth, corpus)["reward"]
+
+    honest = [total(text) for text in ("three red circles", "two blue circles", "two red squares")]
+    assert all(total(text) < min(honest) for text in WORSE), [t for t in WORSE if total(t) >= min(honest)]
+    for right in [*REFERENCES, "Two red circles.", "<think>Two? Yes.</think> there are two red circles"]:
+        assert total(right) > max(honest) + 0.15
+    assert total("red circles two") < total("two red circles") - 0.15
+    assert total("") == pytest.approx(-0.5)
+
+
+# --- truths, and any text ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "truth", ["", "...", "[]", "[1]", '["."]', '{"references": "a"}', "{", "[" * 5000, '{"captions": ["a"]}', "[null]"]
+)
+def test_a_truth_without_a_caption_is_refused(truth):
+    with pytest.raises(UserError, match="is no caption, nor JSON with a list of references"):
+        caption_reward("a", truth, Corpus())
+    with pytest.raises(UserError, match="row 'row-7': "):
+        reward.check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
+
+
+def test_the_registered_reward_knows_the_rows_that_were_checked(monkeypatch):
+    monkeypatch.setattr(caption, "CORPUS", Corpus())
+    rows = [SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=json.dumps(references))
+            for i, (_, references) in enumerate(random_captions())]  # fmt: skip
+    assert reward.check_tasks(rows) == {"caption": 100}
+    scored = reward.score_batch([given for given, _ in random_captions()], rows)
+    for found, wanted in zip(scored, json.loads(DATA.read_text()), strict=True):
+        assert [found[measure] for measure in MEASURES] == pytest.approx(wanted, abs=1e-6)
+    assert len(caption.CORPUS.documents) == 100  # scoring again adds nothing
+
+
+def test_ten_thousand_texts():
+    rng = random.Random(0)
+    pieces = ["two", "red", "circles", "a", "<think>", "</think>", "<|im_end|>", "\\boxed{", "中文"]
+    pieces += list(" ,\n-é\ud800ﬁİ\u200b\u0301𝟒٤_'}")
+    texts = [rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 40))) for _ in range(10_000)]
+    corpus, truth = corpus_of_shapes(), json.dumps(REFERENCES)
+    start = time.thread_time()
+    for text in texts:
+        found = caption_reward(text, truth, corpus)
+        assert set(found) == PARTS and all(math.isfinite(value) for value in found.values())
+        assert -1 <= found["reward"] <= 1
+    assert (time.thread_time() - start) / len(texts) < 0.001
+
+
+@pytest.mark.parametrize("piece", ["a", "a ", "a b c ", "-", "a-", "<think>", "</think>", "<|", "\u0301", "ﷺ", " "])
+def test_long_texts_are_quick(piece):
+    for n in (4000, 100_000):
+        start = time.thread_time()
+        caption_reward(piece * (n // len(piece)), json.dumps(REFERENCES), Corpus())
+        assert time.thread_time() - start < 0.1
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def made(folder, *files, **more):
+    make_file("caption", TaskConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+
+
+@pytest.fixture
+def image(tmp_path):
+    Image.new("RGB", (30, 20), (9, 90, 200)).save(tmp_path / "a.png")
+    return tmp_path / "a.png"
+
+
+def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
+    with open(tmp_path / "one.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "captions", "keywords", "id"])
+        writer.writerow(["a.png", '["a blue field", "all blue"]', "blue, field", "7"])
+    (tmp_path / "two.jsonl").write_text(json.dumps({"image": "a.png", "caption": "A blue field."}) + "\n")
+    cell = {"bytes": image.read_bytes(), "path": "a.png"}
+    row = {"image": cell, "text": "a drawing of a blue Pokemon"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "three.parquet")
+    one, two, three = made(tmp_path, tmp_path / "one.csv", tmp_path / "two.jsonl", tmp_path / "three.parquet")
+    assert json.loads(one.ground_truth) == {"references": ["a blue field", "all blue"], "keywords": ["blue", "field"]}
+    assert one.extra["id"] == "7"
+    assert json.loads(two.ground_truth) == {"references": ["A blue field."], "keywords": []}
+    assert json.loads(three.ground_truth)["references"] == ["a drawing of a blue Pokemon"]
+    for example in (one, two, three):
+        assert example.images == [image.read_bytes()] and example.data_source == "caption"
+        assert example.messages == [{"role": "user", "content": f"<image>{caption.INSTRUCTION}"}]
+    assert reward.check_tasks([one, two, three]) == {"caption": 3}
+
+
+def test_rows_that_are_wrong_say_why(tmp_path, image):
+    good = {"image": "a.png", "caption": "a blue field"}
+    for change, told in [
+        ({"caption": "..."}, "with a word in it; looked for columns references"),
+        ({"caption": ""}, "with a word in it"),
+        ({"caption": [1]}, "nor JSON with a list"),
+        ({"caption": "[a"}, "is no list in JSON"),
+        ({"image": ""}, "no image: looked for columns images, image"),
+    ]:
+        (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
+        with pytest.raises(UserError, match=f"bad.jsonl line 2: .*{told}"):
+            made(tmp_path, tmp_path / "bad.jsonl")
+    with pytest.raises(UserError, match="--input: give CSV"):
+        made(tmp_path)
+
+
+def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
+    train, again = (list(caption.toy(200, "train", 0)) for _ in range(2))
+    test, other = list(caption.toy(100, "test", 0)), list(caption.toy(100, "train", 1))
+    assert train == again
+    assert len({row["images"][0]["bytes"] for row in train + test + other}) == 400
+    with Image.open(io.BytesIO(train[0]["images"][0]["bytes"])) as picture:
+        assert picture.size == (84, 84)
+    assert len({row["reward_model"]["ground_truth"] for row in train}) > 55  # of 64 captions
+    make_file("caption", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
+    examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
+    assert len(examples) == 12 and not bad and reward.check_tasks(examples) == {"caption": 12}
+    with pytest.raises(UserError, match="--split 'val': caption's drawings have warm, train, test"):
+        list(caption.toy(1, "val", 0))
+
+
+def test_the_documented_example():
+    import doctest
+
+    [page] = [p for p in Path(__file__).parent.parent.glob("docs/*.md") if "## caption" in p.read_text()]
+    section = page.read_text().partition("## caption")[2].partition("\n## ")[0]
+    test = doctest.DocTestParser().get_doctest(section, {}, "caption", str(page), 0)
+    result = doctest.DocTestRunner().run(test)
+    assert result.attempted >= 5 and result.failed == 0
+
+
+if __name__ == "__main__":
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    given, references = ({i: x for i, x in enumerate(column)} for column in zip(*random_captions(), strict=True))
+    given = {i: [text] for i, text in given.items()}
+    cider, rouge = (measure.compute_score(references, given)[1] for measure in (Cider(), Rouge()))
+    bleu = Bleu(4).compute_score(references, given, verbose=0)[1][3]
+    lines = (json.dumps([float(x) for x in row]) for row in zip(cider, bleu, rouge, strict=True))
+    DATA.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,0 +1,500 @@
+"""Tests of tasks/geospot.py: stages, names, the parser, distances, rows of files, the invented map.
+
+Names are ISO 3166's own and those of English usage; distances are compared with a published example (Rosetta Code's
+haversine task) and with the angle between vectors, another formula.
+"""
+
+import csv
+import io
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import reward
+from errors import UserError
+from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from tasks import geospot
+from tasks.geospot import STAGES, Stage, distance_km, geospot_reward
+
+PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
+PARTS = ("country", "region", "city", "coordinates")
+
+
+def row(truth=PARIS, uid="row-7"):
+    return SimpleNamespace(data_source="geospot", ground_truth=json.dumps(truth), extra={}, uid=uid)
+
+
+def right(response, truth=PARIS, stage=4):
+    """The parts that are right; coordinates within a kilometre."""
+    parts = geospot_reward(response, truth, stage)
+    return " ".join(part for part in PARTS if parts[part] > 0.96)
+
+
+# --- stages and weights -----------------------------------------------------------------------------------------------
+
+
+def test_the_five_stages():
+    first = [stage.first_step for stage in STAGES]
+    assert first == [0, 100, 300, 600, 1000]
+    assert [stage.tolerance_km for stage in STAGES] == [500, 200, 100, 50, 25]
+    added = [set(stage.parts) - {"coordinates"} for stage in STAGES]
+    assert added == [{"country"}, {"country"}, {"country", "region"}, set(PARTS[:3]), set(PARTS[:3])]
+    for step, wanted in ((0, 0), (99, 0), (100, 1), (299, 1), (300, 2), (599, 2), (600, 3), (999, 3), (1000, 4)):
+        assert geospot.stage_at(step) is STAGES[wanted]
+    assert geospot.stage_at(10**9) is STAGES[-1]
+    assert sum(geospot.WEIGHTS.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("stage, most", list(enumerate([0.6, 0.6, 0.8, 1.0, 1.0])))
+def test_a_perfect_answer_earns_the_weights_of_the_stage(stage, most):
+    parts = geospot_reward(json.dumps(PARIS), PARIS, stage)
+    assert parts == dict.fromkeys(PARTS, 1.0) | {"reward": pytest.approx(most)}
+    assert geospot_reward(json.dumps(PARIS), json.dumps(PARIS), STAGES[stage]) == parts
+
+
+def test_each_part_earns_its_weight():
+    for part, weight in (("country", 0.3), ("region", 0.2), ("city", 0.2)):
+        assert geospot_reward(json.dumps({part: PARIS[part]}), PARIS, 4)["reward"] == pytest.approx(weight)
+    zero = {"country": "BR", "lat": 0.0, "lon": 0.0}
+    far = 6371.0088 * math.pi / 180  # km, one degree of longitude on the equator
+    for stage, tolerance in enumerate([500, 200, 100, 50, 25]):
+        parts = geospot_reward('{"country": "Chad", "lat": 0, "lon": 1}', zero, stage)
+        assert parts["coordinates"] == pytest.approx(math.exp(-far / tolerance), rel=1e-9) and parts["country"] == 0
+    whole = PARIS | {"lat": 0.0, "lon": 0.0}
+    parts = geospot_reward('{"country": "France", "lat": 0, "lon": 1}', whole, 0)
+    assert parts["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-far / 500))
+    mine = Stage(0, ("city",), 1.0)
+    assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, mine)["reward"] == pytest.approx(0.2)
+
+
+def test_what_a_truth_lacks_is_no_part_of_its_row():
+    truth = {"country": "FR", "region": None, "city": "", "lat": 48.8566, "lon": 2.3522}
+    answer = '{"country": "France", "region": "None", "city": "", "lat": 48.8566, "lon": 2.3522}'
+    parts = geospot_reward(answer, truth, 4)
+    assert parts == {"country": 1, "region": 0, "city": 0, "coordinates": 1, "reward": pytest.approx(1)}
+    assert geospot_reward('{"country": "France"}', truth, 4)["reward"] == pytest.approx(0.5)
+    assert geospot_reward('{"city": "Paris"}', {"city": "Paris"}, 0)["reward"] == 0
+
+
+# --- distances --------------------------------------------------------------------------------------------------------
+
+
+def test_distances():
+    assert distance_km(36.12, -86.67, 33.94, -118.40) == pytest.approx(2887.2599506 * 6371.0088 / 6372.8)
+    assert distance_km(90, 0, -90, 77) == pytest.approx(math.pi * 6371.0088)
+    assert distance_km(0, 179.5, 0, -179.5) == pytest.approx(distance_km(0, 0, 0, 1))  # over the date line
+    rng = random.Random(0)
+    for _ in range(1000):
+        a, b = ((rng.uniform(-90, 90), rng.uniform(-180, 180)) for _ in range(2))
+        x, y = (vector(*place) for place in (a, b))
+        cross = math.hypot(x[1] * y[2] - x[2] * y[1], x[2] * y[0] - x[0] * y[2], x[0] * y[1] - x[1] * y[0])
+        angle = math.atan2(cross, math.sumprod(x, y) if hasattr(math, "sumprod") else sum(map(float.__mul__, x, y)))
+        assert distance_km(*a, *b) == pytest.approx(6371.0088 * angle, rel=1e-9)
+
+
+def vector(lat, lon):
+    phi, theta = math.radians(lat), math.radians(lon)
+    return [math.cos(phi) * math.cos(theta), math.cos(phi) * math.sin(theta), math.sin(phi)]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+COUNTRIES = """
+FR | France; france; FRANCE; FR; fra; French Republic; the French Republic; France (FR); FR / France
+US | USA; U.S.A.; us; U.S.; United States; the United States of America; United States (US); America
+GB | UK; U.K.; Great Britain; United Kingdom; GBR; England; United Kingdom (UK)
+KR | South Korea; Korea, Republic of; Republic of Korea; KOR
+KP | North Korea; Democratic People's Republic of Korea; Democratic People’s Republic of Korea
+CD | DR Congo; Democratic Republic of the Congo; The Democratic Republic of the Congo; COD; DRC
+CG | Congo; Republic of the Congo; Congo-Brazzaville
+CZ | Czechia; Czech Republic
+CI | Ivory Coast; Côte d'Ivoire; Cote d’Ivoire; COTE DIVOIRE
+TR | Turkey; Türkiye; Turkiye
+RU | Russia; Russian Federation
+VN | Vietnam; Viet Nam
+TW | Taiwan
+LA | Laos; Lao People's Democratic Republic
+NL | Netherlands; The Netherlands; Holland
+AE | UAE; United Arab Emirates
+LC | St. Lucia; Saint Lucia
+BA | Bosnia and Herzegovina; Bosnia & Herzegovina
+MM | Burma; Myanmar
+SZ | Swaziland; Eswatini
+MK | North Macedonia
+BO | Bolivia
+IR | Iran
+SY | Syria
+TZ | Tanzania
+VE | Venezuela
+MD | Moldova
+CV | Cape Verde; Cabo Verde
+XK | Kosovo; XK
+GW | Guinea-Bissau
+RE | Réunion; Reunion
+BS | The Bahamas; Bahamas
+PS | Palestine; Palestinian Territories
+HK | Hong Kong; Hong Kong SAR
+BQ | Caribbean Netherlands
+IE | Ireland; Republic of Ireland
+BR | Brazil; Brasil
+"""
+
+
+@pytest.mark.parametrize("line", COUNTRIES.strip().splitlines())
+def test_names_and_codes_of_countries(line):
+    code, names = line.split(" | ")
+    for name in names.split("; "):
+        assert geospot.country_of(name) == code, name
+        assert right(json.dumps({"country": name}), {"country": code}) == "country"
+        assert right(json.dumps({"country": code}), {"country": name}) == "country"
+
+
+def test_every_country_of_iso_3166_is_one_country():
+    import pycountry
+
+    for country in pycountry.countries:
+        for name in (country.alpha_2, country.alpha_3, country.name, country.alpha_2.lower()):
+            assert geospot.country_of(name) == country.alpha_2
+
+
+def test_other_countries_are_other_countries():
+    pairs = [("Niger", "Nigeria"), ("Guinea", "Guinea-Bissau"), ("Dominica", "Dominican Republic"), ("Austria", "AU")]
+    pairs += [("Ireland", "Northern Ireland"), ("Iran", "Iraq"), ("Congo", "DR Congo"), ("Georgia", "GA"), ("Chad", "")]
+    for one, other in pairs:
+        assert geospot.country_of(one) != geospot.country_of(other)
+    assert geospot.country_of("Ardan") == "ardan" and geospot.country_of("") == ""  # an invented map has names too
+
+
+@pytest.mark.parametrize(
+    "truth, given",
+    [
+        ({"country": "US", "region": "California"}, "CA"),
+        ({"country": "US", "region": "California"}, "US-CA"),
+        ({"country": "USA", "region": "CA"}, "State of California"),
+        ({"country": "US", "region": "California"}, "california, USA"),
+        ({"country": "JP", "region": "Tōkyō"}, "Tokyo Prefecture"),
+        ({"country": "FR", "region": "Île-de-France"}, "Ile de France"),
+        ({"country": "DE", "region": "Baden-Württemberg"}, "Baden Wurttemberg"),
+    ],
+)
+def test_regions(truth, given):
+    assert right(json.dumps({"region": given}), truth) == "region"
+
+
+@pytest.mark.parametrize(
+    "truth, given",
+    [
+        ("São Paulo", "Sao Paulo"),
+        ("St. Louis", "Saint Louis"),
+        ("New York City", "New York"),
+        ("Łódź", "Lodz"),
+        ("Washington, D.C.", "Washington DC"),
+        ("Paris", "Paris, France"),
+        ("Paris", "Paris, Île-de-France, FR"),
+        ("'s-Hertogenbosch", "s Hertogenbosch"),
+    ],
+)
+def test_cities(truth, given):
+    assert right(json.dumps({"city": given}), PARIS | {"city": truth}) == "city"
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+ALL = " ".join(PARTS)
+READ = [
+    '{"country": "France", "region": "Ile-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}',
+    '```json\n{"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": "48.8566", "lon": "2.3522"}\n```',
+    '<think>London? {"country": "GB"}</think> {"Country": "fra", "State/Province": "Île-de-France", "City": "PARIS", '
+    '"coordinates": [48.8566, 2.3522]}',
+    '{"location": {"country": "France", "region": "Île-de-France", "city": "Paris"}, '
+    '"coordinates": {"latitude": 48.8566, "longitude": 2.3522}, "confidence": 0.9}',
+    "{'country': 'France', 'region': 'Île-de-France', 'city': 'Paris', 'lat': 48.8566, 'lon': 2.3522}",
+    "Country: France\nRegion: Île-de-France\nCity: Paris\nCoordinates: 48.8566, 2.3522",
+    "- **Country**: France\n- **Region:** Île-de-France\n- **City**: *Paris*\n- **Coordinates**: (48.8566°, 2.3522°)",
+    "country: France; region: Île-de-France; city: Paris; coordinates: 48.8566° N, 2.3522° E",
+    "Country: France, Region: Île-de-France, City: Paris, Latitude: 48.8566, Longitude: 2.3522.",
+    "1. Country = France\n2. Region = Île-de-France\n3. City = Paris\n4. Coordinates = 48°51'23.8\"N 2°21'7.9\"E",
+    "Country：France\nRegion：Île-de-France\nCity：Paris\nLatitude/Longitude：48.8566, 2.3522",
+    "The signs are in French.\n\ncountry: France\nregion: Île-de-France\ncity: Paris\nlat: 48.8566\nlng: 2.3522\n",
+    "Reasons. " * 9000 + '{"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}',
+    "\\boxed{" + json.dumps(PARIS) + "}",
+]
+SOUTH = {"country": "AU", "lat": -33.8688, "lon": 151.2093}
+
+
+@pytest.mark.parametrize("response", READ, ids=lambda text: text[:40])
+def test_forms_that_are_read(response):
+    assert right(response) == ALL
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-33.8688, 151.2093", "33.8688 S, 151.2093 E", "33.8688° S 151.2093° E", "[-33.8688; 151.2093]"]
+    + ["−33.8688,151.2093", "33°52'7.7\"S, 151°12'33.5\"E"]
+    + ["33°52′7.7″ S, 151°12′33.5″ E", "-33.8688° S, +151.2093° E"],
+)
+def test_coordinates_that_are_read(text):
+    assert right(f"coordinates: {text}", SOUTH) == "coordinates"
+    assert right(json.dumps({"coordinates": text}), SOUTH) == "coordinates"
+
+
+WRONG = [
+    "", " ", "{}", "France", "I do not know", "country:", "country: ?", '{"country": ""}', '{"country": null}',
+    "country: France or Spain", "country: France, Spain", "country: France/Spain", "country: France and Spain",
+    '{"country": "France"} {"country": "Spain"}', '[{"country": "France"}, {"country": "Spain"}]',
+    '{"country": "France", "country": "Spain"}', '{"country": ["France", "Spain"]}', "country: France\ncountry: Spain",
+    '{"country": ["France"]}', '{"country": {"name": "Spain", "other": "France"}}', '{"country": true}',
+    "country: not France", "country: Frances", "country: selgeuzF ecnarF", "country: Fr4nce", "country: Frаnce",
+    "city: Paris, Lyon", "city: Paris, Texas", "city: Paris or Lyon", "city: Lyon, Paris", "city: Par",
+    "region: France", "city: any of Paris London Rome", "region: Île-de-France, Bretagne", "city: Paris<|im_end|>",
+    "<think>country: France", "<think>country: France</think>", "country: France</think> I cannot say",
+    geospot.INSTRUCTION, "coordinates: 48.8566", "coordinates: 2.3522, 48.8566", "coordinates: 48.8566, 2.3522, 3",
+    "coordinates: 48.8566 S, 2.3522 E", "coordinates: -48.8566 N, 2.3522 E", "coordinates: 48.8566 E, 2.3522 N",
+    "coordinates: 408.8566, 2.3522", "coordinates: 48.8566, 362.3522", "coordinates: nan, nan", "coordinates: inf, 2",
+    '{"lat": NaN, "lon": NaN}', '{"lat": Infinity, "lon": 2}', '{"lat": 1e400, "lon": 2}', '{"lat": 48.8566}',
+    '{"lat": [48.8566], "lon": [2.3522]}', '{"lat": "48.8566, 2.3522", "lon": ""}', '{"lat": true, "lon": false}',
+    '{"lat": 48.8566, "lon": 2.3522, "lat": 10}', '{"coordinates": [48.8566, 2.3522, 0]}', '{"coordinates": []}',
+    '{"lat": ' + "9" * 1500 + ', "lon": 2}', "coordinates: 48.8566, 2.3522 or 51.5, 0",
+    '{"country": "France' + "e" * 200, "coordinates: 48°99'23.8\"N 2°21'7.9\"E",
+    "country: F\nrance", "country France",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("response", WRONG, ids=lambda text: text[:50])
+def test_wrong(response):
+    assert right(response) == ""
+
+
+def test_a_field_alone_is_hurt_by_its_own_contradiction():
+    assert right('{"country": "France"} {"city": "Lyon"} {"city": "Paris"}') == "country"
+    assert right('{"country": "France"} {"country": "France", "city": "Paris"}') == "country city"
+    assert right('{"country": "France"') == "country"  # cut off after what is whole
+
+
+# --- bad truths -------------------------------------------------------------------------------------------------------
+
+
+NO_PLACE = ["", "Paris", "[]", "{}", "null", "NaN", "[" * 5000, '{"country": ""}', '{"lat": 91, "lon": 0}']
+
+
+@pytest.mark.parametrize("truth", NO_PLACE)
+def test_a_truth_without_a_place_is_refused(truth):
+    with pytest.raises(UserError, match="is no JSON object with country.*|make the file with"):
+        geospot_reward("country: France", truth, 4)
+    bad = SimpleNamespace(data_source="geospot", ground_truth=truth, extra={}, uid="row-7")
+    with pytest.raises(UserError, match="row 'row-7'"):
+        reward.check_tasks([bad])
+
+
+def test_truths_that_are_read_and_stages_that_are_not():
+    truths = [
+        PARIS,
+        SOUTH,
+        {"city": "Paris"},
+        {"latitude": 1, "longitude": 2},
+        {"coordinates": [1.5, -2.5]},
+        {"country": "Korea (South)"},
+        {"lat": 0, "lon": -180},
+    ]
+    truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
+    assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
+    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
+    assert reward.task_name("osv5m/osv5m") == "geospot"
+    for stage in (-1, 5):
+        with pytest.raises(UserError, match=f"stage {stage}: there are 0 to 4"):
+            geospot_reward("", PARIS, stage)
+
+
+# --- any text ---------------------------------------------------------------------------------------------------------
+
+
+def fuzzed(n, seed=0):
+    rng = random.Random(seed)
+    pieces = ['{"country": ', "France", "country:", "city =", "lat", "lon:", "48.85", "<think>", "</think>", "1e9"]
+    pieces += list(" °'\"N,{}[]:\n\\-٤\u200b\ud800ﬁİ𝟒")
+    for _ in range(n):
+        if rng.random() < 0.5:
+            yield "".join(rng.choices(pieces, k=rng.randint(0, 60)))
+        else:
+            text = list(rng.choice(READ)[-300:])
+            for _ in range(rng.randint(1, 8)):
+                text[rng.randrange(len(text))] = rng.choice(pieces)
+            yield "".join(text)
+
+
+def test_ten_thousand_texts():
+    texts = list(fuzzed(10_000))
+    start = time.thread_time()
+    for text in texts:
+        parts = geospot_reward(text, PARIS, 4)
+        assert set(parts) == {*PARTS, "reward"} and all(0 <= value <= 1.0000001 for value in parts.values())
+    assert (time.thread_time() - start) / len(texts) < 0.001
+
+
+HOSTILE = ['{"a":', "[", "{", "{[", '{"country":"', "country:", "country: : ", "a" * 30 + " ", "<think>", "</think>"]
+HOSTILE += ["lat: 1, lon: 1\n", "48.8566, ", " ", "9", "°", '"', "(", "<|", "<", "İ", "\u0301", "{}"]
+HOSTILE += ["country" + " " * 28]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_long_texts_are_quick(piece):
+    for before in ("", "coordinates: ", '{"country": "'):
+        text = before + piece * (100_000 // len(piece))
+        start = time.thread_time()
+        geospot_reward(text, PARIS, 4)
+        assert time.thread_time() - start < 0.05
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image(tmp_path):
+    Image.new("RGB", (30, 20), (9, 90, 200)).save(tmp_path / "a.jpg")
+    return tmp_path / "a.jpg"
+
+
+def made(folder, *files, **more):
+    make_file("geospot", TaskConfig(input=tuple(map(str, files)), out=str(folder / "out.parquet"), **more))
+    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+
+
+def write_csv(path, *rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+PLACE = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": "48.8566", "lon": "2.3522"}
+
+
+def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
+    one = write_csv(tmp_path / "one.csv", {"image": "a.jpg", **PLACE, "camera": "x"})
+    (tmp_path / "two.jsonl").write_text(json.dumps({"image": "a.jpg", **PARIS}) + "\n")
+    cell = {"bytes": image.read_bytes(), "path": None}
+    pq.write_table(pa.Table.from_pylist([{"image": cell, **PARIS}]), tmp_path / "three.parquet")
+    examples = made(tmp_path, one, tmp_path / "two.jsonl", tmp_path / "three.parquet")
+    assert len(examples) == 3 and len({e.uid for e in examples}) == 3
+    for example in examples:
+        assert json.loads(example.ground_truth) == PARIS and example.images == [image.read_bytes()]
+        assert example.messages == [{"role": "user", "content": f"<image>{geospot.INSTRUCTION}"}]
+        assert example.data_source == "geospot"
+    assert examples[0].extra["camera"] == "x"
+    assert reward.check_tasks(examples) == {"geospot": 3}
+    [mine] = made(tmp_path, tmp_path / "two.jsonl", instruction="Where is it?")
+    assert mine.messages[0]["content"] == "<image> Where is it?"
+
+
+def test_rows_of_osv_5m(tmp_path, image):
+    names = {"latitude": "48.8566", "longitude": "2.3522", "sub-region": "Paris"}
+    place = {key: PLACE[key] for key in ("country", "region", "city")} | names
+    (tmp_path / "images" / "07").mkdir(parents=True)
+    image.rename(tmp_path / "images" / "07" / "123456789.jpg")
+    gone = {"id": "123456789", "thumb_original_url": "https://gone.invalid/"}
+    table = write_csv(tmp_path / "test.csv", gone | place)
+    [example] = made(tmp_path, table, image_root=str(tmp_path / "images"), split="test")
+    assert json.loads(example.ground_truth) == PARIS and example.extra["sub-region"] == "Paris"
+    row = {"image": {"bytes": example.images[0], "path": "x.jpg"}, **place, "latitude": 48.8566, "longitude": 2.3522}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "osv.parquet")
+    [example] = made(tmp_path, tmp_path / "osv.parquet")
+    assert json.loads(example.ground_truth) == PARIS
+
+
+def test_rows_that_are_wrong_say_why(tmp_path, image):
+    for change, told in [
+        ({"lat": "148"}, "lat '148' and lon '2.3522': expected degrees"),
+        ({"lon": ""}, "lat '48.8566' and lon None: expected degrees"),
+        ({"city": "?"}, "city is '\\?', expected a name of at most 100 characters"),
+        ({"region": "x" * 101}, "region is 'xxx"),
+        ({"image": ""}, "no image: looked for columns images, image, image_url"),
+        ({"image": "b.jpg"}, "b.jpg"),
+        (dict.fromkeys(PLACE, ""), "no country, region, city, lat or lon"),
+    ]:
+        table = write_csv(tmp_path / "bad.csv", {"image": "a.jpg", **PLACE}, {"image": "a.jpg", **PLACE, **change})
+        with pytest.raises(UserError, match=f"bad.csv line 3: .*{told}"):
+            made(tmp_path, table)
+    with pytest.raises(UserError, match="--input: give CSV"):
+        made(tmp_path)
+    (tmp_path / "x.xml").write_text("x")
+    with pytest.raises(UserError, match="ends in .jsonl, .csv, .parquet"):
+        made(tmp_path, tmp_path / "x.xml")
+    (tmp_path / "x.parquet").write_text("x")
+    with pytest.raises(UserError, match="x.parquet is no parquet file"):
+        made(tmp_path, tmp_path / "x.parquet")
+
+
+def test_a_place_on_the_equator_or_without_a_name(tmp_path, image):
+    rows = [{"image": "a.jpg", "lat": 0, "lon": 0.0}, {"image": "a.jpg", "country": "Gabon", "lat": 0.0, "lon": 9.5}]
+    (tmp_path / "zero.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    truths = [json.loads(example.ground_truth) for example in made(tmp_path, tmp_path / "zero.jsonl")]
+    assert truths == [{"lat": 0.0, "lon": 0.0}, {"country": "Gabon", "lat": 0.0, "lon": 9.5}]
+    pq.write_table(
+        pa.Table.from_pylist([{"image_url": None, "image": None, "city": "Rome"}]), tmp_path / "none.parquet"
+    )
+    with pytest.raises(UserError, match="none.parquet row 0: no image"):
+        made(tmp_path, tmp_path / "none.parquet")
+
+
+def test_an_image_behind_a_url_is_fetched_here_only(tmp_path):
+    table = write_csv(tmp_path / "urls.csv", {"image_url": "http://127.0.0.1:9/a.jpg", **PLACE})
+    with pytest.raises(UserError, match="127.0.0.1.*not public"):
+        made(tmp_path, table)
+
+
+# --- the invented map -------------------------------------------------------------------------------------------------
+
+
+def test_toy_is_deterministic_and_its_splits_share_no_image():
+    train, again = (list(geospot.toy(200, "train", 0)) for _ in range(2))
+    test, other = list(geospot.toy(100, "test", 0)), list(geospot.toy(100, "train", 1))
+    assert train == again
+    images = [row["images"][0]["bytes"] for row in train + test + other]
+    assert len(set(images)) == 400
+    for row in train[:20]:
+        with Image.open(io.BytesIO(row["images"][0]["bytes"])) as image:
+            assert image.size == (84, 84)
+    truths = {row["reward_model"]["ground_truth"] for row in train}
+    assert len(truths) == 4 * 3 * 3  # each place of the map
+
+
+def test_toy_answers_earn_everything_and_stages_tell_places_apart():
+    places = [geospot.toy_place(c, s, n) for c in geospot.COLOURS for s in geospot.REGIONS for n in (1, 2, 3)]
+    for place in places:
+        assert right(geospot.toy_answer(place), place) == ALL
+    near = {"country": [], "region": [], "city": []}
+    for a in places:
+        for b in places:
+            if first := next((part for part in near if a[part] != b[part]), None):
+                near[first].append(distance_km(a["lat"], a["lon"], b["lat"], b["lon"]))
+                parts = geospot_reward(geospot.toy_answer(a), b, 4)
+                assert parts["reward"] < 0.75 and parts[first] == 0
+    assert min(near["country"]) > 2200 and min(near["region"]) > 222 and min(near["city"]) > 55
+    assert not {geospot.country_of(name) for name in geospot.COUNTRIES.values()} & set(geospot.country_codes().values())
+
+
+def test_toy_becomes_a_file(tmp_path):
+    make_file("geospot", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
+    examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
+    assert len(examples) == 12 and not bad and reward.check_tasks(examples) == {"geospot": 12}
+    with pytest.raises(UserError, match="--split 'val': geospot's map has warm, train, test"):
+        list(geospot.toy(1, "val", 0))
+
+
+def test_the_documented_example():
+    import doctest
+
+    [page] = [p for p in Path(__file__).parent.parent.glob("docs/*.md") if "## geospot" in p.read_text()]
+    section = page.read_text().partition("## geospot")[2].partition("\n## ")[0]
+    test = doctest.DocTestParser().get_doctest(section, {}, "geospot", str(page), 0)
+    result = doctest.DocTestRunner().run(test)
+    assert result.attempted == 5 and result.failed == 0
