@@ -16,8 +16,9 @@ import re
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
 from numbers import Real
@@ -39,6 +40,15 @@ grader_stats: Counter[str] = Counter()
 
 Reward = Callable[[str, Any, str], dict[str, float]]  # (response, example, finish_reason) -> named rewards
 Answerable = Callable[[str, dict[str, float]], bool]  # (truth, what `\boxed{truth}` earns): could any answer equal it?
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of a curriculum (rewards/curriculum.py), as rewards are told."""
+
+    name: str = ""
+    number: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task that is graded
 
 
 class Task(NamedTuple):

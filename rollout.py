@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from PIL import Image
@@ -20,7 +21,7 @@ from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import check_tasks
 from settings import setting
-from utils import Context, derive_seed, print0
+from utils import Context, print0
 
 
 @dataclass(eq=False)
@@ -52,6 +53,11 @@ class Rollout:
     @property
     def reward(self) -> float:
         return self.rewards["reward"]
+
+    @property
+    def accuracy(self) -> float:
+        """Its total where a task's reward has no such part."""
+        return self.rewards.get("accuracy", self.task_reward)
 
     @property
     def task_reward(self) -> float:
@@ -254,16 +260,6 @@ class RolloutConfig:
              f"--minibatches; use a multiple of {share}")
 
 
-def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
-    """Indices of the examples of the batch at a 0-based position of the data, a function of it alone. The position is
-    the step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
-
-    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
-    epoch, batch = divmod(position, n_examples // per_step)
-    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
-    return order[batch * per_step : (batch + 1) * per_step].tolist()
-
-
 class GroupPool:
     """The groups that a step samples, until enough of them have unequal rewards or the rounds are used up. A group is
     known by (round, place in the round's batch), the same on all processes, each of which holds its own groups."""
@@ -276,6 +272,7 @@ class GroupPool:
         self.round = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
         self.has_signal: dict[tuple[int, int], bool] = {}  # of all processes
+        self.solved: dict[str, float] = {}  # uid -> mean accuracy of its group, of all processes
 
     def full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.wanted
@@ -293,8 +290,10 @@ class GroupPool:
             groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in groups.items()}
-        for theirs in self.ctx.gather(signals):
-            self.has_signal |= theirs
+        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in groups.values()}
+        for their_signals, their_solved in self.ctx.gather((signals, solved)):
+            self.has_signal |= their_signals
+            self.solved |= their_solved
         self.groups |= groups
         self.round += 1
         self.position += 1

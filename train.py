@@ -17,7 +17,7 @@ tokens and K trained tokens of a micro-batch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import give_rewards, load_reward, try_reward
-from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, batch_of, load_examples, make_prompts
+from rewards.curriculum import Curriculum, SolveRates
+from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
@@ -58,6 +59,8 @@ class RunConfig:
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory")
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
+    curriculum: str | None = setting(None, "stages: which examples, and options of rewards (default: the task's)",
+                                     metavar="FILE")
     resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
                           "settings are kept where they are not given anew")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
@@ -99,6 +102,7 @@ class State:
     position: int = 0  # batches of prompts drawn
     kl_coef: float = 0.0  # adaptive with --kl-target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
+    solve_rates: SolveRates = field(default_factory=dict)  # of examples, where the curriculum asks for them
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
@@ -156,10 +160,10 @@ def absolute(path: str | None) -> str | None:
 # The stages of a step
 
 
-def next_examples(train_set: Sequence[Example], pool: GroupPool, cfg: Config) -> list[Example]:
+def next_examples(curriculum: Curriculum, pool: GroupPool, state: State) -> list[Example]:
     """This process's share of the next batch."""
-    batch = batch_of(pool.position, len(train_set), cfg.rollout.prompts_per_step, cfg.run.seed)
-    return [train_set[batch[place]] for place in pool.places()]
+    batch = curriculum.batch(state.step, pool.position, state.solve_rates)
+    return [batch[place] for place in pool.places()]
 
 
 def sampling(cfg: Config, step: int, round: int) -> Sampling:
@@ -286,14 +290,15 @@ def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_n
     return norm, good
 
 
-def next_state(state: State, position: int, metrics: dict[str, float], cfg: Config) -> State:
+def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: dict[str, float], cfg: Config) -> State:
     """After a step; a coefficient that adapts does so if the policy moved."""
     algo, kl_coef = cfg.algo, state.kl_coef
     moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
         kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples)
-    return State(state.step + 1, position, kl_coef)
+    rates = curriculum.after_step(state.solve_rates, pool.solved)
+    return State(state.step + 1, pool.position, kl_coef, solve_rates=rates)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,6 +318,7 @@ def main(cfg: Config) -> None:
     train_set = load_examples(cfg.data.data, cfg.data, processor, reward_fn)
     eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, reward_fn) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
+    curriculum = Curriculum(cfg.run.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
     if ctx.main:
         try_reward(reward_fn, train_set[0])
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
@@ -323,7 +329,7 @@ def main(cfg: Config) -> None:
     state = State(kl_coef=algo.kl_coef)
     if checkpoint:
         position = load_checkpoint(checkpoint, models.saved)
-        state = State(**{f.name: position.get(f.name, 0) for f in fields(State)})
+        state = State(**{f.name: position[f.name] for f in fields(State) if f.name in position})
         if algo.kl_target is None:
             state = replace(state, kl_coef=algo.kl_coef)
         models.own_caches()
@@ -359,7 +365,7 @@ def main(cfg: Config) -> None:
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
             with stage("rollout"):
-                prompts = make_prompts(next_examples(train_set, pool, cfg), processor)
+                prompts = make_prompts(next_examples(curriculum, pool, state), processor)
                 rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
             with stage("reward"):
                 give_rewards(rollouts, reward_fn, algo, cfg.rollout.max_new_tokens)
@@ -390,7 +396,8 @@ def main(cfg: Config) -> None:
         # 8. report: metrics, samples, evaluation, checkpoint
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
         metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
-        state = saver.state = next_state(state, pool.position, metrics, cfg)
+        state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
+        metrics |= curriculum.metrics(step, state.solve_rates)
         models.after_step(state.step, algo.ref_every)
         if state.step % SAMPLE_EVERY == 0 or state.step == log.start + 1:
             report_samples(out, state.step, batch, metrics, ctx)

@@ -543,8 +543,8 @@ def test_two_processes(tp, toys, data, tmp_path):
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
-        assert 0 < row["rollout/max_abs_dlogp_image"] == row["rollout/max_abs_dlogp"] <= 1e-5
-        assert "rollout/kl_text" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
+        assert 0 < row["rollout/max_abs_dlogp/images=1"] == row["rollout/max_abs_dlogp"] <= 1e-5
+        assert "rollout/kl/images=0" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
         assert row["sync/calls"] == 1
 
 
