@@ -2,16 +2,19 @@
 
 import json
 import random
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from test_train import flags, kill_after, rows, run, without_time, write_parquet
 
 from errors import UserError
 from prepare_data import Example
 from reward import Stage
 from rewards.curriculum import Curriculum, batch_of, parts_of, read_lessons
+from tasks import geospot
 
 
 def examples(n=40):
@@ -194,3 +197,37 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
             Curriculum(str(tmp_path / name), examples(), 4, seed=0)
     with pytest.raises(UserError, match="--curriculum .*none.toml"):
         Curriculum(str(tmp_path / "none.toml"), examples(), 4, seed=0)
+
+
+STAGED = '''
+def score(response, example, step, stage):
+    """A different number for each response, and in each stage."""
+    assert stage.options["number"] == stage.number == min(4, step // 2)
+    return (len(response) * 7919 + sum(map(ord, example.uid))) % (5 + stage.number) / 4
+'''
+
+
+@pytest.mark.parametrize("solved", [{}, {"least": 0.05, "most": 0.95}], ids=["by step", "by solve rate"])
+def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
+    data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
+    (tmp_path / "staged.py").write_text(STAGED)
+    stages = []
+    for number, stage in enumerate(geospot.CURRICULUM):
+        options = {**stage["reward"]["geospot"], "number": number}
+        stages.append({"name": stage["name"], "from": 2 * number, "solved": solved, "reward": {"geospot": options}})
+    (tmp_path / "stages.json").write_text(json.dumps({"stages": stages}))
+    more = ["--steps", 10, "--save-every", 1, "--keep", 2, "--curriculum", tmp_path / "stages.json"]
+    more += ["--reward", f"geospot={tmp_path / 'staged.py'}:score", "--no-self-test"]
+    command = {}
+    for name in ("whole", "cut"):
+        command[name] = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / name, *more)]
+    whole = run(command["whole"]).stdout
+    assert [f"from step {2 * i} on stage {i} of 5, {stages[i]['name']}" in whole for i in range(5)] == [True] * 5
+    kill_after(command["cut"], tmp_path / "cut", 7)  # steps 7 and 8 are of stage 3
+    assert len(rows(tmp_path / "cut")) < 10
+    run([*command["cut"], "--resume", "auto"])
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    logged = rows(tmp_path / "whole")
+    assert [row["curriculum/stage"] for row in logged] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    last = [next((tmp_path / name / "checkpoints").glob("*10/model*.safetensors")) for name in ("whole", "cut")]
+    assert last[0].read_bytes() == last[1].read_bytes()
