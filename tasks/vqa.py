@@ -320,9 +320,9 @@ def number_of(text: str) -> Decimal | None:
     return found[0] if found and not found[1] else None
 
 
-CLOCK = re.compile(r"(\d{1,2})(?:[:. ]([0-5]\d)(?::00)?|:00)?(?: ([ap]m|in the (?:morning|afternoon|evening)))?")
-BESIDE_HOUR = re.compile(r"(\d{1,2}) (past|after|to) (\d{1,2})( [ap]m)?")
-IS_TIME = re.compile(r"\d:[0-5]\d|\d ?[ap]m$|o'clock$| past |^(?:noon|midday|midnight)$")
+CLOCK = re.compile(r"([0-9]{1,2})(?:[:. ]([0-5][0-9])(?::00)?|:00)?(?: ([ap]m|in the (?:morning|afternoon|evening)))?")
+BESIDE_HOUR = re.compile(r"([0-9]{1,2}) (past|after|to) ([0-9]{1,2})( [ap]m)?")
+IS_TIME = re.compile(r"[0-9]:[0-5][0-9]|[0-9] ?[ap]m$|o'clock$| past |^(?:noon|midday|midnight)$")
 TIME_WORDS = {"half": "30", "quarter": "15", "noon": "12 pm", "midday": "12 pm", "midnight": "12 am"}
 HALVES = {"in the morning": "am", "in the afternoon": "pm", "in the evening": "pm"}
 
