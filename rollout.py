@@ -6,7 +6,6 @@ report the log-probability of the distribution that they sampled from.
 """
 
 import hashlib
-import io
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -128,11 +127,6 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
 SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
 
 
-def image_sizes(example: Example) -> list[tuple[int, int]]:
-    """(width, height) of an example's images, read from their headers."""
-    return [Image.open(io.BytesIO(data)).size for data in example.images]
-
-
 def drop_long_prompts(
     examples: Sequence[Example],
     processor: Processor,
@@ -148,8 +142,7 @@ def drop_long_prompts(
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
             bad.append(shown(line))
             continue
-        sizes = image_sizes(example)
-        n = processor.count_tokens(example.messages, sizes)
+        n = processor.count_tokens(example.messages, example.image_sizes)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:

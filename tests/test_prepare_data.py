@@ -967,8 +967,8 @@ def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
         in help_of("geo3k")
         == help_of("geometry3k").replace("geometry3k ", "geo3k ", 1)
     )
-    assert "column of the answer (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
-    assert "column of the answer (default: reward_model.ground_truth)" in help_of("parquet")
+    assert "become one JSON object (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
+    assert "become one JSON object (default: reward_model.ground_truth)" in help_of("parquet")
 
 
 def test_abbreviated_flags_are_refused():
