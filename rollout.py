@@ -7,7 +7,7 @@ report the log-probability of the distribution that they sampled from.
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
-from reward import check_tasks
+from reward import Rewards
 from settings import setting
 from utils import Context, derive_seed, print0
 
@@ -44,7 +44,7 @@ class Rollout:
     response: list[int]  # token ids
     response_mask: list[bool]  # which of them the policy produced
     logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token was sampled) or "length"
+    finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
     text: str
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1
@@ -161,7 +161,7 @@ class Examples(list[Example]):
         self.lengths = list(lengths)
 
 
-def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn: Callable) -> Examples:
+def load_examples(path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg)
     kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows)
@@ -178,7 +178,7 @@ def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn
             f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, or "
             "lower --max-pixels"
         )
-    check_tasks(kept, reward_fn)
+    rewards.check(kept)
     return Examples(kept, lengths)
 
 
