@@ -59,6 +59,9 @@ class Rollout:
         return self.rewards.get("unpenalised", self.reward)
 
 
+OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
+
+
 @dataclass(frozen=True)
 class Sampling:
     max_new_tokens: int
@@ -74,16 +77,13 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
     return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
-def rollouts_of(
-    prompts: Sequence[Prompt], n: int, responses: list[list[int]], logprobs: list[list[float]], processor: Processor
-) -> list[Rollout]:
-    """What an engine sampled, n responses for each prompt in the order of the prompts, as rollouts."""
-    rollouts = []
-    sampled = zip(responses, logprobs, response_texts(processor, responses), strict=True)
-    for i, (response, logps, text) in enumerate(sampled):
-        reason = "stop" if response[-1] in processor.eos_ids else "length"
-        rollouts.append(Rollout(prompts[i // n], i % n, response, [True] * len(response), logps, reason, text))
-    return rollouts
+def finished_rollout(
+    prompt: Prompt, sample: int, response: list[int], logprobs: list[float], processor: Processor
+) -> Rollout:
+    """What an engine sampled, and will not add to, as a rollout."""
+    [text] = response_texts(processor, [response])
+    reason = "stop" if response[-1] in processor.eos_ids else "length"
+    return Rollout(prompt, sample, response, [True] * len(response), logprobs, reason, text)
 
 
 def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
@@ -210,8 +210,11 @@ class Engine:
         """True: stop sampling, as the run was asked to end."""
         return False
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts."""
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
+        """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
+        soon as it is finished, in any order."""
         raise NotImplementedError
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
