@@ -95,7 +95,7 @@ class Evaluation:
             prompts = make_prompts([example for _, example in chunk], self.processor, self.blank)
             with uncounted():  # in metrics, which are of the responses that are trained on
                 grading = self.rewards.begin(step, Stage())
-                rollouts = self.engine.generate(prompts, self.samples, self.sampling)
+                rollouts = self.engine.generate(prompts, self.samples, self.sampling, grading.add)
                 results = grading.results(rollouts)
             graded = []
             for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):

@@ -360,7 +360,7 @@ def main(cfg: Config) -> None:
             with stage("rollout"):
                 prompts = make_prompts(next_examples(train_set, pool, cfg), processor)
                 grading = rewards.begin(step, Stage())
-                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
+                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):
                 give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named

@@ -13,8 +13,8 @@ from numbers import Real
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from errors import Note, UserError
 import reward
+from errors import Note, UserError
 from reward import HELPERS, Later, Stage
 
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32

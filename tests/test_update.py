@@ -41,7 +41,7 @@ def make_rollouts(rewards_PG, seed=0, length=None):
     rng = random.Random(seed)
     rollouts = []
     for p, rewards in enumerate(rewards_PG):
-        example = SimpleNamespace(uid=f"p{p}")
+        example = SimpleNamespace(data_source="mine", uid=f"p{p}")
         prompt = Prompt(f"p{p}", [rng.randrange(200) for _ in range(5)], [], example, [], [])
         for g, reward in enumerate(rewards):
             n = length or rng.randint(1, 8)
