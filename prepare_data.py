@@ -601,6 +601,6 @@ def main(command: tuple[str, FileConfig | InspectConfig]) -> None:
 
 
 if __name__ == "__main__":
-    from utils import run_script  # which imports torch: here alone, so that reading data does without
+    from utils import run_script  # here: processes that grade import tasks, and so this file, and need no torch
 
     run_script(main, parse_args)

@@ -18,7 +18,7 @@ from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
-from reward import check_tasks
+from reward import Rewards
 from settings import setting
 from utils import Context, print0
 
@@ -44,7 +44,7 @@ class Rollout:
     response: list[int]  # token ids
     response_mask: list[bool]  # which of them the policy produced
     logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token was sampled) or "length"
+    finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
     text: str
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1
@@ -64,6 +64,9 @@ class Rollout:
         return self.rewards.get("unpenalised", self.reward)
 
 
+OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
+
+
 @dataclass(frozen=True)
 class Sampling:
     max_new_tokens: int
@@ -79,16 +82,13 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
     return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
-def rollouts_of(
-    prompts: Sequence[Prompt], n: int, responses: list[list[int]], logprobs: list[list[float]], processor: Processor
-) -> list[Rollout]:
-    """What an engine sampled, n responses for each prompt in the order of the prompts, as rollouts."""
-    rollouts = []
-    sampled = zip(responses, logprobs, response_texts(processor, responses), strict=True)
-    for i, (response, logps, text) in enumerate(sampled):
-        reason = "stop" if response[-1] in processor.eos_ids else "length"
-        rollouts.append(Rollout(prompts[i // n], i % n, response, [True] * len(response), logps, reason, text))
-    return rollouts
+def finished_rollout(
+    prompt: Prompt, sample: int, response: list[int], logprobs: list[float], processor: Processor
+) -> Rollout:
+    """What an engine sampled, and will not add to, as a rollout."""
+    [text] = response_texts(processor, [response])
+    reason = "stop" if response[-1] in processor.eos_ids else "length"
+    return Rollout(prompt, sample, response, [True] * len(response), logprobs, reason, text)
 
 
 def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
@@ -160,7 +160,7 @@ class Examples(list[Example]):
         self.lengths = list(lengths)
 
 
-def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn: Callable) -> Examples:
+def load_examples(path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg)
     kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows)
@@ -177,7 +177,7 @@ def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn
             f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, or "
             "lower --max-pixels"
         )
-    check_tasks(kept, reward_fn)
+    rewards.check(kept)
     return Examples(kept, lengths)
 
 
@@ -209,8 +209,11 @@ class Engine:
         """True: stop sampling, as the run was asked to end."""
         return False
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts."""
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
+        """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
+        soon as it is finished, in any order."""
         raise NotImplementedError
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
@@ -283,7 +286,8 @@ class GroupPool:
             groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in groups.items()}
-        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in groups.values()}
+        graded = [[r for r in group if r.finish_reason != "error"] for group in groups.values()]
+        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded if group}
         for their_signals, their_solved in self.ctx.gather((signals, solved)):
             self.has_signal |= their_signals
             self.solved |= their_solved

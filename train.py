@@ -43,8 +43,9 @@ from prepare_data import DataConfig, Example, ReadingConfig
 from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
-from reward import give_rewards, load_reward, try_reward
+from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, SolveRates
+from rewards.custom import absolute_spec
 from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
@@ -58,9 +59,6 @@ class RunConfig:
 
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory")
-    reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
-    curriculum: str | None = setting(None, "stages: which examples, and options of rewards (default: the task's)",
-                                     metavar="FILE")
     resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
                           "settings are kept where they are not given anew")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
@@ -80,6 +78,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    reward: RewardConfig
     algo: grpo.Algorithm
     optim: OptimConfig
     parallel: ParallelConfig
@@ -142,7 +141,8 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 def resolve(cfg: Config, device: torch.device) -> Config:
     """What "auto" means here, and where files are: a run is continued and evaluated from any directory."""
     settings = cfg.flat()
-    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "reward")}
+    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "curriculum")}
+    settings["reward"] = tuple(map(absolute_spec, cfg.reward.reward))
     settings["attn"] = resolve_attention(cfg.model.attn, device)
     settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
     settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
@@ -150,10 +150,8 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 
 
 def absolute(path: str | None) -> str | None:
-    """Of what is there, also in FILE.py:FUNCTION; anything else (a hub id, a glob) stays as it is."""
-    file, colon, function = (path or "").partition(".py:")
-    file = f"{file}.py" if colon else file
-    return f"{Path(file).resolve()}{colon[3:]}{function}" if path and Path(file).exists() else path
+    """Of what is there; anything else (a hub id, a glob) stays as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,13 +312,12 @@ def main(cfg: Config) -> None:
     check(cfg, ctx.world)
     algo, out = cfg.algo, Path(cfg.run.out)
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
-    reward_fn = load_reward(cfg.run.reward)
-    train_set = load_examples(cfg.data.data, cfg.data, processor, reward_fn)
-    eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, reward_fn) if cfg.data.eval_data else Examples()
+    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world)
+    train_set = load_examples(cfg.data.data, cfg.data, processor, rewards)
+    eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, rewards) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
-    curriculum = Curriculum(cfg.run.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    if ctx.main:
-        try_reward(reward_fn, train_set[0])
+    curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
+    rewards.try_out(ctx.main)
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
     dist.barrier()
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
@@ -348,7 +345,9 @@ def main(cfg: Config) -> None:
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    evaluation = Evaluation(engine, eval_set, processor, reward_fn, ctx, greedy, stop=interrupt.agreed)
+    evaluation = Evaluation(
+        engine, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed
+    )
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(out, stage, state.step))
 
@@ -366,9 +365,10 @@ def main(cfg: Config) -> None:
         while not pool.full():
             with stage("rollout"):
                 prompts = make_prompts(next_examples(curriculum, pool, state), processor)
-                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
+                grading = rewards.begin(step, curriculum.stage(step))
+                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):
-                give_rewards(rollouts, reward_fn, algo, cfg.rollout.max_new_tokens)
+                give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named
         engine.sleep()  # the update needs its memory
 

@@ -1,5 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
+import math
 from dataclasses import replace
 from itertools import chain
 
@@ -13,6 +14,7 @@ from rollout import GroupPool
 from utils import Context, Meter
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
+FAILED = ("reward/errors", "reward/timeouts")
 
 
 def rollout_metrics(pool: GroupPool) -> dict[str, float]:
@@ -26,6 +28,8 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         meter.sum("rollout/tokens", len(r.response))
         example = r.prompt.example
         task, kind = task_name(example.data_source), example.extra.get("answer_type")
+        if r.finish_reason == "error":  # its reward is none of its own
+            continue
         for name, value in r.rewards.items():  # tasks have different rewards: a mean is over the samples that have it
             meter.add(f"reward/{name}", value)
             meter.add(f"reward/{task}/{name}", value)
@@ -34,9 +38,11 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         meter.add(f"reward/images={len(r.prompt.images)}", r.accuracy)
     for why in GRADER_STATS:  # why answers were wrong without being compared
         meter.sum(f"grader/{why}", grader_stats[why])
+    for name in {*FAILED, *(name for name in grader_stats if "/" in name)}:
+        meter.sum(name, grader_stats[name])
     grader_stats.clear()
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
-    metrics["reward/mean"] = metrics.pop("reward/reward")
+    metrics["reward/mean"] = metrics.pop("reward/reward", math.nan)  # NaN: all rewards failed
     return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
 
 

@@ -86,6 +86,15 @@ def read_lessons(file: str | None, tasks: set[str]) -> list[Lesson]:
     return lessons
 
 
+def stage_of(lessons: Sequence[Lesson], number: int) -> Stage:
+    return Stage(lessons[number].name, number % len(lessons), lessons[number].reward)
+
+
+def last_stage(file: str | None, examples: Sequence[Example]) -> Stage:
+    """For evaluations: the same at all steps of a run, so that their figures compare."""
+    return stage_of(read_lessons(file, {task_name(example.data_source) for example in examples}), -1)
+
+
 def lesson_of(stage: Any, where: str) -> Lesson:
     """One stage of a file, its form checked; `where` is for messages."""
     need(isinstance(stage, dict), f"{where} is {stage!r}, expected a table")
@@ -193,11 +202,11 @@ class Curriculum:
         if lesson is not self.told and lesson != Lesson():
             print0(self._described(number))
         self.told = lesson
-        return Stage(lesson.name, number, lesson.reward)
+        return stage_of(self.lessons, number)
 
     def last(self) -> Stage:
         """For evaluations: the same at all steps, so that their figures compare."""
-        return Stage(self.lessons[-1].name, len(self.lessons) - 1, self.lessons[-1].reward)
+        return stage_of(self.lessons, -1)
 
     def _described(self, number: int) -> str:
         lesson, n = self.lessons[number], sum(len(of) for of, _ in self.shares[number])
