@@ -15,7 +15,7 @@ from test_train import ROOT, flags, rows, run, write_parquet
 import train
 
 SCRIPTS = sorted(p.name for p in ROOT.glob("*.py"))
-FOLDERS = ("engines", "tasks", "sources", "parallel", "layers", "report")
+FOLDERS = ("engines", "tasks", "sources", "rewards", "parallel", "layers", "report")
 OURS = [*SCRIPTS, *(f"{p.parent.name}/{p.name}" for folder in FOLDERS for p in sorted((ROOT / folder).glob("*.py")))]
 REST = [f"{p.parent.name}/{p.name}" for folder in ("tests", "benchmarks") for p in sorted((ROOT / folder).glob("*.py"))]
 TEXTS = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -24,8 +24,8 @@ README = (ROOT / "README.md").read_text()
 # What is imported when a file is, comes from a lower level, or from the same folder
 LEVELS = {
     "errors": 0, "kernels": 1, "settings": 1, "utils": 1, "layers": 2, "sources": 2, "grpo": 2, "packing": 2,
-    "reward": 3, "prepare_data": 4, "model": 4, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7, "engines": 8,
-    "eval": 8, "merge_lora": 8, "demo": 8, "train": 9,
+    "reward": 3, "rewards": 3, "prepare_data": 4, "model": 4, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7,
+    "engines": 8, "eval": 8, "merge_lora": 8, "demo": 8, "train": 9,
 }
 PLUG_INS = ("engines", "tasks")  # imported by name, inside functions
 NO_PLUG_INS = ("engines.choose", "engines.self_test")  # how an engine is started, and compared with the trainer
