@@ -348,6 +348,14 @@ class Judge:
         """From 0 to 1. Equal questions are asked once, also while the first is on its way. A caller that gives up does
         not end the call: its score is kept."""
         self.begin()
+        try:
+            return await self.known(response, example)
+        except JudgeError as error:
+            self.counts["over_budget" if isinstance(error, OverBudget) else "failed"] += 1
+            raise JudgeError(str(error)) from None
+
+    async def known(self, response: str, example: Any) -> float:
+        """The score that is kept, or is on its way, or is now asked for."""
         key, text, images = await asyncio.to_thread(self.question, response, example, await self.model())
         if key in self.scores:
             self.counts["cached"] += 1
@@ -356,11 +364,7 @@ class Judge:
         if first:
             self.asked[key] = asyncio.create_task(self.ask(key, text, images))
             self.asked[key].add_done_callback(partial(self.forget, key))
-        try:
-            score = await asyncio.shield(self.asked[key])
-        except JudgeError as error:
-            self.counts["over_budget" if isinstance(error, OverBudget) else "failed"] += 1
-            raise JudgeError(str(error)) from None
+        score = await asyncio.shield(self.asked[key])
         self.counts["cached"] += not first
         return score
 
@@ -404,9 +408,9 @@ class Judge:
             self.naming = asyncio.create_task(self.retried("models", self.listed_model))
         try:
             return await asyncio.shield(self.naming)
-        except JudgeError as error:
+        except JudgeError:
             self.naming = None
-            raise JudgeError(str(error)) from None
+            raise
 
     def question(self, response: str, example: Any, model: str) -> tuple[str, str, list[bytes]]:
         """The key of the cache, the prompt's text and the images."""

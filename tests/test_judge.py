@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from dataclasses import fields
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -554,6 +555,16 @@ def test_the_model_is_asked_for_before_the_run():
         J.find_model(url, JudgeOptions(tries=1, model="named"))
 
 
+def test_a_server_that_cannot_name_its_model_is_a_failure_like_another():
+    with JudgeServer(say("Score: 1"), models=send(b"", 500)) as server:
+        judge = Judge(server.url, JudgeOptions(tries=2))
+        told = many(judge, ["a", "b"])
+        assert [str(error) for error in told] == ["the server answered 500 (2 calls)"] * 2
+        assert judge.counts["failed"] == 2 and judge.counts["calls"] == 0
+        server.models = send({"data": [{"id": "late"}]})
+        assert many(judge, ["a"]) == [0.1]
+
+
 def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch):
     with JudgeServer(say("Score: 1")) as server, JudgeServer(say("Score: 9")) as proxy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -626,6 +637,7 @@ def test_a_key_that_no_header_can_hold_is_refused(key, monkeypatch):
 
 # --- docs/judge.md ----------------------------------------------------------------------------------------------------
 
+SETTINGS = {f.name for f in chain.from_iterable(fields(group.type) for group in fields(train.Config))}
 PAGE = (ROOT / "docs" / "judge.md").read_text()
 
 
@@ -644,8 +656,7 @@ def test_the_page_has_every_setting_and_every_count():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("judge_url" not in {f.name for g in fields(train.Config) for f in fields(g.type)},
-                    reason="train.py has no --judge-url")
+@pytest.mark.skipif("judge_url" not in SETTINGS, reason="train.py has no --judge-url")
 def test_the_commands_of_the_page(toys, tmp_path):
     (tmp_path / "captions.txt").write_text(block("text"))
     served, *commands = block("sh").splitlines()
