@@ -161,9 +161,8 @@ def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, lo
     lengths = [len(r.response) for r in rollouts]
     assert set(lengths) == ({1, 2, 3} if interrupted else {len(r.response) for r in whole})
     for r, complete in zip(rollouts, whole, strict=True):
-        assert r.response == complete.response[: len(r.response)] and r.text == processor.tokenizer.decode(
-            r.response[:-1] if r.finish_reason == "stop" else r.response
-        )
+        said = r.response[:-1] if r.finish_reason == "stop" else r.response
+        assert r.response == complete.response[: len(r.response)] and r.text == processor.tokenizer.decode(said)
         assert interrupted or vars(r) == vars(complete)
 
 
