@@ -275,8 +275,8 @@ def main(cfg: EvalConfig) -> dict:
     paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out = read_data(cfg, rewards, processors)
-    rewards.try_out(ctx.main)
-    stage = last_stage(cfg.curriculum, examples)
+    first_step, stage = last_stage(cfg.curriculum, examples)
+    rewards.try_out(ctx.main, [(first_step, stage)])
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):

@@ -245,18 +245,19 @@ class Rewards:
             self.first.setdefault(task_name(example.data_source), example)
         return check_tasks(examples, self.otherwise)
 
-    def try_out(self, main: bool = True) -> None:
-        """Once all rows are checked: call each function of the user's once, on `main`, with a plausible response, so
-        that a broken one stops the run before a model loads."""
+    def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
+        """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
+        with its first step, so that a broken function or option stops the run before a model loads."""
         known = ", ".join(sorted(self.first))
         for task in self.custom:
             told = f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}"
             need(not task or task in self.first, told)
-        rows = {self.own(example): example for example in self.first.values() if self.own(example) in self.functions}
         with uncounted(), Note("this was the trial call before the run"):
-            for example in rows.values() if main else ():
-                trial = response_to(example, f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}")
-                self.grading(0, Stage(), "stop", judged=False).results([trial])
+            for step, stage in stages if main else ():
+                for task, example in self.first.items():
+                    trial = response_to(example, f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}")
+                    if self.own(example) in self.functions or task in stage.options:
+                        self.grading(step, stage, "stop", judged=False).results([trial])
 
     def begin(self, step: int = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
         """The Grading of one round of responses."""

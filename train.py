@@ -317,7 +317,7 @@ def main(cfg: Config) -> None:
     eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, rewards) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
     curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    rewards.try_out(ctx.main)
+    rewards.try_out(ctx.main, curriculum.stages())
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
     dist.barrier()
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))

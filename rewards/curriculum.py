@@ -90,9 +90,10 @@ def stage_of(lessons: Sequence[Lesson], number: int) -> Stage:
     return Stage(lessons[number].name, number % len(lessons), lessons[number].reward)
 
 
-def last_stage(file: str | None, examples: Sequence[Example]) -> Stage:
-    """For evaluations: the same at all steps of a run, so that their figures compare."""
-    return stage_of(read_lessons(file, {task_name(example.data_source) for example in examples}), -1)
+def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
+    """With its first step. For evaluations: the same at all steps of a run, so that their figures compare."""
+    lessons = read_lessons(file, {task_name(example.data_source) for example in examples})
+    return lessons[-1].first_step, stage_of(lessons, -1)
 
 
 def lesson_of(stage: Any, where: str) -> Lesson:
@@ -203,6 +204,10 @@ class Curriculum:
             print0(self._described(number))
         self.told = lesson
         return stage_of(self.lessons, number)
+
+    def stages(self) -> list[tuple[int, Stage]]:
+        """Each with its first step."""
+        return [(lesson.first_step, stage_of(self.lessons, i)) for i, lesson in enumerate(self.lessons)]
 
     def last(self) -> Stage:
         """For evaluations: the same at all steps, so that their figures compare."""
