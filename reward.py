@@ -45,7 +45,7 @@ class RewardConfig:
     reward_errors: str = setting("drop", "a reward that fails: leave the response out, give it 0, or end the run",
                                  choices=("drop", "zero", "stop"))
     reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
-    reward_workers: int = setting(1, "processes that grade, of each rank; 0: this one, without time limits", least=0)
+    reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
     curriculum: str | None = setting(None, "stages: which examples, and options of rewards (default: the task's)",
                                      metavar="FILE")
     judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL")

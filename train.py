@@ -45,7 +45,7 @@ from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, SolveRates
-from rewards.custom import absolute_spec
+from rewards.custom import absolute_option, absolute_spec
 from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
@@ -143,6 +143,7 @@ def resolve(cfg: Config, device: torch.device) -> Config:
     settings = cfg.flat()
     settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "curriculum")}
     settings["reward"] = tuple(map(absolute_spec, cfg.reward.reward))
+    settings["judge"] = tuple(map(absolute_option, cfg.reward.judge))
     settings["attn"] = resolve_attention(cfg.model.attn, device)
     settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
     settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)

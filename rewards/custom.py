@@ -44,6 +44,12 @@ def absolute_spec(spec: str) -> str:
     return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if has_file(spec) else spec
 
 
+def absolute_option(pair: str) -> str:
+    """Of --judge, where it names a file that is there."""
+    key, _, value = pair.partition("=")
+    return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
+
+
 def load_function(spec: str) -> Function:
     """Raises UserError if the file or the function is missing or cannot be called as a reward; an error inside the file
     is the user's and passes through.

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_train import flags, rows, run, write_parquet
+from test_train import TORCHRUN, flags, rows, run, write_parquet
 
 ROOT = Path(__file__).resolve().parent.parent
 import reward  # noqa: E402
@@ -137,6 +137,8 @@ def test_paths_are_kept_absolute(load, monkeypatch):
     assert custom.absolute_spec("geo3k=mine.py:number") == f"geo3k={load.path}:number"
     assert custom.absolute_spec("mine.py:number") == f"{load.path}:number"
     assert custom.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
+    assert custom.absolute_option("template=mine.py") == f"template={load.path}"
+    assert [custom.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
     assert not custom.has_file("a=other.py:f") and custom.has_file("a=mine.py:f")
 
 
@@ -391,7 +393,7 @@ def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
     more = ["--reward", f"shapes={tmp_path}/fails.py:score", "--reward-timeout", 3, "--reward-workers", 2, "--steps", 3,
             "--prompts-per-step", 4, "--group-size", 6, "--eval-data", data, "--no-self-test"]
     common = flags(toys["qwen2_5_vl"], data, out)
-    done = run(["torchrun", "--nproc-per-node", 2, "train.py", *common[:6], *common[8:], *more])
+    done = run([*TORCHRUN, 2, "train.py", *common[:6], *common[8:], *more])
     logged = rows(out)
     steps = [row for row in logged if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2, 3]
