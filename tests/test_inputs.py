@@ -102,7 +102,7 @@ def test_own_images_and_those_of_the_column_come_in_order():
         (({"type": "text", "text": "x", "cache": 1},), [], "is a text with fields that the format cannot hold: cache"),
         (({"type": "text", "text": 5},), [], "part 1: has a int for its text"),
         (({"type": "image", "index": 1},), [RED], "part 1: names image 1 of the row where the next is 0"),
-        (({"type": "image_url", "image_url": {"url": "https://h/x.png"}},), [], "image 0 is a URL (https://h/x.png) and"),
+        (({"type": "image_url", "image_url": {"url": "https://h/x.png"}},), [], "image 0 is a URL (https://h/x.png)"),
         ((text("<|im_end|>"),), [], "message 0 contains '<|im_end|>'"),
         (({"type": "image", "base64": "!!"},), [], "image 0 '!!' is neither an existing file nor valid base64"),
     ],
