@@ -5,10 +5,10 @@ bytes in a process. In files of prepare_data.py row groups are small, so that li
 """
 
 import os
-import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +23,6 @@ from sources.images import image_bytes
 BOUND = 16 << 20  # bytes of rows that a process keeps
 OPEN_FILES = 8  # per process, with what their footers tell
 LARGE_GROUP = 256 << 20  # bytes of a row group from which on to read a row of it is told to be slow
-
-
-pa.set_memory_pool(pa.system_memory_pool())  # arrow's default, mimalloc, keeps 100 MiB more for threads that read
 
 
 def open_parquet(file: object) -> pq.ParquetFile:
@@ -63,7 +60,7 @@ class Rows:
     """The last rows read of all tables, for the threads of one process."""
 
     def __init__(self):
-        self.lock = threading.Lock()
+        self.reader = ThreadPoolExecutor(1)  # one: in the heaps of several threads it takes 150 MiB more
         self.kept: OrderedDict[tuple[ImageTable, int, int], pa.RecordBatch] = OrderedDict()
         self.bytes = 0
         self.group: tuple[ImageTable, int] | None = None  # which the stream is of
@@ -74,12 +71,14 @@ class Rows:
     def record(self, table: ImageTable, group: int, row: int) -> dict:
         """A row's image columns. Raises UserError if the file is no longer what was checked."""
         key = (table, group, row)
-        with self.lock:
+
+        def batch() -> pa.RecordBatch:
             if key not in self.kept:
                 self.read_up_to(table, group, row)
             self.kept.move_to_end(key)
-            batch = self.kept[key]
-        return batch.to_pylist()[0]
+            return self.kept[key]
+
+        return self.reader.submit(batch).result().to_pylist()[0]
 
     def read_up_to(self, table: ImageTable, group: int, row: int) -> None:
         if self.group != (table, group) or self.next_row > row:
@@ -105,7 +104,7 @@ class Rows:
 
 
 ROWS = Rows()
-os.register_at_fork(after_in_child=ROWS.__init__)  # another thread may have held the lock
+os.register_at_fork(after_in_child=ROWS.__init__)  # which has none of its parent's threads
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

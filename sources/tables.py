@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from errors import UserError, need, refusing
-from sources.remote import File, RemoteFile, as_path, refusing_remote
+from sources.remote import File, RemoteFile, as_path, refusing_remote, store_errors
 
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
@@ -88,6 +88,12 @@ def batch_records(batch: pa.RecordBatch) -> list[Record]:
         if batch.num_rows == 1:
             return [f"a value cannot be read: {type(e).__name__}: {e}"]
         return list(chain.from_iterable(batch_records(batch.slice(i, 1)) for i in range(batch.num_rows)))
+
+
+def parquet_columns(file: File) -> list[str]:
+    """Names of the columns. Raises UserError if it is no parquet file."""
+    with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file"):
+        return pq.read_schema(file.open() if isinstance(file, RemoteFile) else file).names
 
 
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
