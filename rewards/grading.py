@@ -32,7 +32,7 @@ class JudgeOf:
 
 def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> JudgeOf | None:
     """None without --judge-url. What it said is kept under `out`; the ranks share its budget of calls."""
-    need(cfg.judge_url or not cfg.judge, f"--judge {' '.join(cfg.judge)} needs --judge-url")
+    need(cfg.judge_url or not cfg.judge, "--judge needs --judge-url")
     if not cfg.judge_url:
         return None
     from rewards.judge import Judge, find_model, judge_options

@@ -656,7 +656,6 @@ def test_the_page_has_every_setting_and_every_count():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("judge_url" not in SETTINGS, reason="train.py has no --judge-url")
 def test_the_commands_of_the_page(toys, tmp_path):
     (tmp_path / "captions.txt").write_text(block("text"))
     served, *commands = block("sh").splitlines()
