@@ -14,8 +14,9 @@ from typing import Any
 from PIL import Image
 
 from errors import need, refusing
+from prepare_data import MARK
 from reward import register
-from tasks.shapes import CELL, SALT, SIDE, exists, in_turn, png
+from tasks.shapes import CELL, SALT, SIDE, Scene, boxed, exists, in_turn, png
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -47,8 +48,8 @@ def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
     return kept
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """Endless (png, [(answer type, question, answer), ...]): digits in cells of their own, a little out of place."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless digits, each in a cell of its own, a little out of place."""
     rng = random.Random(f"digits/{SALT[split]}/{seed}")
     source = written_digits(split == "test")
     while True:
@@ -58,12 +59,17 @@ def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, 
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 3, cell // 3))
             image.paste(digit, (x, y))
         values = [value for _, value in chosen]
-        yield png(image), [
+        questions = [
             ("count", "How many digits are there?", str(len(values))),
             exists(rng, "Is there a {}?", str(rng.choice(values)), absent(values)),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
+        # the instruction first, so that all questions about an image share it
+        yield (
+            [png(image)],
+            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
+        )
 
 
 def absent(values: list[int]) -> list[str]:
@@ -73,7 +79,6 @@ def absent(values: list[int]) -> list[str]:
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows {image, question, answer, answer_type}, the types in turn, one question to an image. They are the data."""
     need(split in SALT, f"--split {split!r}: digits has {', '.join(SALT)}")
-    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), ANSWER_TYPES):
-        row = {"data_source": "digits", "image": image, "answer": answer, "answer_type": kind}
-        row["question"] = f"<image>{INSTRUCTION} {question}"  # first, so that all questions about an image share it
+    for index, ([image], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), ANSWER_TYPES)):
+        row = {"data_source": "digits", "image": image, "question": question, "answer": answer, "answer_type": kind}
         yield row | {"split": split, "index": index, "uid": f"digits-{split}-{seed}-{index}"}

@@ -4,7 +4,6 @@ Coordinates earn exp(-distance / tolerance). The tolerance and the parts that co
 of the curriculum, and until the loop hands a stage over the registered reward uses the last, in which all parts count.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -22,7 +21,7 @@ from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._tables import any_rows, first
-from tasks.shapes import CELL, COLOURS, SALT, SIDE, png, polygon
+from tasks.shapes import CELL, COLOURS, SALT, SIDE, Scene, in_split, png, polygon, rows_of
 
 INSTRUCTION = (
     "Where was this image taken? Look at its signs, buildings, vegetation and roads, then answer on the last line with "
@@ -416,31 +415,18 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     return png(image)
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Endless (png, place). No image occurs in two splits: the hash of its bytes decides which split may have it."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless islands, no image in two splits."""
     rng = random.Random(f"geospot/{SALT[split]}/{seed}")
     while True:
         where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
         data = draw_map(rng, *where)
-        in_test = hashlib.sha256(data).digest()[0] < 64
-        if in_test == (split == "test"):
-            yield data, toy_place(*where)
+        if in_split(data, split):
+            place = toy_place(*where)
+            yield [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
 
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
     need(split in SALT, f"--split {split!r}: geospot's map has {', '.join(SALT)}")
-    seen = set()
-    for image, place in scenes(split, seed):
-        if len(seen) == n:
-            return
-        if image not in seen:
-            seen.add(image)
-            index = len(seen) - 1
-            yield {
-                "data_source": "geospot",
-                "prompt": [{"role": "user", "content": f"{MARK}{TOY_INSTRUCTION}"}],
-                "images": [{"bytes": image, "path": None}],
-                "reward_model": {"style": "rule", "ground_truth": json.dumps(place)},
-                "extra_info": {"split": split, "index": index, "uid": f"geospot-{split}-{seed}-{index}"},
-            }
+    return rows_of("geospot", n, split, seed, scenes(split, seed), ["place"])
