@@ -40,8 +40,9 @@ from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, decode_image, find_tasks
+from prepare_data import MARK, ReadingConfig, decode_image, find_tasks, read_examples
 from report.plots import draw_curve
+from reward import score
 from rollout import Rollout, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
@@ -294,6 +295,12 @@ def longest_reply(model: Path, task: str) -> int:
     return 5 + max(len(tokenizer.encode(reply)) + 1 for _, _, reply, _ in first_scenes(task))
 
 
+def rewards_of(file: Path) -> dict[str, float]:
+    """Of an empty response to a file's first row: which there are."""
+    [example], _ = read_examples(str(file), ReadingConfig(), 1)
+    return score("", example)
+
+
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
     """Every stage by its own command, as a user would type it."""
     plan = plan_of(task)
@@ -335,7 +342,9 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     sh("eval", *greedy, "--blank-images", "--out", out / "eval_blank")
     after = json.loads((out / "eval" / "eval.json").read_text())
     blank = json.loads((out / "eval_blank" / "eval.json").read_text())
-    summary = {"task": task, "seed": seed, "family": family, "n_test": after["n"], "steps": plan.steps}
+    metric = "accuracy" if "accuracy" in rewards_of(test) else "reward"  # eval.py takes the one for the other
+    summary = {"task": task, "metric": metric, "seed": seed, "family": family}
+    summary |= {"n_test": after["n"], "steps": plan.steps}
     summary |= {"accuracy_before": after["baseline"]["accuracy"], "accuracy_after": after["accuracy"]}
     summary |= {"blank_image_accuracy": blank["accuracy"], "train_seconds": round(seconds["train"], 1)}
     summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
@@ -343,9 +352,10 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
+        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png", task, metric)
     moved = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after {plan.steps} RL steps"
-    print(f"\naccuracy on {after['n']} unseen images: {moved}; with blank ones {summary['blank_image_accuracy']:.3f}")
+    moved += f"; with blank ones {summary['blank_image_accuracy']:.3f}"
+    print(f"\n{task}: {metric} on {after['n']} unseen images: {moved}")
     if short:
         print("--short only shows that each stage runs; so few steps are not meant to learn anything")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")

@@ -69,9 +69,11 @@ def test_questions_and_answers_agree(monkeypatch):
     monkeypatch.setattr(random.Random, "sample", watched)
     scenes = digits.scenes("train", 3)
     for _ in range(300):
-        image, asked = next(scenes)
+        [image], asked = next(scenes)
         values = drawn[-1]
-        (count, exists, largest, total) = asked
+        start = "<image>Answer in \\boxed{}. "
+        assert all(prompt.startswith(start) and reply == f"\\boxed{{{truth}}}" for _, prompt, reply, truth in asked)
+        (count, exists, largest, total) = ((kind, prompt[len(start) :], truth) for kind, prompt, _, truth in asked)
         assert Image.open(io.BytesIO(image)).size == (84, 84) and 1 <= len(values) <= 4
         assert count == ("count", "How many digits are there?", str(len(values)))
         assert largest[2] == str(max(values)) and total[2] == str(sum(values))
