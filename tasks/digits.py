@@ -55,7 +55,8 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     while True:
         image = Image.new("L", (SIDE, SIDE), 255)
         chosen = rng.sample(source, rng.randint(1, 4))
-        for (digit, _), cell in zip(chosen, rng.sample(range(9), len(chosen)), strict=True):
+        cells = rng.sample(range(9), len(chosen))
+        for (digit, _), cell in zip(chosen, cells, strict=True):
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 3, cell // 3))
             image.paste(digit, (x, y))
         values = [value for _, value in chosen]
@@ -65,10 +66,11 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
+        read = " ".join(str(value) for _, value in sorted(zip(cells, values, strict=True)))  # as one reads a page
         # the instruction first, so that all questions about an image share it
         yield (
             [png(image)],
-            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
+            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth, read), truth) for kind, asked, truth in questions],
         )
 
 

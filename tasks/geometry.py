@@ -664,11 +664,11 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             across, up = rng.choice(LEGS), rng.choice(LEGS)
             draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
             thought, asked = f"{across} by {up}", triangle_questions(across, up)
-        data, think = png(image), f"<think>{thought}</think>"
+        data = png(image)
         if in_split(data, split):
             yield (
                 [data],
-                [(kind, f"{MARK}{text} {INSTRUCTION}", f"{think}{boxed(truth)}", truth) for kind, text, truth in asked],
+                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked],
             )
 
 

@@ -376,7 +376,7 @@ def geospot(response: str, example: Any, finish_reason: str) -> dict[str, float]
 # --- an invented map --------------------------------------------------------------------------------------------------
 
 TOY_INSTRUCTION = "Name country, region, city, coordinates."
-COUNTRIES = dict(zip(COLOURS, ("Ardan", "Belmor", "Corvia", "Dunmar"), strict=True))  # by the colour of the land
+COUNTRIES = dict(zip(COLOURS, ("Ardan", "Belmor", "Corvia", "Dunmar"), strict=True))  # by the colour of the coast
 REGIONS = {"circle": "Northmark", "square": "Midmark", "triangle": "Southmark"}  # by the shape of the marks
 INK = (20, 20, 20)
 CITIES = ("Onewell", "Twowell", "Threewell")  # by their number
@@ -396,14 +396,14 @@ def toy_answer(place: dict[str, Any]) -> str:
 
 
 def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
-    """An island in a pale sea, with black marks, one to a cell."""
+    """A pale island with a coloured coast, with black marks, one to a cell."""
     image = Image.new("RGB", (SIDE, SIDE), (*(rng.randint(205, 225) for _ in range(2)), rng.randint(235, 255)))
     draw = ImageDraw.Draw(image)
     coast = []
     for i in range(18):
-        reach = SIDE / 2 * rng.uniform(1.15, 1.35)
+        reach = SIDE / 2 * rng.uniform(0.85, 1.0)
         coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
-    draw.polygon(coast, fill=COLOURS[colour])
+    draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
     for cell in rng.sample(range(9), marks):
         x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
         y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)

@@ -69,8 +69,9 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]
 
 
-def boxed(answer: str) -> str:
-    return rf"\boxed{{{answer}}}"
+def boxed(answer: str, thought: str = "") -> str:
+    """A response of the perfect format."""
+    return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
 
 
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}

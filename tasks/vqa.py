@@ -413,13 +413,14 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     for image, asked in drawings(split, seed):
         questions = [(KINDS[kind], question, answer) for kind, question, answer in asked if kind in KINDS]
         if questions:
-            colour = next(answer for kind, _, answer in questions if kind == "attribute")
+            count, colour, shape = (answer for _, _, answer in questions[:3])
             choices = rng.sample(list(COLOURS), len(COLOURS))
             question = with_choices("Which colour do you see?", choices)
             questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
+            seen = f"{count} {colour} {shape}"
             yield (
                 [image],
-                [(kind, f"{MARK}{asked} {INSTRUCTION}", boxed(truth), truth) for kind, asked, truth in questions],
+                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions],
             )
 
 

@@ -3,7 +3,10 @@
 import io
 import itertools
 import json
+import math
+import re
 from collections import Counter
+from fractions import Fraction
 from functools import cache
 
 import pytest
@@ -14,7 +17,7 @@ import demo
 from errors import UserError
 from prepare_data import ReadingConfig, main, parse_args, read_examples
 from reward import score
-from tasks import shapes
+from tasks import geometry, shapes
 
 
 def test_rows_are_deterministic_balanced_and_of_unique_images():
@@ -58,6 +61,35 @@ def test_images_show_what_the_answers_say():
         assert colour == shapes.COLOURS[answers["colour"]] and min(background) >= 236
         checked += 1
     assert checked > 40
+
+
+def test_triangles_are_as_large_as_the_answers_say():
+    """In pixels: the box around the paint, and how much there is of it; an angle by its share of a half disc."""
+    kinds = Counter()
+    for [data], questions in itertools.islice(geometry.scenes("train", 7), 100):
+        image = Image.open(io.BytesIO(data))
+        paint = [p for p, c in zip(itertools.product(range(84), range(84)), image.get_flattened_data(), strict=True)
+                 if c in shapes.COLOURS.values()]  # fmt: skip
+        (top, bottom), (left, right) = ((min(axis), max(axis)) for axis in zip(*paint, strict=True))
+        answers = {kind: truth for kind, _, _, truth in questions}
+        kinds.update(list(answers))
+        if "angle" in answers:  # the painted share of a half disc
+            half_disc = math.pi * max(bottom - top, 1) ** 2 / 2
+            if 30 < int(answers["angle"]) <= 90:  # then the sector is as high as its radius
+                assert len(paint) / half_disc == pytest.approx(1 - int(answers["angle"]) / 180, abs=0.09)
+            continue
+        across, up = (round((high - low + 2) / geometry.STEP) for low, high in ((left, right), (top, bottom)))
+        assert len(paint) == pytest.approx(across * up * geometry.STEP**2 / 2, rel=0.25)
+        assert float(answers["area"]) == across * up / 2
+        assert eval(answers["hypotenuse"].replace("\\sqrt", "math.sqrt").translate(BRACES)) ** 2 == pytest.approx(
+            across**2 + up**2
+        )
+        slope = re.sub(r"\\frac\{(\d)\}\{(\d)\}", r"\1/\2", answers["tangent"])
+        assert Fraction(slope) == Fraction(up, across)
+    assert min(kinds.values()) > 15 and len(kinds) == 4
+
+
+BRACES = str.maketrans("{}", "()")
 
 
 def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
