@@ -57,8 +57,10 @@ class Plan:
 
     see_steps: int = 700  # of the warm start, with honest answers
     habit_steps: int = 80  # of the warm start, with a lazy annotator's
-    questions: int = 8  # of an image, at most, in a step of the warm start
+    images: int = 32  # of a step of the warm start
+    questions: int = 8  # about an image, at most, in such a step
     steps: int = 60  # of RL
+    eval_every: int = 10  # of them
 
 
 def with_scenes() -> dict[str, ModuleType]:
@@ -207,7 +209,6 @@ def make_model(
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
-IMAGES = 32  # of a step
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
@@ -218,13 +219,14 @@ def warm_start(
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
 
-    IMAGES a step, shared out over the processes; gradients are averaged.
+    A step's images are shared out over the processes; gradients are averaged.
     """
     plan = plan_of(task)
     see_steps = plan.see_steps if see_steps is None else see_steps
     habit_steps = plan.habit_steps if habit_steps is None else habit_steps
     ctx = dist_setup()
-    need(IMAGES % ctx.world == 0, f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
+    told = f"warm start: {plan.images} images a step do not divide among {ctx.world} processes"
+    need(plan.images % ctx.world == 0, told)
     if ctx.main:
         check_new_folder(out)
     processor = Processor(str(model))
@@ -255,7 +257,7 @@ def warm_start(
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(IMAGES // ctx.world)))
+            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(plan.images // ctx.world)))
             micros = packer.pack(samples)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
@@ -285,7 +287,7 @@ def warm_start(
 FILES = ("base", "start", "run", "final", "train.parquet", "test.parquet")  # models, data and the run, in --out
 TRAINING = (
     "--prompts-per-step 32 --group-size 8 --lr 2e-4 --warmup-steps 5 --schedule cosine "
-    "--micro-tokens 2048 --eval-every 5 --save-every 20"
+    "--micro-tokens 2048 --save-every 20"
 )
 
 
@@ -334,7 +336,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     sh("warm start", *torchrun, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
     data = ("--data", train, "--eval-data", test)
     longest = ("--max-new-tokens", longest_reply(base, task))
-    settings = ("--steps", plan.steps, *longest, *TRAINING.split(), *seeded)
+    settings = ("--steps", plan.steps, "--eval-every", plan.eval_every, *longest, *TRAINING.split(), *seeded)
     sh("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
     sh("merge", "merge_lora.py", run, "--out", final)
     greedy = ("eval.py", final, "--data", test, *longest)

@@ -16,7 +16,7 @@ from PIL import Image
 from errors import need, refusing
 from prepare_data import MARK
 from reward import register
-from tasks.shapes import CELL, SALT, SIDE, Scene, boxed, exists, in_turn, png
+from tasks.shapes import CELL, SALT, Scene, boxed, exists, in_turn, png
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -25,6 +25,7 @@ ANSWER_TYPES = ("count", "exists", "largest", "sum")
 DIGITS = [str(n) for n in range(10)]
 TEST_SHARE = 0.2
 SIZE = 24  # pixels of a digit, in a cell of 28
+CELLS = 4  # 2 by 2
 
 
 @register("digits", answerable=answerable)
@@ -53,12 +54,13 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     rng = random.Random(f"digits/{SALT[split]}/{seed}")
     source = written_digits(split == "test")
     while True:
-        image = Image.new("L", (SIDE, SIDE), 255)
-        chosen = rng.sample(source, rng.randint(1, 4))
-        cells = rng.sample(range(9), len(chosen))
-        for (digit, _), cell in zip(chosen, cells, strict=True):
-            x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 3, cell // 3))
+        image = Image.new("L", (2 * CELL, 2 * CELL), 255)
+        chosen = rng.sample(source, rng.randint(1, CELLS))
+        read = ["-"] * CELLS  # what a perfect response sees first: each cell, as one reads a page
+        for (digit, value), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
+            x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))
+            read[cell] = str(value)
         values = [value for _, value in chosen]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
@@ -66,12 +68,8 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
-        read = " ".join(str(value) for _, value in sorted(zip(cells, values, strict=True)))  # as one reads a page
-        # the instruction first, so that all questions about an image share it
-        yield (
-            [png(image)],
-            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth, read), truth) for kind, asked, truth in questions],
-        )
+        start, seen = f"{MARK}{INSTRUCTION}", " ".join(read)  # first, so that all questions about an image share it
+        yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
 
 
 def absent(values: list[int]) -> list[str]:

@@ -624,6 +624,7 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
 STEP = 18  # pixels between the lattice's lines
 LEGS = range(1, 5)  # lengths, in squares
+DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
 
 
 def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, across: int, up: int) -> None:

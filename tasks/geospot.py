@@ -382,6 +382,9 @@ INK = (20, 20, 20)
 CITIES = ("Onewell", "Twowell", "Threewell")  # by their number
 
 
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 40}  # of demo.py
+
+
 def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
     """Countries are 2,200 km and more apart, regions 222, cities 55: each stage asks for one thing more."""
     country, region = list(COLOURS).index(colour), list(REGIONS).index(shape)

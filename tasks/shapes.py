@@ -74,6 +74,7 @@ def boxed(answer: str, thought: str = "") -> str:
     return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
 
 
+DEMO = {"eval_every": 5}  # of demo.py
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
 USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annotator's, in the demo
 

@@ -405,6 +405,7 @@ def with_choices(question: object, choices: list[str]) -> str:
 
 KINDS = {"count": "counting", "colour": "attribute", "exists": "existence", "shape": "open"}
 TOY_TYPES = (*KINDS.values(), MULTIPLE_CHOICE)
+DEMO = {"see_steps": 280, "habit_steps": 60, "images": 24, "questions": 3, "steps": 40}  # of demo.py
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
