@@ -56,11 +56,9 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
         chosen = rng.sample(source, rng.randint(1, CELLS))
-        read = ["-"] * CELLS  # what a perfect response sees first: each cell, as one reads a page
-        for (digit, value), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
+        for (digit, _), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))
-            read[cell] = str(value)
         values = [value for _, value in chosen]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
@@ -68,7 +66,8 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
-        start, seen = f"{MARK}{INSTRUCTION}", " ".join(read)  # first, so that all questions about an image share it
+        seen = " ".join(map(str, sorted(values)))
+        start = f"{MARK}{INSTRUCTION}"  # first, so that all questions about an image share it
         yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
 
 

@@ -122,8 +122,27 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
 TASKS = ("caption", "digits", "geo3k", "geospot", "shapes", "vqa")
 
 
-def test_each_task_of_ours_has_scenes():
+def test_each_task_of_ours_has_scenes_and_a_plan():
     assert set(TASKS) <= set(demo.with_scenes())
+    assert demo.plan_of("shapes") == demo.Plan(eval_every=5)  # whose figures are in README
+    for task in TASKS:
+        assert 20 <= demo.plan_of(task).steps <= 60
+
+
+@pytest.mark.slow
+def test_the_demo_of_another_task(tmp_path):
+    """Each stage runs, and the summary says of what; 10 steps are not meant to learn anything."""
+    demo.main(demo.parse_args(["run", "--task", "caption", "--short", "--processes", "1", "--out", str(tmp_path)]))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["task"], summary["metric"], summary["n_test"], summary["steps"]) == ("caption", "reward", 100, 10)
+    before, after, blank = (summary[key] for key in ("accuracy_before", "accuracy_after", "blank_image_accuracy"))
+    assert -0.5 <= min(before, after, blank) and max(before, after, blank) < 1 and summary["train_seconds"] > 0
+    prompts = {e.messages[0]["content"] for e in read_examples(str(tmp_path / "test.parquet"), ReadingConfig())[0]}
+    assert prompts == {"<image>Describe the image."}
+    assert (tmp_path / "curve.png").is_file() and (tmp_path / "eval_blank" / "report.html").is_file()
+    [*_, last] = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
+    row = json.loads(last.read_text().splitlines()[0])
+    assert set(row["samples"][0]["rewards"]) >= {"cider", "keywords", "reward"}
 
 
 @pytest.fixture(scope="module")
