@@ -256,7 +256,7 @@ def caption_record(record: dict, cfg: TaskConfig) -> Record:
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
-DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 40}  # of demo.py
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # of demo.py
 NUMBERS = ("one", "two", "three", "four")
 TOY_INSTRUCTION = "Describe the image."
 FORMS = ("{}", "there {be} {}", "a drawing of {}")

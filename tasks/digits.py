@@ -55,7 +55,8 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     source = written_digits(split == "test")
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
-        chosen = rng.sample(source, rng.randint(1, CELLS))
+        # the warm start learns to read single digits first
+        chosen = rng.sample(source, rng.choice((1, 1, 1, 1, 2, 2, 3, 4)) if split == "warm" else rng.randint(1, CELLS))
         for (digit, _), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))

@@ -382,7 +382,7 @@ INK = (20, 20, 20)
 CITIES = ("Onewell", "Twowell", "Threewell")  # by their number
 
 
-DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 40}  # of demo.py
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # of demo.py
 
 
 def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_the_commands_of_the_head(tmp_path, monkeypatch, capsys):
             SCRIPTS[words[1]].parse_args(words[2:])
         else:
             run(words, capsys)
-    assert {p.name for p in tmp_path.iterdir()} == {"red.png", "blue.png", "vqa_toy.parquet"}
+    assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.png", "vqa_toy.parquet"}
 
 
 def test_a_wrong_command_of_the_page_is_noticed():
