@@ -11,7 +11,7 @@ import random
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -93,20 +93,24 @@ def rouge_l(words: Words, references: list[Words]) -> float:
 class Corpus:
     """In how many documents, each the references of one row, an n-gram occurs: CIDEr weighs it by how rare it is."""
 
-    def __init__(self):
-        self.documents: set = set()  # their keys
-        self.frequency: Counter[Words] = Counter()
+    def __init__(self, size: float = 0, frequency: Mapping[Words, int] | None = None):
+        self.size = size
+        self.frequency: Counter[Words] = Counter(frequency)
 
-    def add(self, key: Any, references: list[Words]) -> None:
-        """Count a row, once."""
-        if key not in self.documents:
-            self.documents.add(key)
-            for n in range(1, MAX_N + 1):
-                self.frequency.update({gram for reference in references for gram in ngrams(reference, n)})
+    def add(self, references: list[Words]) -> None:
+        """Count a row."""
+        self.size += 1
+        for n in range(1, MAX_N + 1):
+            self.frequency.update({gram for reference in references for gram in ngrams(reference, n)})
+
+    def of(self, references: list[Words]) -> dict[str, int]:
+        """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
+        grams = {gram for n in range(1, MAX_N + 1) for reference in references for gram in ngrams(reference, n)}
+        return {" ".join(gram): self.frequency[gram] for gram in sorted(grams) if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:
         """TF-IDF of a text's n-grams."""
-        whole = math.log(max(1, len(self.documents)))
+        whole = math.log(max(1, self.size))
         found = ngrams(words, n).items()
         return {gram: count * (whole - math.log(max(1, self.frequency.get(gram, 0)))) for gram, count in found}
 
@@ -124,7 +128,7 @@ class Corpus:
         return 10 * total / MAX_N / len(references)
 
 
-CORPUS = Corpus()  # of all rows that were scored: checks before a run score each once, so it is whole at the first step
+EQUAL = Corpus(math.e)  # log(e) - log(1): every n-gram weighs 1
 
 
 def coverage(words: Words, keywords: list[Words]) -> float:
@@ -151,11 +155,13 @@ def repeated(words: Words) -> float:
 class Truth(NamedTuple):
     references: list[Words]
     keywords: list[Words]
+    corpus: Corpus  # what the row knows of it
 
 
 @lru_cache(4096)  # a truth is met once for each of its samples
 def read_truth(text: str) -> Truth:
-    """A plain caption, a JSON list of captions, or {"references": [...], "keywords": [...]}.
+    """A plain caption, a JSON list of captions, or {"references": [...], "keywords": [...], "documents": 100,
+    "frequency": {"a": 90}}: how many rows there are, and how many of them have an n-gram of these references.
 
     Keywords that are not given are the words of half of the references, without stop words.
     """
@@ -172,16 +178,25 @@ def read_truth(text: str) -> Truth:
     if not keywords:
         often = Counter(word for reference in references for word in set(reference) if word not in STOP_WORDS)
         keywords = [(word,) for word, count in sorted(often.items()) if 2 * count >= len(references)]
-    return Truth(references, keywords)
+    size, frequency = fields.get("documents"), fields.get("frequency") or {}
+    counts = [size, *frequency.values()] if isinstance(frequency, dict) else [None]
+    counted = all(type(count) is int and 0 < count for count in counts)
+    need(counted or "documents" not in fields, f"{told} with counts of documents; write it again with prepare_data.py")
+    corpus = Corpus(size, {tuple(gram.split()): n for gram, n in frequency.items()}) if size else EQUAL
+    return Truth(references, keywords, corpus)
 
 
-def caption_reward(response: str, truth: str, corpus: Corpus) -> dict[str, float]:
+def caption_reward(response: str, truth: str, corpus: Corpus | None = None) -> dict[str, float]:
     """The parts, and under "reward" their weighted sum. Raises UserError for a truth without a caption, never else.
+
+    Without a `corpus` CIDEr uses the counts in the truth: what is in none of its references weighs as what no document
+    has, and with no counts every n-gram weighs the same. So a reward depends on its row alone, in whatever process.
 
     Only what stands behind `</think>` is the caption; with a special token in it, or over MAX_CAPTION_CHARS, it is
     none.
     """
-    references, keywords = read_truth(truth)
+    references, keywords, counted = read_truth(truth)
+    corpus = corpus or counted
     text = response.rpartition("</think>")[2]
     whole = len(text) <= MAX_CAPTION_CHARS and "<think>" not in text and not SPECIAL_TOKEN.search(text)
     words = split_words(text) if whole else ()
@@ -198,10 +213,9 @@ def caption_reward(response: str, truth: str, corpus: Corpus) -> dict[str, float
 
 @register("caption")
 def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """CIDEr's documents are the rows that this process has loaded, in training those of --eval-data too."""
+    """By the row alone."""
     try:
-        CORPUS.add((example.uid, example.ground_truth), read_truth(example.ground_truth).references)
-        return caption_reward(response, example.ground_truth, CORPUS)
+        return caption_reward(response, example.ground_truth)
     except UserError as error:
         raise UserError(f"row {example.uid!r}: {error}") from error
 
@@ -214,12 +228,26 @@ CAPTIONS = ("references", "captions", "caption", "text")
 def rows(cfg: TaskConfig) -> Iterator[Raw]:
     """CSV, JSONL or parquet with an image, and caption, text, captions or references: a text or a list (in CSV JSON).
 
-    A column keywords, a list or a text with commas, is optional.
+    A column keywords, a list or a text with commas, is optional. Read twice: CIDEr's counts of documents come first,
+    and each row gets those of its own n-grams.
     """
+    corpus = Corpus()
+    for raw in any_rows(cfg):
+        record = caption_record(raw.record, cfg) if isinstance(raw.record, dict) else ""
+        if isinstance(record, dict):
+            corpus.add(read_truth(record["reward_model"]["ground_truth"]).references)
     for raw in any_rows(cfg):
         if isinstance(raw.record, dict):
             raw.record = caption_record(raw.record, cfg)
+        if isinstance(raw.record, dict):
+            raw.record["reward_model"]["ground_truth"] = counted(raw.record["reward_model"]["ground_truth"], corpus)
         yield raw
+
+
+def counted(truth: str, corpus: Corpus) -> str:
+    """A JSON truth with what the corpus knows of its references."""
+    frequency = corpus.of(read_truth(truth).references)
+    return json.dumps(json.loads(truth) | {"documents": corpus.size, "frequency": frequency}, ensure_ascii=False)
 
 
 def as_list(value: Any, comma: bool = False) -> list:

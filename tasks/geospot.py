@@ -1,7 +1,8 @@
 """Where was this image taken? Country, region, city and coordinates, each graded by itself.
 
-Coordinates earn exp(-distance / tolerance). The tolerance and the parts that count are a stage's: STAGES holds the five
-of the curriculum, and until the loop hands a stage over the registered reward uses the last, in which all parts count.
+Coordinates earn exp(-distance / tolerance). The tolerance and the parts that count are a stage's. A curriculum gives
+them as options, {"pays": ["country", "coordinates"], "tolerance_km": 500}; without one the step decides, by STAGES.
+CURRICULUM holds the same five for a curriculum's file.
 """
 
 import json
@@ -9,9 +10,10 @@ import math
 import random
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from PIL import Image, ImageDraw
 from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
+from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, first
 from tasks.shapes import CELL, COLOURS, SALT, SIDE, Scene, in_split, png, polygon, rows_of
 
@@ -48,6 +51,29 @@ STAGES = (
     Stage(600, ("country", "region", "city", "coordinates"), 50.0),
     Stage(1000, ("country", "region", "city", "coordinates"), 25.0),
 )
+
+CURRICULUM = [
+    {
+        "name": f"{', '.join(stage.parts)} at {stage.tolerance_km:g} km",
+        "from": stage.first_step,
+        "reward": {"geospot": {"pays": list(stage.parts), "tolerance_km": stage.tolerance_km}},
+    }
+    for stage in STAGES
+]
+
+
+def stage_of(options: Mapping[str, Any]) -> Stage:
+    """A stage of a curriculum's options; what they leave out is as in the last of STAGES. Raises UserError."""
+    unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
+    need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
+    pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
+    known = isinstance(pays, list | tuple) and pays and all(isinstance(p, str) and p in WEIGHTS for p in pays)
+    need(known, f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    need(
+        number and 0 < tolerance <= 20_000, f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000"
+    )
+    return Stage(0, tuple(dict.fromkeys(pays)), float(tolerance))
 
 
 def stage_at(step: int, stages: tuple[Stage, ...] = STAGES) -> Stage:
@@ -121,19 +147,27 @@ LETTERS = {"ł": "l", "ø": "o", "đ": "d", "ð": "d", "æ": "ae", "œ": "oe", "
 LETTERS = str.maketrans(LETTERS)
 SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 KINDS = "state province region county prefecture district oblast department governorate autonomous community of".split()
+KINDS += "canton voivodeship krai kray kraj lan republic respublika emirate territory comune regione".split()
+KINDS += "wojewodztwo regiao autonoma bundesland freistaat avtonomnyy okrug departement fylke land".split()
 ALSO = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
-    "US": "america|united states of america", "RU": "russia", "TR": "turkey", "CZ": "czech republic",
-    "CI": "ivory coast", "KR": "korea", "MM": "burma", "NL": "holland", "AE": "uae|emirates", "SZ": "swaziland",
-    "MK": "macedonia|republic of macedonia", "VA": "vatican|vatican city|holy see", "CV": "cape verde",
-    "MO": "macau|macau sar|macao sar china", "BN": "brunei", "TL": "east timor", "FM": "micronesia",
+    "US": "america|united states of america", "RU": "russia", "TR": "turkey|turkiye", "CZ": "czech republic",
+    "CI": "ivory coast", "KR": "korea|south korea|republic of korea", "MM": "burma", "NL": "holland",
+    "AE": "uae|emirates", "SZ": "swaziland", "MK": "macedonia|republic of macedonia",
+    "VA": "vatican|vatican city|holy see", "CV": "cape verde", "MO": "macau|macau sar|macao sar china",
+    "BN": "brunei", "TL": "east timor", "FM": "micronesia",
     "PS": "palestine|palestinian territory|palestinian territories", "XK": "xk|xkx|kosovo", "BA": "bosnia",
     "CD": "dr congo|drc|congo kinshasa|congo dr", "CG": "congo brazzaville|congo republic", "FK": "falkland islands",
     "TT": "trinidad", "AG": "antigua", "CN": "prc|mainland china", "LY": "state of libya", "SH": "saint helena",
     "VI": "united states virgin islands", "HK": "hong kong sar|hong kong sar china",
     "BQ": "caribbean netherlands|bonaire|bonaire saint eustatius and saba", "CC": "cocos islands",
     "PN": "pitcairn islands", "HM": "heard and mcdonald islands", "IE": "republic of ireland|eire",
-    "DE": "deutschland", "ES": "espana", "IT": "italia", "BR": "brasil", "JP": "nippon",
+    "DE": "deutschland|federal republic of germany", "TW": "taiwan|roc|chinese taipei", "VN": "vietnam|viet nam",
+    "SY": "syria", "LA": "laos", "IR": "iran|persia", "BO": "bolivia", "VE": "venezuela", "MD": "moldova",
+    "TZ": "tanzania", "GR": "hellas", "HR": "hrvatska", "PL": "polska", "SE": "sverige", "NO": "norge", "FI": "suomi",
+    "CH": "schweiz|suisse", "AT": "osterreich", "HU": "magyarorszag", "MX": "mejico", "LK": "ceylon",
+    "KH": "cambodia|kampuchea", "KP": "dprk", "ST": "sao tome", "GM": "gambia", "BS": "bahamas", "DK": "danmark",
+    "BE": "belgique|belgie", "ES": "espana", "IT": "italia", "BR": "brasil", "JP": "nippon",
 }  # fmt: skip
 
 
@@ -172,6 +206,34 @@ def country_of(text: str) -> str:
     return twice.pop() if len(twice) == 1 and None not in twice else plain(text)
 
 
+def without_kind(name: str) -> str:
+    words = name.split()
+    return " ".join([word for word in words if word not in KINDS] or words)
+
+
+@cache
+def region_names(country: str) -> dict[str, str]:
+    """Plain name -> the one that stands for it, of a country's regions: ISO 3166-2's own variants, `Catalunya
+    [Cataluña]`, and those of REGION_NAMES."""
+    import pycountry
+
+    names = {}
+    for region in pycountry.subdivisions.get(country_code=country) or ():
+        variants = [plain(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if plain(part)]
+        names |= {without_kind(name): without_kind(variants[0]) for name in variants}
+    for other, name in REGION_NAMES.get(country, ()):
+        names[without_kind(other)] = names.get(without_kind(name), without_kind(name))
+    return names
+
+
+@cache
+def all_region_names() -> dict[str, str]:
+    """Those of REGION_NAMES in one, for a truth without a country; not those that two countries have."""
+    pairs = [(without_kind(other), without_kind(name)) for other, name in chain(*REGION_NAMES.values())]
+    often = Counter(other for other, _ in pairs)
+    return {other: name for other, name in pairs if often[other] == 1}
+
+
 @lru_cache(65536)
 def region_of(text: str, country: str) -> str:
     """Plain name of a region, without "state of" and the like; ISO's codes `CA` and `US-CA` are names too."""
@@ -181,9 +243,10 @@ def region_of(text: str, country: str) -> str:
     if len(name) <= 6 and len(country) == 2:
         code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
         found = pycountry.subdivisions.get(code=f"{country}-{code}")
-        name = plain(found.name) if found else name
-    words = name.split()
-    return " ".join([word for word in words if word not in KINDS] or words)
+        name = plain(re.split(r"[\[/,]", found.name)[0]) if found else name
+    name = without_kind(name)
+    names = region_names(country) if len(country) == 2 else all_region_names()
+    return names.get(name, name)
 
 
 def city_of(text: str) -> str:
@@ -205,7 +268,7 @@ for meaning, labels in LABELS.items():
     FIELDS |= dict.fromkeys(labels.split(), meaning)
 FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
-NUMBER = r"\d{1,3}(?:\.\d{0,15})?"
+NUMBER = r"[0-9]{1,3}(?:\.[0-9]{0,15})?"  # no other script's digits: JSON has none
 ANGLE = rf" ?([+-]?) ?({NUMBER}) ?(?:°|deg|degrees)? ?(?:({NUMBER}) ?' ?(?:({NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
 PAIR = re.compile(rf"{ANGLE}[,; ]{ANGLE}", re.I)
 SIGNS = str.maketrans("−–’′”″º", "--''\"\"°")
@@ -364,11 +427,20 @@ def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict
     return parts | {"reward": earned * whole / possible if possible else 0.0}
 
 
-@register("geospot", "osv5m", answerable=lambda truth, rewards: rewards["reward"] > 0.999)
-def geospot(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """All parts at 25 km, the last stage."""
+def answerable(truth: str, rewards: dict[str, float]) -> bool:
+    return all(rewards[part] > 0.999 for part in cached_truth(truth))
+
+
+@register("geospot", "osv5m", answerable=answerable)
+def geospot(
+    response: str, example: Any, finish_reason: str = "stop", step: int | None = None, stage: Any = None
+) -> dict[str, float]:
+    """By the options of a curriculum's `stage`, a reward.Stage; without them by the step; without both the last stage,
+    in which all parts count at 25 km."""
+    own = STAGES[-1] if step is None else stage_at(step)
+    own = stage_of(stage.options) if stage is not None and stage.options else own
     try:
-        return geospot_reward(response, example.ground_truth, STAGES[-1])
+        return geospot_reward(response, example.ground_truth, own)
     except UserError as error:
         raise UserError(f"row {example.uid!r}: {error}") from error
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
@@ -39,7 +39,10 @@ NEGATIONS = set("not never cannot neither nor".split())  # and all that ends wit
 HEDGES = set("or but maybe perhaps possibly unsure either".split())
 ARTICLES = ("a", "an", "the")
 FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
-FILLER |= set("here in on of exactly image picture photo shows total number degree made".split())
+FILLER |= set("here in on at of exactly image picture photo shows total number degree made he she his her its".split())
+FILLER |= set("we you my your can be been being seen see visible present shown depicted appears appear seems".split())
+FILLER |= set("seem looks look like to has have only just clearly i'm he's she's there're says say reads read".split())
+SHOWN = set("image picture photo".split())  # of FILLER
 SYNONYMS = """
 grey gray
 purple violet
@@ -61,8 +64,8 @@ aluminum aluminium
 man men
 woman women
 person people
-child children
-foot feet
+child children kid
+foot feet ft
 tooth teeth
 mouse mice
 goose geese
@@ -73,30 +76,78 @@ wolf wolves
 shelf shelves
 scarf scarves
 half halves
+calf calves
+hoof hooves
+thief thieves
+wife wives
+life lives
+elf elves
+ox oxen
+die dice
+cactus cacti
 potato potatoes
 tomato tomatoes
-color colour
-% percent percentage
-"""  # a line for each meaning: colours, materials, plurals that follow no rule, spellings
+tire tyre
+pajama pyjama
+mustache moustache
+donut doughnut
+yogurt yoghurt
+jewelry jewellery
+license licence
+defense defence
+program programme
+traveler traveller
+cozy cosy
+curb kerb
+plow plough
+sofa couch settee
+bicycle bike
+motorcycle motorbike
+television tv telly
+telephone phone
+airplane plane aeroplane
+refrigerator fridge
+photo photograph
+percent % percentage
+dollar buck usd
+euro eur €
+cent ¢
+meter m
+kilometer km
+centimeter cm
+millimeter mm
+kilogram kg kilo
+gram g
+pound lb lbs £
+ounce oz
+inch inches
+yard yd
+mile mi
+hour hr
+minute min
+second sec
+year yr
+celsius centigrade °c
+fahrenheit °f
+"""  # a line for each meaning: colours, materials, plurals that follow no rule, spellings, things, units
 MEANING = {word: line.split()[0] for line in SYNONYMS.strip().splitlines() for word in line.split()}
 NO_PLURALS = set("glasses shorts news goods means customs lens".split())  # other things than their singulars
+
+UNITS = set("dollar euro cent meter kilometer centimeter millimeter foot inch yard mile kilogram gram pound".split())
+UNITS |= set("ounce hour minute second day week month year old celsius fahrenheit degree mph kmh percent".split())
+SPELLING_RULES = (("(?<=[a-z]{3})our$", "or"), ("(?<=[a-z]{2})([tb])re$", r"\1er"), ("(?<=[a-z]{3})ogue$", "og"))
+SPELLING_RULES += (("(?<=[a-z]{3})is(e|ed|ing)$", r"iz\1"), ("(?<=..)men$", "man"), ("(?<=..)people$", "person"))
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 ONES += "seventeen eighteen nineteen".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
-def spelled(n: int) -> str:
-    """0 to 999 in words, as `one hundred five`."""
-    if n < 100:
-        return ONES[n] if n < 20 else f"{TENS[n // 10 - 2]} {ONES[n % 10]}".removesuffix(" zero")
-    return f"{ONES[n // 100]} hundred {spelled(n % 100)}".removesuffix(" zero")
-
-
-NUMBER_WORDS = {spelled(n): n for n in range(1000)}
-NUMBER_WORDS |= {words.replace("hundred ", "hundred and "): n for words, n in NUMBER_WORDS.items()}
-NUMBER_WORDS |= {"none": 0, "no": 0, "dozen": 12, "hundred": 100, "thousand": 1000, "one thousand": 1000}
-LONGEST = max(len(words.split()) for words in NUMBER_WORDS)
+SMALL = {word: n for n, word in enumerate(ONES)} | {word: 10 * n for n, word in enumerate(TENS, 2)}
+SMALL |= dict.fromkeys("no none nobody nothing".split(), 0) | {"single": 1}
+SCALES = {"pair": 2, "pairs": 2, "couple": 2, "dozen": 12, "dozens": 12, "hundred": 100, "thousand": 1000}
+SCALES |= {"million": 10**6, "billion": 10**9}
+PHRASES = {("half", "a", "dozen"): 6, ("half", "dozen"): 6, ("no", "one"): 0, ("not", "any"): 0}
+NUMBER_WORDS = SMALL | SCALES
+BEFORE_NUMBERS = (*ARTICLES, "only", "just", "exactly", "total", "of")
 
 # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -106,14 +157,22 @@ PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # of a word in a sentence
 NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,15})?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
-LEAD = r"^(?:the |my )?(?:final |correct )?(?:answer|option|choice)(?: is ?:?| ?:) ?|^i (?:see|count|think) "
+LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
+LEAD += r"(?: (?:is|would be|should be) ?:?| ?:) ?"
+LEAD += r"|i (?:can |do |would |will )?(?:see|count|saw|counted|think|believe|say|choose|pick) )"
 LEAD = re.compile(LEAD)
-IT_IS = re.compile(r"(?:it's|they're|that's|there's) (.+)")
+TAIL = re.compile(r" is (?:the )?(?:correct|right)(?: (?:answer|option|choice|one))?$| at all$")
+QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
+IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = re.compile(r"((?:the|an?|it|they|this|that|these|those|there)\b.*) (?:is|are|was|were):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
-CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.:)\]]*) ?(.*)")
-SPELLINGS = {"’": "'", "−": "-", "°": "", "\\%": "%", "%": " %", "$": " ", "**": ""}
-SPELLINGS |= {"<answer>": "", "</answer>": ""}
+CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
+GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
+MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
+MONEY_ASKED = re.compile(r"how much|\b(?:cost|price|pay|money|worth)\b")
+SPELLINGS = {"’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": ""}
+SPELLINGS |= {"<answer>": "", "</answer>": "", "°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am"}
+SPELLINGS |= {"p.m.": "pm"}
 
 
 def clean(text: str) -> str:
@@ -121,8 +180,9 @@ def clean(text: str) -> str:
     text = text.casefold()
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
+    text = MONEY.sub(r"\1 dollars", text).replace("$", " ")
     text = LEAD.sub("", IN_TEXT.sub(r"\1", " ".join(text.split())).strip())
-    return " ".join(text.split()).removesuffix(".").rstrip()
+    return TAIL.sub("", " ".join(QUOTES.sub("", text).split()).removesuffix(".").rstrip())
 
 
 @lru_cache(16384)
@@ -135,20 +195,32 @@ def stem(word: str) -> str:
         word = re.sub(r"ies?$", "y", word)
         word, es = re.subn(r"(s|x|z|ch|sh)es?$", r"\1", word)
         word = word if es else re.sub(r"(?<=..[^su])s$", "", word)
+    for pattern, new in SPELLING_RULES:
+        word = re.sub(pattern, new, word)
     return MEANING.get(word, word)
 
 
-@lru_cache(4096)
-def normal(text: str) -> str:
-    """The normal form of a cleaned text: that of VQA's evaluation, then each word's stem. "" equals nothing."""
+def plain_words(text: str) -> list[str]:
+    """Words of a cleaned text without punctuation and articles, as VQA's evaluation takes them away."""
     out = text
     for mark in PUNCTUATION:
         joined = f"{mark} " in text or f" {mark}" in text or DIGIT_COMMA.search(text)
         out = out.replace(mark, "" if joined else " ")
     words = PERIOD.sub("", out).split()
     named = [word for word in words if word not in ARTICLES]
-    words = words if all(len(word) == 1 and word.isalpha() for word in named) else named  # `A` and `A, B` are points
-    return " ".join(stem(str(NUMBER_WORDS.get(word, word))) for word in words)
+    return words if all(len(word) == 1 and word.isalpha() for word in named) else named  # `A` and `A, B` are points
+
+
+@lru_cache(4096)
+def normal(text: str) -> str:
+    """The normal form of a cleaned text: plain words, numbers in digits, each word's stem. "" equals nothing."""
+    return " ".join(stem(word) if value is None else str(value) for word, value in with_numbers(plain_words(text)))
+
+
+@lru_cache(16384)
+def root(word: str) -> str:
+    """The stem of a verb's forms too: `playing`, `played` and `plays` -> play."""
+    return re.sub(r"([bdgmnprt])\1$", r"\1", re.sub("(?<=...)(?:ing|ed|e)$", "", stem(word)))
 
 
 @lru_cache(4096)
@@ -156,31 +228,119 @@ def known_words(question: str) -> frozenset[str]:
     """Stems that may stand around an answer without being a second one: of the question's words, and a few more."""
     words = set(WORD.findall(clean(question[:4000]))) | FILLER
     words -= HEDGES | NEGATIONS | {"and"} | set(NUMBER_WORDS) | set(SAYS)
-    return frozenset(stem(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
+    return frozenset(root(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
 
 
 def is_known(word: str, known: frozenset[str]) -> bool:
     """Of `t-shirt` each part; nothing with digits or other characters."""
     found = WORD.findall(word)
-    return "".join(found) == word.replace("-", "") != "" and all(stem(part) in known for part in found)
+    return "".join(found) == word.replace("-", "") != "" and all(root(part) in known for part in found)
 
 
 def all_known(words: Iterable[str], known: frozenset[str]) -> bool:
     return all(is_known(word, known) for word in words)
 
 
-def number_of(text: str, known: frozenset[str] = frozenset()) -> Decimal | None:
-    """The value of `3`, `1,000`, `-2.5`, `twenty-one`, `a dozen`, `three dogs` (if dogs are known); else None."""
-    words = re.sub("(?<=[a-z])-(?=[a-z])", " ", text.rstrip(END)).split()
-    words = words[1:] if words and words[0] in ARTICLES else words
-    if not words:
+def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | None:
+    """The number that begins there, in digits or words, and where it ends: `minus two thousand five hundred and one`.
+
+    One pass. `pair` and `couple` are 2, `dozen` is 12: they multiply as `hundred` does. Adjacent numbers stay two.
+    """
+    sign = -1 if words[start : start + 1] in (["minus"], ["negative"]) else 1
+    at = start + (sign < 0)
+    for phrase, value in PHRASES.items():
+        if tuple(words[at : at + len(phrase)]) == phrase:
+            return sign * Decimal(value), at + len(phrase)
+    total, group, least = Decimal(0), None, Decimal(10**15)  # `least`: the smallest scale so far
+    last = ""
+    while at < len(words):
+        word, following = words[at], words[at + 1] if at + 1 < len(words) else ""
+        small, scale = SMALL.get(word), SCALES.get(word)
+        written = NUMBER.fullmatch(word) if word.strip("-") else None
+        if small is not None:
+            tens = last in TENS and 0 < small < 10
+            if not (group is None or tens or (last == "hundred" and small)) or small >= least:
+                break
+            group = (group or 0) + small
+        elif scale is not None and scale < least:
+            if group is None and (total or word.endswith("s")):  # `dozens` is no number
+                break
+            group = Decimal(1 if group is None else group) * scale
+            if scale != 100 or group >= 1000:
+                total, group, least = total + group, None, Decimal(scale)
+        elif written and group is None and Decimal(word.replace(",", "")) < least:
+            group = Decimal(word.replace(",", ""))
+            sign = 1 if total and group < 0 else sign
+        elif word == "and" and words[at + 1 : at + 3] == ["a", "half"] and last:
+            at += 3
+            return sign * (total + (group or 0) + Decimal("0.5")), at
+        elif not (word == "and" and (last == "hundred" or last in SCALES) and following in SMALL):
+            break
+        last = word if word != "and" else last
+        at += 1
+    return (sign * (total + (group or 0)), at) if last else None
+
+
+def with_numbers(words: Sequence[str]) -> Iterator[tuple[str, Decimal | None]]:
+    """The words, each run of them that is a number spelled out as one: (its words, its value)."""
+    at = 0
+    while at < len(words):
+        value, end = number_at(words, at) or (None, at + 1)
+        written = end == at + 1 and words[at] not in NUMBER_WORDS  # digits stay as they are
+        yield " ".join(words[at:end]), None if written else value
+        at = end
+
+
+def number_words(text: str) -> list[str]:
+    """Words of a text with the hyphens of `twenty-one` and the units of `5cm` apart, `#5` as 5."""
+    return re.sub("(?<=[a-z])-(?=[a-z])|(?<=[0-9])(?=[a-z])|#(?=[0-9])", " ", text.rstrip(END)).split()
+
+
+@lru_cache(4096)
+def quantity(text: str, known: frozenset[str] = frozenset()) -> tuple[Decimal, str] | None:
+    """The value of `3`, `1,000`, `minus 2.5`, `twenty-one`, `a dozen`, `three dogs` (if dogs are known), and its unit
+    if it has one of UNITS: `$5` is (5, dollar). None for anything else."""
+    words = number_words(text)
+    start = next((i for i, word in enumerate(words) if word not in BEFORE_NUMBERS), 0)
+    found = number_at(words, start)
+    if found is None:
         return None
-    for size in range(LONGEST, 0, -1):
-        value = NUMBER_WORDS.get(" ".join(words[:size]))
-        if value is not None:
-            return Decimal(value) if all_known(words[size:], known) else None
-    written = NUMBER.fullmatch(words[0]) and words[0].strip("-")
-    return Decimal(words[0].replace(",", "")) if written and all_known(words[1:], known) else None
+    value, end = found
+    rest = [word for word in words[end:] if word != "of"]
+    units = [stem(word) for word in rest if stem(word) in UNITS]
+    others = [word for word in rest if stem(word) not in UNITS]
+    units = [unit for unit in units if unit not in ("old", "degree")]
+    return (value, "".join(units[:1])) if len(units) < 2 and all_known(others, known) else None
+
+
+def number_of(text: str) -> Decimal | None:
+    """The value of a number without a unit."""
+    found = quantity(text)
+    return found[0] if found and not found[1] else None
+
+
+CLOCK = re.compile(r"([0-9]{1,2})(?:[:. ]([0-5][0-9])(?::00)?|:00)?(?: ([ap]m|in the (?:morning|afternoon|evening)))?")
+BESIDE_HOUR = re.compile(r"([0-9]{1,2}) (past|after|to) ([0-9]{1,2})( [ap]m)?")
+IS_TIME = re.compile(r"[0-9]:[0-5][0-9]|[0-9] ?[ap]m$|o'clock$| past |^(?:noon|midday|midnight)$")
+TIME_WORDS = {"half": "30", "quarter": "15", "noon": "12 pm", "midday": "12 pm", "midnight": "12 am"}
+HALVES = {"in the morning": "am", "in the afternoon": "pm", "in the evening": "pm"}
+
+
+@lru_cache(4096)
+def time_of(text: str) -> tuple[int, int, str] | None:
+    """(hour from 0 to 11, minute, am, pm or "") of `5:30 pm`, `17:30`, `half past five`, `five thirty`."""
+    text = text.replace("o'clock", ":00")
+    words = [TIME_WORDS.get(word, word) for word in number_words(text) if word not in ("a", "at", "minutes")]
+    written = " ".join(word if value is None else str(value) for word, value in with_numbers(words)).replace(" :", ":")
+    if found := BESIDE_HOUR.fullmatch(written):
+        minute = int(found[1]) if found[2] != "to" else 60 - int(found[1])
+        hour = (int(found[3]) - (found[2] == "to") - 1) % 12 + 1
+        written = f"{hour}:{minute:02}{found[4] or ''}"
+    found = CLOCK.fullmatch(written)
+    if not found or int(found[1]) > 23:
+        return None
+    hour, half = int(found[1]), HALVES.get(found[3], found[3])
+    return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or ""
 
 
 def says(text: str, known: frozenset[str]) -> bool | None:
@@ -196,27 +356,104 @@ def says(text: str, known: frozenset[str]) -> bool | None:
     return said
 
 
+AUXILIARIES = set("is are was were does do did has have can will would could".split())
+PRONOUNS = set("there it he she they this that these those".split())
+SAY_NOTHING = AUXILIARIES | PRONOUNS | SHOWN | set("a an the any be seen visible present here in on of".split())
+
+
+def words_of(text: str) -> list[str]:
+    """`There isn't one.` -> there, is, not, one"""
+    return re.sub("n't(?![a-z])", " not", text).rstrip(END).split()
+
+
+def states(text: str, question: str) -> bool | None:
+    """Yes or no in a sentence: it has all that was asked, as `There is no dog`, or is short, as `There isn't one`.
+
+    None if it leaves something out (`There is a dog`, of a dog on the mat), adds something, or asks.
+    """
+    asked, words = words_of(question), words_of(text)
+    said = [word for word in words if word not in NEGATIONS and word != "no"]
+    if len(said) < 2 or not all(word.isalnum() for word in said) or HEDGES & {*said, *asked} or len(words) > 60:
+        return None
+    if len(asked) < 2 or asked[0] not in AUXILIARIES or words[0] in AUXILIARIES or len(words) - len(said) > 1:
+        return None
+    content = [root(word) for word in said if word not in SAY_NOTHING]
+    wanted = [root(word) for word in asked if word not in SAY_NOTHING]
+    subject = words[0] in PRONOUNS and (asked[1] == words[0] or asked[1] not in PRONOUNS)
+    short = subject and said[1] == asked[0] and set(content) <= {root("one")}
+    whole = content == wanted and words[0] in {*PRONOUNS, *ARTICLES, asked[1]}
+    pronoun = words[0] in PRONOUNS - {"there"} and 0 < len(content) < len(wanted) and wanted[-len(content) :] == content
+    return len(words) == len(said) if short or whole or pronoun else None
+
+
 EXACT = (Decimal(0), Decimal(0))
+APPROXIMATELY = re.compile(r"^(?:about|around|approximately|approx\.?|roughly|circa|~|≈) ?")
+AND = re.compile(r" ?, (?:and )?| and | ?& ?|, ?")
+PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to) (.+)")  # `under` and `behind` are half of the answer
+ONE = re.compile(r"^(?:the )?one (?=on |in |at |with )| one$")
+
+
+class Asked(NamedTuple):
+    """What a question leaves open: words known from it, how far a number may be off (absolute, and as a share of the
+    truth), whether it counts, and the question itself."""
+
+    known: frozenset[str] = frozenset()
+    tolerance: tuple[Decimal, Decimal] = EXACT
+    counting: bool = False
+    question: str = ""
+
+
+UNASKED = Asked()
 
 # --- grading ------------------------------------------------------------------------------------------------------
 
 
-def same(text: str, truth: str, known: frozenset[str], tolerance: tuple[Decimal, Decimal]) -> bool:
-    """Whether a cleaned answer means a cleaned truth. `tolerance`: absolute, and as a share of the truth."""
+def same(text: str, truth: str, asked: Asked) -> bool:
+    """Whether a cleaned answer means a cleaned truth."""
     if truth in SAYS:
-        return says(text, known) == SAYS[truth]
-    number = number_of(truth)
-    if number is not None:
-        value = number_of(text, known)
-        return value is not None and abs(value - number) <= tolerance[0] + tolerance[1] * abs(number)
-    return normal(text) == normal(truth) != ""
+        said = says(text, asked.known)
+        return (states(text, asked.question) if said is None else said) == SAYS[truth]
+    if IS_TIME.search(truth) and (time := time_of(truth)):
+        given = time_of(text)
+        return given is not None and given[:2] == time[:2] and time[2] in ("", given[2])
+    if number := quantity(truth):
+        # About 3 is 2 or 4 as well: no count. Of a measure it is the only way to say what one sees.
+        value = quantity(text if asked.counting else APPROXIMATELY.sub("", text), asked.known)
+        if value is None or abs(value[0] - number[0]) > asked.tolerance[0] + asked.tolerance[1] * abs(number[0]):
+            return False
+        if value[1] == number[1]:
+            return True
+        if not number[1]:  # `50 metres` of 50, but not `50%`, unless they were asked for
+            return root(value[1]) in asked.known or not (asked.counting or value[1] == "percent")
+        return not value[1] and root(number[1]) in asked.known
+    (place, what), (other_place, other) = placed(text), placed(truth)
+    return same_text(text, truth) or (same_text(what, other) and (not place or not other_place or place == other_place))
 
 
-def choice_of(text: str, choices: Sequence[str], known: frozenset[str] = frozenset()) -> int | None:
+def same_text(text: str, truth: str) -> bool:
+    """Equal after normalising: as they are, with `t-shirt`, `tshirt` and `t shirt` as one, or as lists in any order."""
+    one, other = normal(text), normal(truth)
+    if one == other != "":
+        return True
+    words, wanted = plain_words(text), plain_words(truth)
+    if stem("".join(words)) == stem("".join(wanted)) != "" and not re.search("[0-9]", text):
+        return all(len(word) > 1 for word in words + wanted) or "-" in text + truth
+    items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
+    return items[0] == items[1] and len(items[1]) > 1
+
+
+def placed(text: str) -> tuple[str, str]:
+    """`on the sofa` -> (on, the sofa); `the left one` -> ("", the left)"""
+    text = ONE.sub("", text)
+    found = PLACED.fullmatch(text)
+    return (found[1], found[2]) if found else ("", text)
+
+
+def choice_of(text: str, choices: Sequence[str], asked: Asked = UNASKED) -> int | None:
     """Which choice a cleaned text names: `b`, `(b)`, `b. red`, `option b`, `red`; None if none, or more than one."""
 
     def is_choice(part: str, i: int) -> bool:
-        return same(part, clean(str(choices[i])), known, EXACT)
+        return same(part, clean(str(choices[i])), asked)
 
     if found := CHOICE.fullmatch(text):
         i = LETTERS.lower().index(found[2])
@@ -249,7 +486,7 @@ def without_subject(text: str, known: frozenset[str]) -> str:
     """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
     if found := IT_IS.fullmatch(text):
         return found[1]
-    found = SUBJECT.fullmatch(text)
+    found = SUBJECT.fullmatch(" ".join(words_of(text)) if "n't" in text else text)
     return found[2] if found and all_known(found[1].split()[1:], known) else text
 
 
@@ -309,7 +546,6 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     for a `tolerance` that is no number, and for a truth that is none of the row's `choices`.
     """
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
-    known = known_words(question)
     tolerance, truths = tolerance_of(example), references(example.ground_truth)
     choices = from_json(example.extra.get("choices")) or ()
     if kind_of(example) == MULTIPLE_CHOICE and not choices:
@@ -319,22 +555,41 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
         told = f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it"
         need(choice_of(truth, choices) is not None, told)
     answer = answer_of(response, finish_reason)
-    if answer is None:
+    if answer is None or "?" in answer and "?" not in example.ground_truth:  # `Red?` asks
         return weighted(0.0, 0.0)
-    whole = clean(answer)
-    known = frozenset() if "\n" in answer.strip() else known  # lines are no sentence
-    texts = [whole, without_subject(whole, known)]
-    if not choices:  # whose words are the question's
-        texts.append(without_known(whole, known))
+    asked = asked_of(question, EXACT if choices else tolerance, kind_of(example) in COUNTING)
+    if "\n" in answer.strip():  # lines are no sentence
+        asked = asked._replace(known=frozenset())
 
     def is_right(text: str, truth: str) -> bool:
         if choices:
-            return choice_of(text, choices, known) == choice_of(truth, choices)
-        return same(text, truth, known, tolerance)
+            return choice_of(text, choices, asked) == choice_of(truth, choices)
+        return same(text, truth, asked)
 
-    hits = sum(any(is_right(text, truth) for text in texts) for truth in truths)
+    readings = [read_as(text, asked.known, bool(choices)) for text in glossed(clean(answer))]
+    hits = sum(all(any(is_right(text, truth) for text in texts) for texts in readings) for truth in truths)
     accuracy = min(hits / max(1, min(3, len(truths))), 1.0)
     return weighted(accuracy, only_box(response, answer))
+
+
+@lru_cache(1024)
+def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool) -> Asked:
+    text = clean(question[:4000].replace(MARK, " ").replace(INSTRUCTION, " "))
+    known = known_words(question)
+    known |= {root("dollar")} if MONEY_ASKED.search(text) else set()
+    return Asked(known, tolerance, counting or "how many" in text, text)
+
+
+def glossed(text: str) -> list[str]:
+    """`3 (three) dogs` says it twice, and both have to be right; anything else once."""
+    found = GLOSS.fullmatch(text)
+    return [" ".join(f"{found[1]} {found[3]}".split()), found[2]] if found else [text]
+
+
+def read_as(text: str, known: frozenset[str], choices: bool) -> list[str]:
+    """An answer without the subject of its sentence, and without the question's words around it."""
+    texts = [text, without_subject(text, known)]
+    return texts if choices else [*texts, without_known(text, known)]  # choices are the question's words
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import pickle
 import random
 import time
 from pathlib import Path
@@ -50,8 +51,8 @@ def random_captions(n=100, seed=0):
 def measured():
     rows = [(split_words(given), list(map(split_words, references))) for given, references in random_captions()]
     corpus = Corpus()
-    for i, (_, references) in enumerate(rows):
-        corpus.add(i, references)
+    for _, references in rows:
+        corpus.add(references)
     return [(corpus.cider(*row), bleu4(*row), rouge_l(*row)) for row in rows]
 
 
@@ -102,10 +103,9 @@ def test_cider_by_hand():
     """Two documents without a word in common: each n-gram weighs log 2, and an equal text is worth 10."""
     corpus = Corpus()
     one, two = split_words("a red ball rolls"), split_words("the dog sleeps outside today")
-    corpus.add(1, [one])
-    corpus.add(2, [two])
-    corpus.add(2, [two])  # once only
-    assert len(corpus.documents) == 2
+    corpus.add([one])
+    corpus.add([two])
+    assert corpus.size == 2
     assert corpus.cider(one, [one]) == pytest.approx(10) and corpus.cider(one, [two]) == 0
     # 3 of 4 words, 2 of 3 pairs, 1 of 2 triples, nothing of four: cosines 3/4, 2/3, 1/2, 0
     assert corpus.cider(split_words("a red ball flies"), [one]) == pytest.approx(10 * (3 / 4 + 2 / 3 + 1 / 2) / 4)
@@ -155,8 +155,8 @@ def test_repetition_penalty():
 
 def test_the_total_is_the_weighted_sum():
     corpus = Corpus()
-    for i, (_, references) in enumerate(random_captions()):
-        corpus.add(i, list(map(split_words, references)))
+    for _, references in random_captions():
+        corpus.add(list(map(split_words, references)))
     for given, references in random_captions():
         found = caption_reward(given, json.dumps(references), corpus)
         assert set(found) == PARTS
@@ -179,8 +179,8 @@ WORSE = [  # than any honest sentence of the same kind that has one thing wrong
 
 def corpus_of_shapes():
     corpus = Corpus()
-    for i, row in enumerate(caption.toy(300, "train", 0)):
-        corpus.add(i, caption.read_truth(row["reward_model"]["ground_truth"]).references)
+    for row in caption.toy(300, "train", 0):
+        corpus.add(caption.read_truth(row["reward_model"]["ground_truth"]).references)
     return corpus
 
 
@@ -211,15 +211,60 @@ def test_a_truth_without_a_caption_is_refused(truth):
         reward.check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
 
 
-def test_the_registered_reward_knows_the_rows_that_were_checked(monkeypatch):
-    monkeypatch.setattr(caption, "CORPUS", Corpus())
-    rows = [SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=json.dumps(references))
-            for i, (_, references) in enumerate(random_captions())]  # fmt: skip
+def test_the_registered_reward_needs_its_row_alone():
+    """In any process, in any order, and whatever else was loaded: each row has the counts of its own n-grams."""
+    corpus, truths = Corpus(), [json.dumps({"references": references}) for _, references in random_captions()]
+    for truth in truths:
+        corpus.add(caption.read_truth(truth).references)
+    rows = [SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=caption.counted(truth, corpus))
+            for i, truth in enumerate(truths)]  # fmt: skip
     assert reward.check_tasks(rows) == {"caption": 100}
-    scored = reward.score_batch([given for given, _ in random_captions()], rows)
-    for found, wanted in zip(scored, json.loads(DATA.read_text()), strict=True):
-        assert [found[measure] for measure in MEASURES] == pytest.approx(wanted, abs=1e-6)
-    assert len(caption.CORPUS.documents) == 100  # scoring again adds nothing
+    given = [text for text, _ in random_captions()]
+    scored = reward.score_batch(given, rows)
+    caption.read_truth.cache_clear()
+    backwards = reward.score_batch(given[::-1], rows[::-1])[::-1]
+    assert (
+        scored
+        == backwards
+        == [pickle.loads(pickle.dumps(reward.score))(t, r) for t, r in zip(given, rows, strict=True)]
+    )
+    gaps = []
+    for found, text, row, wanted in zip(scored, given, rows, json.loads(DATA.read_text()), strict=True):
+        assert [found["bleu4"], found["rouge_l"]] == pytest.approx(wanted[1:], abs=1e-6)
+        words, references = split_words(text), caption.read_truth(row.ground_truth).references
+        own = all(gram in {g for r in references for g in caption.ngrams(r, n)} or corpus.frequency[gram] < 2
+                  for n in range(1, 5) for gram in caption.ngrams(words, n))  # fmt: skip
+        gaps.append(wanted[0] - found["cider"])
+        assert not own or found["cider"] == pytest.approx(wanted[0], abs=1e-6)  # then it is COCO's
+    assert min(gaps) > -1e-6 and sum(gaps) / len(gaps) < 0.5  # of 10; never more than COCO's
+    perfect = reward.score_batch([json.loads(row.ground_truth)["references"][0] for row in rows], rows)
+    for row, found in zip(rows, perfect, strict=True):
+        words, references = (
+            split_words(json.loads(row.ground_truth)["references"][0]),
+            caption.read_truth(row.ground_truth),
+        )
+        assert found["cider"] == pytest.approx(corpus.cider(words, references.references), abs=1e-6)
+
+
+def test_odd_captions():
+    plain = {"cider": 0.0, "bleu4": 0.0, "rouge_l": 0.0}
+    for response in ("", " ", "...", "a " * 4000, "<think>a dog"):
+        found = caption_reward(response, '["a dog"]')
+        assert found["reward"] < 0 and found.items() >= plain.items() or response.startswith("a ")
+    one_word = caption_reward("dog", '["dog"]')
+    assert one_word["rouge_l"] == pytest.approx(1) and one_word["cider"] == pytest.approx(
+        2.5
+    )  # no longer n-grams: 1 of 4
+    once, twice = (caption_reward("a red dog", json.dumps(["a red dog runs"] * n)) for n in (1, 2))
+    assert once == pytest.approx(twice)  # repeated references change nothing
+    assert caption_reward("a red dog runs", '["a red dog runs"]')["cider"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("more", [{"documents": 0}, {"documents": "3"}, {"documents": 3, "frequency": [1]},
+                                  {"documents": 3, "frequency": {"a": "b"}}, {"documents": None}])  # fmt: skip
+def test_counts_that_are_none_are_refused(more):
+    with pytest.raises(UserError, match="with counts of documents; write it again"):
+        caption_reward("a", json.dumps({"references": ["a"]} | more))
 
 
 def test_ten_thousand_texts():
@@ -268,9 +313,14 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
     row = {"image": cell, "text": "a drawing of a blue Pokemon"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "three.parquet")
     one, two, three = made(tmp_path, tmp_path / "one.csv", tmp_path / "two.jsonl", tmp_path / "three.parquet")
-    assert json.loads(one.ground_truth) == {"references": ["a blue field", "all blue"], "keywords": ["blue", "field"]}
+    counts = {
+        "documents": 3,
+        "frequency": {"a": 3, "a blue": 3, "a blue field": 2, "blue": 3, "blue field": 2, "field": 2},
+    }
+    kept = {"references": ["a blue field", "all blue"], "keywords": ["blue", "field"]}
+    assert json.loads(one.ground_truth) == kept | counts
     assert one.extra["id"] == "7"
-    assert json.loads(two.ground_truth) == {"references": ["A blue field."], "keywords": []}
+    assert json.loads(two.ground_truth) == {"references": ["A blue field."], "keywords": []} | counts
     assert json.loads(three.ground_truth)["references"] == ["a drawing of a blue Pokemon"]
     for example in (one, two, three):
         assert example.images == [image.read_bytes()] and example.data_source == "caption"

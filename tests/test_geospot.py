@@ -9,6 +9,7 @@ import io
 import json
 import math
 import random
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import reward
 from errors import UserError
 from prepare_data import FileConfig, TaskConfig, make_file, read_examples
 from tasks import geospot
+from tasks._places import REGION_NAMES
 from tasks.geospot import STAGES, Stage, distance_km, geospot_reward
 
 PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
@@ -204,6 +206,158 @@ def test_regions(truth, given):
 )
 def test_cities(truth, given):
     assert right(json.dumps({"city": given}), PARIS | {"city": truth}) == "city"
+
+
+SAME_REGIONS = """
+DE Bavaria, Bayern, BY, DE-BY | DE Lower Saxony, Niedersachsen | DE Hesse, Hessen
+IT Tuscany, Toscana | IT Lombardy, Lombardia | IT Sicily, Sicilia | ES Catalonia, Catalunya, Cataluña, CT
+ES Andalusia, Andalucía | ES Basque Country, País Vasco, Euskadi | ES Principality of Asturias, Asturias
+PL Masovian Voivodeship, Mazowieckie | CZ Prague, Praha | SE Skåne County, Scania, Skåne län | GR Crete, Kríti
+AT Vienna, Wien | FR Brittany, Bretagne | BE Flanders, Vlaams Gewest | US NY, New York, US-NY, State of New York
+CH Canton of Zürich, Zurich, ZH | PT Lisbon, Lisboa | MX Mexico City, CDMX | NL North Holland, Noord-Holland
+"""
+
+
+@pytest.mark.parametrize("line", re.split(r"[|\n]", SAME_REGIONS.strip()))
+def test_regions_have_several_names(line):
+    country, names = line.split()[0], [name.strip() for name in line.strip()[3:].split(",")]
+    for truth in names:
+        for given in names:
+            assert right(json.dumps({"region": given}), {"country": country, "region": truth}) == "region"
+
+
+def test_regions_of_a_truth_without_a_country():
+    assert right('{"region": "Bavaria"}', {"region": "Bayern"}) == "region"
+    assert right('{"region": "Bavaria"}', {"region": "Sachsen"}) == ""
+
+
+def test_names_of_regions_are_those_of_iso_3166():
+    """Each name that others stand for is in pycountry, of that country; so no line is a slip of the pen."""
+    import pycountry
+
+    lines = [(country, name) for country, pairs in REGION_NAMES.items() for _, name in pairs]
+    assert len(lines) > 120
+    missing = []
+    for country, name in lines:
+        regions = [geospot.plain(region.name) for region in pycountry.subdivisions.get(country_code=country)]
+        found = any(set(name.split()) <= set(region.split()) for region in regions)
+        missing += [] if found else [f"{country} {name}"]
+    assert not missing
+
+
+def test_different_regions_stay_different():
+    for country, one, other in (("DE", "Saxony", "Lower Saxony"), ("DE", "Saxony", "Saxony-Anhalt"), ("DE", "BY", "BW"),
+                                ("US", "Virginia", "West Virginia"), ("AT", "Upper Austria", "Lower Austria"),
+                                ("US", "Washington", "Washington, D.C."), ("ES", "Catalonia", "Aragon")):  # fmt: skip
+        assert right(json.dumps({"region": one}), {"country": country, "region": other}) == ""
+
+
+COUNTRY_NAMES = """
+US USA, U.S., United States of America, America | GB UK, U.K., Great Britain | KR South Korea
+CD DR Congo, DRC
+CZ Czechia, Czech Republic | CI Ivory Coast, Côte d'Ivoire, Cote d’Ivoire | TR Türkiye, Turkey, TURKIYE
+NL Holland, The Netherlands
+TW Taiwan | PS Palestine, State of Palestine | XK Kosovo | KP North Korea | MM Burma, Myanmar | SZ Eswatini, Swaziland
+"""
+
+
+@pytest.mark.parametrize("line", re.split(r"[|\n]", COUNTRY_NAMES.strip()))
+def test_names_that_people_write(line):
+    for name in line.strip()[3:].split(","):
+        assert geospot.country_of(name) == line.strip()[:2]
+
+
+def test_a_city_with_its_state():
+    place = {"country": "US", "region": "New York", "city": "New York City"}
+    for given in ("New York, NY", "New York", "New York City, New York", "New York, NY, USA"):
+        assert right(json.dumps({"city": given}), place) == "city"
+    for given in ("Albany, NY", "New York, Texas", "York", "New York, Buffalo"):
+        assert right(json.dumps({"city": given}), place) == ""
+
+
+# --- a curriculum -----------------------------------------------------------------------------------------------------
+
+
+def stage_with(**options):
+    return SimpleNamespace(name="", number=0, options=options)
+
+
+def test_a_stage_of_a_curriculum_decides_what_pays():
+    near = PARIS | {"lat": PARIS["lat"] + 1}  # a degree of latitude: 111.2 km
+    response, example = json.dumps(near), row()
+    stage = stage_with(pays=["country", "coordinates"], tolerance_km=500)
+    found = geospot.geospot(response, example, "stop", 5000, stage)
+    assert found["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-111.195 / 500), abs=1e-4)
+    only = geospot.geospot(response, example, step=0, stage=stage_with(pays=["city"], tolerance_km=1))
+    assert only["reward"] == pytest.approx(0.2)
+    assert geospot.geospot(response, example, step=0, stage=stage_with())["reward"] == found["reward"]  # its own first
+    for step, stage in ((0, 0), (299, 1), (300, 2), (600, 3), (1000, 4), (None, 4)):
+        assert geospot.geospot(response, example, step=step) == geospot_reward(response, PARIS, stage)
+
+
+def test_the_curriculum_in_a_file_is_the_stages():
+    assert [line["from"] for line in geospot.CURRICULUM] == [0, 100, 300, 600, 1000]
+    assert json.loads(json.dumps(geospot.CURRICULUM)) == geospot.CURRICULUM
+    assert len({line["name"] for line in geospot.CURRICULUM}) == 5
+    for line in geospot.CURRICULUM:
+        options = SimpleNamespace(options=line["reward"]["geospot"])
+        for given in (PARIS, PARIS | {"lat": 48}, {"country": "FR"}):
+            with_options = geospot.geospot(json.dumps(given), row(), step=0, stage=options)
+            assert with_options == geospot.geospot(json.dumps(given), row(), step=line["from"])
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"pay": ["city"]}, "no options 'pay' in a curriculum; it has 'pays' and 'tolerance_km'"),
+        ({"pays": ["town"]}, r"pays .* is \['town'\]; give a list of some of country, region, city, coordinates"),
+        ({"pays": []}, "give a list"),
+        ({"pays": "city"}, "give a list"),
+        ({"tolerance_km": 0}, "tolerance_km of geospot is 0; give more than 0"),
+        ({"tolerance_km": "25"}, "is '25'"),
+        ({"tolerance_km": math.nan}, "is nan"),
+        ({"tolerance_km": True}, "is True"),
+    ],
+)
+def test_options_that_are_wrong_are_refused(options, told):
+    with pytest.raises(UserError, match=told):
+        geospot.geospot("", row(), step=0, stage=stage_with(**options))
+
+
+# --- coordinates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lat, lon, share",
+    [
+        (-48.8566, -177.6478, 0.0),  # antipodal: half of the way around
+        (2.3522, 48.8566, 0.0),  # swapped
+        (0, 0, 0.0),
+        ("NaN", "NaN", 0.0),
+        ("inf", "-inf", 0.0),
+        (1e999, 0, 0.0),
+        ("1" * 400, 0, 0.0),
+        (10**400, 10**400, 0.0),
+        (91, 2.3522, 0.0),
+        (48.8566, 362.3522, 0.0),
+        (None, 2.3522, 0.0),
+        ([48.8566], 2.3522, 0.0),
+        (True, True, 0.0),
+        ("٤٨.٨٥٦٦", "٢.٣٥٢٢", 0.0),  # Arabic digits: the prompt asks for JSON's
+        ("48°51'23.8\"N", "2°21'7.9\"E", 1.0),  # degrees, minutes, seconds
+        ("48° 51.396' N", "2° 21.132' E", 1.0),  # degrees and minutes
+        ("48.8566 N", "2.3522 W", None),
+        (48.8566, 2.3522, 1.0),
+    ],
+)
+def test_coordinates_at_the_edge(lat, lon, share):
+    earned = geospot_reward(json.dumps({"lat": lat, "lon": lon}), PARIS, 4)["coordinates"]
+    assert earned == pytest.approx(share, abs=2e-3) if share is not None else earned < 0.01
+
+
+def test_a_truth_at_0_0_is_a_place():
+    assert geospot_reward('{"lat": 0, "lon": 0}', {"lat": 0, "lon": 0}, 4)["coordinates"] == 1.0
+    assert geospot.distance_km(10, 20, -10, -160) == pytest.approx(math.pi * geospot.EARTH_KM)
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+r"""Several images: is a statement about them true (NLVR2), and which of them is asked for?
+
+`nlvr2` is graded as visual questions are: true, yes and correct are the same. `which` names an image by its number, an
+ordinal, a letter, or where it stands: images stand in a row, left to right, so left and right are the first and the
+last of two or three; of more only leftmost and rightmost are clear. A truth may also be `both`, `all` or `none`.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+from errors import need, refusing
+from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
+from reward import MAX_ANSWER_CHARS, register, weighted
+from sources.tables import Record, batch_records, data_files
+from tasks._tables import first
+from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, draw_shapes, only_box, png
+from tasks.vqa import FILLER, LETTERS, answer_of, clean, number_at, vqa
+
+INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
+WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
+
+# --- reward -----------------------------------------------------------------------------------------------------------
+
+ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
+ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing")
+MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
+WORDS = re.compile(r"[a-z0-9]+")
+IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
+
+
+@register("nlvr2", "pairs", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """As a visual question whose truth is True or False."""
+    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False"
+    need(example.ground_truth.strip().lower() in ("true", "false"), f"{told}; correct or remove it")
+    return vqa(response, example, finish_reason)
+
+
+def position(word: str, n: int) -> int | None:
+    """The image that one word names, counted from 0."""
+    if word in ("left", "leftmost"):
+        return 0 if n <= 3 or word == "leftmost" else None
+    if word in ("right", "rightmost", "last"):
+        return n - 1 if n <= 3 or word != "right" else None
+    if word in ("middle", "center", "centre", "central"):
+        return n // 2 if n % 2 else None
+    digits = re.fullmatch("([0-9]{1,3})(?:st|nd|rd|th)?", word)
+    value = number_at([word])
+    if digits:
+        place = int(digits[1]) - 1
+    elif word in ORDINALS:
+        place = ORDINALS.index(word)
+    elif len(word) == 1:
+        place = LETTERS.lower().index(word)
+    else:
+        place = int(value[0]) - 1 if value else -1
+    return place if 0 <= place < n else None
+
+
+def images_named(text: str, n: int) -> frozenset[int] | None:
+    """Which of n images a text names, from 0: `2`, `the second image`, `image B`, `left`, `both`, `1 and 3`, `none`.
+
+    None if it names none of them, or says anything that is not a name: `1 or 2`, `not 1`, `1?`.
+    """
+    text = clean(text).replace("-hand", " hand").replace("-most", "most")
+    if not IMAGE_CHARS.fullmatch(text):
+        return None
+    words = [word for word in WORDS.findall(text) if word not in MEANINGLESS]
+    if len(words) > 1 and words[-1] == "one" and words[-2] != "and":  # `the second one`
+        words.pop()
+    if words[:2] == ["no", "one"] or words in ([word] for word in NONE):
+        return frozenset()
+    if words and words[0] in ALL and (words[0] != "both" or n == 2):
+        words = words[1:] or [str(i + 1) for i in range(n)]
+        named = [position(word, n) for word in words if word != "and"]
+        return frozenset(named) if None not in named and len(set(named)) == n else None
+    joined = " and " in text or "," in text  # `1 2` and `left 2` are two answers
+    named = [position(word, n) for word in words if word != "and"]
+    if not named or None in named or (len(named) > 1 and not joined):
+        return None
+    return frozenset(named) if len(set(named)) == len(named) else None
+
+
+@register("which", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
+    r"""0.9 * accuracy + 0.1 * format, the format being that of visual questions.
+
+    `images`: 1 for each image of which the answer says what the truth does, that it is one of those asked for or that
+    it is none; all 0 without an answer that can be read. Raises UserError for a truth that names no image.
+    """
+    n = len(example.images)
+    truth = images_named(example.ground_truth, n)
+    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images"
+    need(truth is not None, f"{told}; write 1 to {n}, both, all or none")
+    answer = answer_of(response, finish_reason)
+    named = images_named(answer, n) if answer is not None and len(answer) <= MAX_ANSWER_CHARS else None
+    rewards = weighted(named == truth, answer is not None and only_box(response, answer))
+    return rewards | {"images": [float(named is not None and (i in named) == (i in truth)) for i in range(n)]}
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+SIDES = (("left_image", "right_image"), ("left_url", "right_url"))
+
+
+def rows(cfg: TaskConfig) -> Iterator[Raw]:
+    """NLVR2's JSON lines (identifier, sentence, label), or CSV and parquet with the same columns.
+
+    Images are the columns left_image and right_image, or left_url and right_url, or --image-key, a list; or else the
+    files that NLVR2 names by the identifier, `dev-850-0-img0.png` of `dev-850-0-1`, below --image-root. A row with a
+    `question` and an `answer` instead of a sentence and a label asks which image.
+    """
+    need(cfg.input, "--input: give JSONL, CSV or parquet files, or draw rows with --toy")
+    for raw in table_rows(data_files(cfg.input, cfg.split), cfg, records):
+        if isinstance(raw.record, dict):
+            raw.record = pair_record(raw.record, raw.root, cfg)
+        yield raw
+
+
+def records(file: Path, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
+    kind = {"json": "jsonl"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())  # NLVR2's .json has a row a line
+    need(kind in TABLES, f"{file}: expected a file that ends in .json, .{', .'.join(TABLES)}")
+    if kind != "parquet":
+        yield from TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=""))
+        return
+    with refusing((pa.ArrowException, OSError), f"{file} is no parquet file"):
+        table = pq.ParquetFile(file)
+    done = 0
+    for batch in table.iter_batches(32):  # two images a row
+        for i, record in enumerate(batch_records(batch), done):
+            yield f"{file} row {i}", record
+        done += len(batch)
+
+
+@cache
+def files_by_name(root: Path) -> dict[str, str]:
+    return {path.name: str(path.relative_to(root)) for path in root.rglob("*-img[0-9].png")}
+
+
+def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
+    """A row in the on-disk format, its other columns kept; or why it is none."""
+    statement = first([record.get(cfg.prompt_key), record.get("sentence")])
+    text = first([statement, record.get("question")])
+    truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
+    if not isinstance(text, str) or truth is None:
+        return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
+    if statement is not None and str(truth).lower() not in ("true", "false"):
+        return f"label is {truth!r:.80}, expected True or False"
+    stem = str(record.get("identifier", "")).rpartition("-")[0]
+    names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
+    pairs = [[record.get(name) for name in side] for side in SIDES]
+    images = next((pair for pair in [*pairs[:1], names, *pairs[1:]] if pair and None not in pair), None)
+    images = first([record.get(cfg.image_key), images])
+    if images is None:
+        columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
+        return f"no images: looked for {columns}, and for {stem}-img0.png below {root}"
+    marks = MARK * (len(images) if isinstance(images, list) else 1)
+    asked = f"{marks}Statement: {text}" if statement is not None else f"{marks}{text}"
+    instruction = INSTRUCTION if statement is not None else WHICH_INSTRUCTION
+    used = {cfg.image_key, cfg.prompt_key, cfg.answer_key, "sentence", "question", "label", "answer"}
+    used |= {name for side in SIDES for name in side}
+    return {name: value for name, value in record.items() if name not in used} | {
+        "data_source": "nlvr2" if statement is not None else "which",
+        "answer_type": "statement" if statement is not None else "which",
+        cfg.prompt_key: asked if cfg.instruction or MARK in text else f"{asked} {instruction}",
+        cfg.image_key: images,
+        "reward_model": {"style": "rule", "ground_truth": str(truth)},
+    }
+
+
+# --- drawn shapes -----------------------------------------------------------------------------------------------------
+
+
+def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
+    """Endless (png, colour) of one split: the hash of an image's bytes decides which split may have it."""
+    while True:
+        colour = rng.choice(list(COLOURS))
+        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+        draw_shapes(ImageDraw.Draw(image), rng, colour, rng.choice(SHAPES), rng.randint(1, 4))
+        data = png(image)
+        if (hashlib.sha256(data).digest()[0] < 64) == (split == "test"):
+            yield data, colour
+
+
+def scenes(split: str, seed: int) -> Iterator[tuple[list[bytes], list[tuple[str, str, str, str]]]]:
+    """Endless (images, [(answer type, prompt, reply, truth), ...]): two images, of ten scenes one has three, one four,
+    each of a colour of its own."""
+    rng = random.Random(f"pairs/{SALT[split]}/{seed}")
+    source = drawings(rng, split)
+    while True:
+        n = rng.choice([2] * 8 + [3, 4])
+        by_colour: dict[str, bytes] = {}
+        while len(by_colour) < n:
+            image, colour = next(source)
+            by_colour.setdefault(colour, image)
+        colours, images = list(by_colour), list(by_colour.values())
+        place = rng.randrange(n)
+        others = [colour for colour in colours if colour != colours[place]]
+        claim = colours[place] if rng.random() < 0.5 else rng.choice(others)  # true as often as false
+        true = str(claim == colours[place])
+        asked = rng.randrange(n)
+        statement = f"{MARK * n}{INSTRUCTION} Statement: the {ORDINALS[place]} image is {claim}."
+        question = f"{MARK * n}{WHICH_INSTRUCTION} Which image is {colours[asked]}?"
+        yield (
+            images,
+            [
+                ("statement", statement, f"\\boxed{{{true.lower()}}}", true),
+                ("which", question, f"\\boxed{{{asked + 1}}}", str(asked + 1)),
+            ],
+        )
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows in the on-disk format, statements and questions in turn, of different images."""
+    need(split in SALT, f"--split {split!r}: pairs has {', '.join(SALT)}")
+    source = scenes(split, seed)
+    for index in range(n):
+        images, asked = next(source)
+        kind, prompt, _, truth = asked[index % len(asked)]
+        uid = f"pairs-{split}-{seed}-{index}"
+        yield {
+            "data_source": {"statement": "nlvr2"}.get(kind, kind),
+            "prompt": [{"role": "user", "content": prompt}],
+            "images": [{"bytes": image, "path": None} for image in images],
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
+        }

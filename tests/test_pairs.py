@@ -1,0 +1,197 @@
+"""Tests of tasks/pairs.py: statements about two images, and which of several images is asked for."""
+
+import io
+import json
+import random
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from errors import UserError
+from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from tasks import pairs
+
+PROMPT = f"<image><image>Statement: The left image has two dogs. {pairs.INSTRUCTION}"
+
+
+def row(truth, n=2, prompt=PROMPT):
+    messages = [{"role": "user", "content": prompt}]
+    return SimpleNamespace(ground_truth=truth, images=[b""] * n, uid="row-7", extra={}, messages=messages)
+
+
+def named(text, n=2):
+    """1-based, as a user counts."""
+    found = pairs.images_named(text, n)
+    return None if found is None else sorted(i + 1 for i in found)
+
+
+# --- which image ------------------------------------------------------------------------------------------------------
+
+NAMES = {  # number of images -> answers -> images
+    2: {
+        "1 ; one ; the first ; the first image ; first ; 1st ; image 1 ; Image one ; A ; image A ; (a) ; left ; #1 ; "
+        "the left one ; the left image ; the image on the left ; left side ; The first one. ; number 1 ; 1. ; **1** ; "
+        "the left-hand image": [1],
+        "2 ; the second image ; right ; the right one ; last ; B ; It is the second image. ; the answer is 2": [2],
+        "both ; both images ; 1 and 2 ; 1, 2 ; left and right ; all ; the first and the second ; A and B": [1, 2],
+        "none ; neither ; none of them ; neither image ; no one": [],
+        "3 ; 0 ; third ; c ; middle ; 1 or 2 ; 1 2 ; 1/2 ; not 1 ; 1? ; left or right ; -1 ; 1.5 ; both or none ; "
+        "1 1 ; maybe 1 ; ; . ; image ; which image ; 1 but not 2 ; 12 ; first second ; left 2 ; ١ ; １ ; ab ; "
+        "1\u200b2 ; 1 and 3 ; both and 3 ; 1 and 1 ; 1e999 ; the first third ; none or 1 ; 9999": None,
+    },
+    3: {
+        "middle ; the middle one ; center ; the central image ; 2 ; second ; B": [2],
+        "right ; last ; third ; c ; 3rd": [3],
+        "left": [1],
+        "1 and 3": [1, 3],
+        "all ; all three ; 1, 2 and 3": [1, 2, 3],
+        "both ; all two ; 4": None,
+    },
+    4: {"leftmost ; first ; a": [1], "rightmost ; last ; 4 ; fourth ; d": [4], "left ; right ; middle ; 5": None},
+}  # fmt: skip
+NAMED = [(n, answer.strip(), wanted) for n, table in NAMES.items() for key, wanted in table.items()
+         for answer in key.split(" ; ")]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, answer, wanted", NAMED)
+def test_answers_that_name_images(n, answer, wanted):
+    if answer in ("all three", "all two"):
+        wanted = wanted and None  # says more than a name does: refused
+    assert named(answer, n) == wanted
+
+
+def test_each_image_is_judged_by_itself():
+    assert pairs.which("\\boxed{2}", row("2"), "stop") == {
+        "accuracy": 1.0, "format": 1.0, "reward": 1.0, "images": [1.0, 1.0],
+    }  # fmt: skip
+    assert pairs.which("\\boxed{1}", row("2"), "stop")["images"] == [0, 0]
+    assert pairs.which("\\boxed{4}", row("2", 4), "stop")["images"] == [1, 0, 1, 0]
+    assert pairs.which("\\boxed{both}", row("1"), "stop")["images"] == [1, 0]
+    assert pairs.which("\\boxed{1 or 2}", row("2"), "stop") == {
+        "accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1), "images": [0.0, 0.0],
+    }  # fmt: skip
+    for answer in ("both", "none", "neither"):
+        for truth in ("1", "2", "both", "none"):
+            right = {"neither": "none"}.get(answer, answer) == truth
+            assert pairs.which(f"\\boxed{{{answer}}}", row(truth), "stop")["accuracy"] == right
+
+
+def test_a_truth_that_names_no_image_is_refused():
+    with pytest.raises(UserError, match="row 'row-7': ground_truth '3' names none of its 2 images; write 1 to 2"):
+        pairs.which("\\boxed{1}", row("3"), "stop")
+    with pytest.raises(UserError, match="row 'row-7': ground_truth 'red' is neither True nor False"):
+        pairs.nlvr2("\\boxed{1}", row("red"), "stop")
+
+
+# --- statements -------------------------------------------------------------------------------------------------------
+
+TRUE = ["true", "True.", "yes", "\\boxed{True}", "The statement is true.", "It is true", "correct", "Answer: true"]
+FALSE = ["false", "False.", "no", "\\boxed{no}", "The statement is false.", "That's false", "incorrect"]
+NEITHER = ["true or false", "true, false", "not sure", "", "\\boxed{}", "\\boxed{true} \\boxed{false}", "left", "dogs"]
+NEITHER += ["The left image has two dogs.", "true and false", "maybe true", "true?", "yes and no", "tru", "ｔｒｕｅ"]
+
+
+def test_statements():
+    for answers, right in ((TRUE, (1, 0)), (FALSE, (0, 1)), (NEITHER, (0, 0))):
+        for answer in answers:
+            earned = [pairs.nlvr2(answer, row(truth), "stop")["accuracy"] for truth in ("True", "False")]
+            assert tuple(earned) == right, answer
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def encoded(colour):
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 30), colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+LEFT, RIGHT = encoded((200, 0, 0)), encoded((0, 0, 200))
+NLVR2 = {"identifier": "dev-850-0-1", "sentence": "The left image is red.", "label": "True", "writer": "x"}
+
+
+def made(folder, file, **more):
+    make_file("nlvr2", TaskConfig(input=(str(file),), out=str(folder / "out.parquet"), split="val", **more))
+    return read_examples(folder / "out.parquet", FileConfig(out=""))[0]
+
+
+def test_nlvr2s_own_layout(tmp_path):
+    for i, data in enumerate((LEFT, RIGHT)):
+        (tmp_path / f"dev-850-0-img{i}.png").write_bytes(data)
+    (tmp_path / "dev.json").write_text("".join(json.dumps(line) + "\n" for line in (NLVR2, NLVR2 | {"label": "False"})))
+    one, other = made(tmp_path, tmp_path / "dev.json")
+    assert list(one.images) == [LEFT, RIGHT] and (one.data_source, one.extra["writer"]) == ("nlvr2", "x")
+    assert (one.ground_truth, other.ground_truth) == ("True", "False")
+    content = one.messages[-1]["content"]
+    assert content == f"<image><image>Statement: The left image is red. {pairs.INSTRUCTION}"
+    assert pairs.nlvr2("\\boxed{yes}", one, "stop")["reward"] == 1.0
+
+
+def test_columns_of_images(tmp_path):
+    table = [NLVR2 | {"left_image": {"bytes": LEFT}, "right_image": {"bytes": RIGHT}, "label": True}]
+    table += [{"question": "Which image is blue?", "answer": "right"}]
+    table[1] |= {side: table[0][side] for side in ("left_image", "right_image")}
+    for i, (line, truth, source) in enumerate(zip(table, ("True", "right"), ("nlvr2", "which"), strict=True)):
+        pq.write_table(pa.Table.from_pylist([line]), tmp_path / f"{i}.parquet")
+        (example,) = made(tmp_path, tmp_path / f"{i}.parquet")
+        assert list(example.images) == [LEFT, RIGHT]
+        assert (example.ground_truth, example.data_source) == (truth, source)
+    assert pairs.which("\\boxed{2}", example, "stop")["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [({"label": "maybe"}, "expected True or False"), ({"label": None}, "no truth"), ({}, "no images: looked for")],
+)
+def test_rows_that_are_wrong_say_why(tmp_path, change, reason):
+    (tmp_path / "dev.json").write_text(json.dumps(NLVR2 | change))
+    with pytest.raises(UserError, match=reason):
+        made(tmp_path, tmp_path / "dev.json")
+
+
+# --- toy, fuzz --------------------------------------------------------------------------------------------------------
+
+
+def test_toy_is_right_deterministic_and_its_splits_share_no_image(tmp_path):
+    train, test = ([*pairs.toy(60, split, 0)] for split in ("train", "test"))
+    assert train == [*pairs.toy(60, "train", 0)]
+    seen = [{image["bytes"] for line in lines for image in line["images"]} for lines in (train, test)]
+    assert not seen[0] & seen[1]
+    sizes = Counter(len(line["images"]) for line in train + test)
+    assert sizes[2] > 60 and set(sizes) == {2, 3, 4}
+    source = pairs.scenes("train", 1)
+    truths = Counter()
+    for _ in range(200):
+        images, asked = next(source)
+        for kind, prompt, reply, truth in asked:
+            grade = {"statement": pairs.nlvr2, "which": pairs.which}[kind]
+            assert grade(reply, row(truth, len(images), prompt), "stop")["reward"] == 1.0
+            assert prompt.count("<image>") == len(images)
+            truths[truth] += 1
+            # an independent look: the colour named is that of the image's most frequent strong colour
+            colour = next(word for word in prompt.rstrip("?.").split() if word in pairs.COLOURS)
+            shown = [Image.open(io.BytesIO(image)).getcolors(10**6) for image in images]
+            has = [any(pixel == pairs.COLOURS[colour] for _, pixel in pixels) for pixels in shown]
+            place = next((i for i, word in enumerate(pairs.ORDINALS) if f"the {word} image" in prompt), None)
+            assert has[place] == (truth == "True") if kind == "statement" else has.index(True) + 1 == int(truth)
+    assert 70 < truths["True"] < 130
+    make_file("pairs", TaskConfig(toy=True, n=10, out=str(tmp_path / "out.parquet")))
+    assert len(read_examples(tmp_path / "out.parquet", FileConfig(out=""))[0:]) > 0
+
+
+def test_ten_thousand_strings():
+    rng = random.Random(0)
+    pieces = "1 2 3 image left right both none first \\boxed{ } <think> </think> and or , <|im_end|> ② ١ not".split()
+    start = time.process_time()
+    for i in range(10_000):
+        text = rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 20)))
+        found = pairs.which(text, row("2", 2 + i % 3), "stop")
+        assert len(found["images"]) == 2 + i % 3 and found["accuracy"] in (0.0, 1.0)
+        pairs.nlvr2(text, row("True"), "stop")
+    assert (time.process_time() - start) / 10_000 < 0.002
