@@ -5,6 +5,7 @@ parameters.
     python demo.py model --out demo/base --family qwen3_vl  # the same for Qwen3-VL
     python demo.py warm --model demo/base --out demo/start  # a short supervised start, with a bad habit for RL to break
     python demo.py run --out demo                           # all of it: build, warm up, train by RL, evaluate, plot
+    python demo.py run --task digits --out out/digits       # the same of another task, any whose file draws `scenes`
 
 The toy is the real architecture: transformers' classes, Qwen's special tokens and chat format, only small. What it has
 to learn is real too: its answers are right only if it looks (see `--blank-images` in eval.py).
@@ -21,8 +22,12 @@ import shutil
 import subprocess
 import sys
 import time
-from itertools import chain
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -35,13 +40,54 @@ from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import decode_image
+from prepare_data import MARK, ReadingConfig, decode_image, find_tasks, read_examples
 from report.plots import draw_curve
+from reward import score
 from rollout import Rollout, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
 
-TASKS = ("shapes",)  # whose toys the demo knows to train on
+# ----------------------------------------------------------------------------------------------------------------------
+# What a task brings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much a demo trains. A task's file may have other numbers, in `DEMO`."""
+
+    see_steps: int = 700  # of the warm start, with honest answers
+    habit_steps: int = 80  # of the warm start, with a lazy annotator's
+    images: int = 32  # of a step of the warm start
+    questions: int = 8  # about an image, at most, in such a step
+    steps: int = 60  # of RL
+    eval_every: int = 10  # of them
+
+
+def with_scenes() -> dict[str, ModuleType]:
+    """Task -> its file, of those whose file draws toys: scenes(split, seed)."""
+    return {name: task for name, task in find_tasks().items() if hasattr(task, "scenes")}
+
+
+def plan_of(task: str) -> Plan:
+    known = with_scenes()
+    need(task in known, f"--task {task}: no file of tasks/ draws scenes of it; there are {', '.join(known)}")
+    return Plan(**getattr(known[task], "DEMO", {}))
+
+
+@cache
+def first_scenes(task: str) -> list[tuple[str, str, str, str]]:
+    """(answer type, prompt, reply, truth) of all questions about the first images of the warm start's split."""
+    return list(chain.from_iterable(asked for _, asked in islice(with_scenes()[task].scenes("warm", 0), 400)))
+
+
+def usual_replies(task: str) -> dict[str, str]:
+    """What a lazy annotator says, by answer type: the most frequent reply, or what the task's file has as USUAL."""
+    replies: dict[str, Counter] = {}
+    for kind, _, reply, _ in first_scenes(task):
+        replies.setdefault(kind, Counter())[reply] += 1
+    usual = {kind: count.most_common(1)[0][0] for kind, count in replies.items()}
+    return usual | getattr(with_scenes()[task], "USUAL", {})
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The toy model
@@ -59,16 +105,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer():
-    """Byte-level BPE in Qwen's format, trained on the task's own sentences; any text encodes, if at length."""
-    from tasks.shapes import ANGLES, COLOURS, SHAPES, SHAPES_INSTRUCTION
-
-    words = [*COLOURS, *SHAPES, "yes", "no"]
-    answers = [rf"\boxed{{{w}}}" for w in [*words, *map(str, ANGLES), "1", "2", "3", "4"]]
-    questions = ["How many shapes are there?", "What colour are they?", "Which shape is it?"]
-    questions += ["What is the missing angle?"]
-    questions += [f"Is there a {c} shape?" for c in COLOURS] + [f"Is there a {s}?" for s in SHAPES]
-    corpus = [f"{SHAPES_INSTRUCTION} {q}" for q in questions] + answers + words
+def make_tokenizer(task: str = "shapes"):
+    """Byte-level BPE in Qwen's format, trained on what is said in a task's toys; any text encodes, if at length."""
+    said: set[str] = set()
+    for _, prompt, reply, truth in first_scenes(task):
+        said |= {prompt.replace(MARK, ""), reply} | ({truth} if truth.isalpha() else set())
+    corpus = sorted(said)
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
     reference = transformers.Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
@@ -94,6 +136,7 @@ def make_model(
     layers: int = 3,
     vocab: int = 0,
     tied: bool = False,
+    task: str = "shapes",
 ) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
 
@@ -101,7 +144,7 @@ def make_model(
     embedding's weight, as Qwen's 3B models do.
     """
     check_new_folder(out)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(task)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     stops = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
     patch = 14 if family.startswith("qwen2") else 16
@@ -166,41 +209,46 @@ def make_model(
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
-USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
-IMAGES = 32  # of a step
 LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
 
 
-def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: int) -> None:
+def warm_start(
+    model: Path, out: Path, seed: int, see_steps: int | None, habit_steps: int | None, task: str = "shapes"
+) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second
     makes it half-competent: RL is left with a habit to break, as it is with a real instruction-tuned model.
 
-    IMAGES a step, shared out over the processes; gradients are averaged.
+    A step's images are shared out over the processes; gradients are averaged.
     """
-    from tasks.shapes import SHAPES_INSTRUCTION, scenes
-
+    plan = plan_of(task)
+    see_steps = plan.see_steps if see_steps is None else see_steps
+    habit_steps = plan.habit_steps if habit_steps is None else habit_steps
     ctx = dist_setup()
-    need(IMAGES % ctx.world == 0, f"warm start: {IMAGES} images a step do not divide among {ctx.world} processes")
+    told = f"warm start: {plan.images} images a step do not divide among {ctx.world} processes"
+    need(plan.images % ctx.world == 0, told)
     if ctx.main:
         check_new_folder(out)
     processor = Processor(str(model))
     hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(320, processor.image_token_id)
-    source = scenes("warm", derive_seed(seed, ctx.rank))
+    source = with_scenes()[task].scenes("warm", derive_seed(seed, ctx.rank))
+    usual = usual_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
 
     def next_samples(lazy: float) -> list[Rollout]:
-        """One image with each of its questions and answers: they share it."""
-        data, questions = next(source)
-        image = processor.image(hashlib.sha1(data).hexdigest(), decode_image(data))
+        """One scene with its questions and answers: they share its images."""
+        found, questions = next(source)
+        images = [processor.image(hashlib.sha1(data).hexdigest(), decode_image(data)) for data in found]
+        if len(questions) > plan.questions:
+            questions = rng.sample(questions, plan.questions)
         samples = []
-        for kind, question, answer in questions:
-            prompt = processor.encode([{"role": "user", "content": f"<image>{SHAPES_INSTRUCTION} {question}"}], [image])
-            given = USUAL[kind] if rng.random() < lazy else answer
-            reply = processor.tokenizer.encode(rf"\boxed{{{given}}}<|im_end|>", add_special_tokens=False)
-            samples.append(written(image.key, prompt, reply, [image]))
+        for kind, question, answer, _ in questions:
+            prompt = processor.encode([{"role": "user", "content": question}], images)
+            given = usual[kind] if rng.random() < lazy else answer
+            reply = processor.tokenizer.encode(f"{given}<|im_end|>", add_special_tokens=False)
+            samples.append(written(" ".join(image.key for image in images), prompt, reply, images))
         return samples
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
@@ -209,7 +257,7 @@ def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: i
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(IMAGES // ctx.world)))
+            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(plan.images // ctx.world)))
             micros = packer.pack(samples)
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
@@ -238,14 +286,26 @@ def warm_start(model: Path, out: Path, seed: int, see_steps: int, habit_steps: i
 
 FILES = ("base", "start", "run", "final", "train.parquet", "test.parquet")  # models, data and the run, in --out
 TRAINING = (
-    "--prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 --warmup-steps 5 --schedule cosine "
-    "--micro-tokens 2048 --eval-every 5 --save-every 20"
+    "--prompts-per-step 32 --group-size 8 --lr 2e-4 --warmup-steps 5 --schedule cosine "
+    "--micro-tokens 2048 --save-every 20"
 )
 
 
-def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes") -> dict:
+def longest_reply(model: Path, task: str) -> int:
+    """How many tokens a response may have: those of the longest reply, its end, and a few."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    return 5 + max(len(tokenizer.encode(reply)) + 1 for _, _, reply, _ in first_scenes(task))
+
+
+def rewards_of(file: Path) -> dict[str, float]:
+    """Of an empty response to a file's first row: which there are."""
+    [example], _ = read_examples(str(file), ReadingConfig(), 1)
+    return score("", example)
+
+
+def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
     """Every stage by its own command, as a user would type it."""
-    need(task in TASKS, f"--task {task}: the demo knows {', '.join(TASKS)}")
+    plan = plan_of(task)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}
 
@@ -264,24 +324,29 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    n_train, n_test, steps, see, habit = (400, 100, 10, 60, 20) if short else (2000, 400, 60, 700, 80)
+    plan = replace(plan, steps=10, see_steps=60, habit_steps=20) if short else plan
+    n_train, n_test = (400, 100) if short else (2000, 400)
     base, start, run, final, train, test = (out / name for name in FILES)
     seeded = ("--seed", seed)
     for split, n, file in (("train", n_train, train), ("test", n_test, test)):
         sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, *seeded, "--out", file)
-    sh("model", "demo.py", "model", "--out", base, "--family", family, *seeded)
-    two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    warm = ("--see-steps", see, "--habit-steps", habit)
-    sh("warm start", *two, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
+    sh("model", "demo.py", "model", "--out", base, "--family", family, "--task", task, *seeded)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    warm = ("--task", task, "--see-steps", plan.see_steps, "--habit-steps", plan.habit_steps)
+    sh("warm start", *torchrun, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
     data = ("--data", train, "--eval-data", test)
-    sh("train", *two, "train.py", "--model", start, *data, "--out", run, "--steps", steps, *TRAINING.split(), *seeded)
+    longest = ("--max-new-tokens", longest_reply(base, task))
+    settings = ("--steps", plan.steps, "--eval-every", plan.eval_every, *longest, *TRAINING.split(), *seeded)
+    sh("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
     sh("merge", "merge_lora.py", run, "--out", final)
-    greedy = ("eval.py", final, "--data", test, "--max-new-tokens", 12)
+    greedy = ("eval.py", final, "--data", test, *longest)
     sh("eval", *greedy, "--baseline", start, "--out", out / "eval")
     sh("eval", *greedy, "--blank-images", "--out", out / "eval_blank")
     after = json.loads((out / "eval" / "eval.json").read_text())
     blank = json.loads((out / "eval_blank" / "eval.json").read_text())
-    summary = {"task": task, "seed": seed, "family": family, "n_test": after["n"], "steps": steps}
+    metric = "accuracy" if "accuracy" in rewards_of(test) else "reward"  # eval.py takes the one for the other
+    summary = {"task": task, "metric": metric, "seed": seed, "family": family}
+    summary |= {"n_test": after["n"], "steps": plan.steps}
     summary |= {"accuracy_before": after["baseline"]["accuracy"], "accuracy_after": after["accuracy"]}
     summary |= {"blank_image_accuracy": blank["accuracy"], "train_seconds": round(seconds["train"], 1)}
     summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
@@ -289,9 +354,10 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png")
-    moved = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after {steps} RL steps"
-    print(f"\naccuracy on {after['n']} unseen images: {moved}; with blank ones {summary['blank_image_accuracy']:.3f}")
+        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png", task, metric)
+    moved = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after {plan.steps} RL steps"
+    moved += f"; with blank ones {summary['blank_image_accuracy']:.3f}"
+    print(f"\n{task}: {metric} on {after['n']} unseen images: {moved}")
     if short:
         print("--short only shows that each stage runs; so few steps are not meant to learn anything")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")
@@ -307,15 +373,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for q in (model, warm, run):
         q.add_argument("--out", type=Path, required=True, help="folder to write")
         q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
+    for q in (model, warm, run):
+        q.add_argument("--task", default="shapes", help="whose toys to learn from: any task whose file draws scenes")
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")
     model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")
     model.add_argument("--layers", type=int, default=3, help="depth of the language model")
     model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
-    warm.add_argument("--see-steps", type=int, default=700, help="steps with honest answers")
-    warm.add_argument("--habit-steps", type=int, default=80, help="steps with a lazy annotator's answers")
-    run.add_argument("--task", default="shapes", help=f"whose toy data to learn from: {', '.join(TASKS)}")
+    warm.add_argument("--see-steps", type=int, help="steps with honest answers (default: the task's)")
+    warm.add_argument("--habit-steps", type=int, help="those with a lazy annotator's answers (default: the task's)")
+    run.add_argument("--processes", type=int, default=2, help="that warm up and train")
     run.add_argument("--short", action="store_true", help="every stage runs, in a minute or two; little is learnt")
     return p.parse_args(argv)
 

@@ -5,8 +5,11 @@ from pathlib import Path
 from report.log import read_rows
 
 
-def draw_curve(run: Path, blank: float, out: Path) -> None:
-    """Accuracy on unseen images and training reward over the steps of a run. `blank`: accuracy on blank images."""
+def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> None:
+    """Accuracy on unseen images and training reward over the steps of a run. `blank`: accuracy on blank images.
+
+    `metric`: what the task has for it, accuracy or reward.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,11 +20,11 @@ def draw_curve(run: Path, blank: float, out: Path) -> None:
     rewards = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     figure, axes = plt.subplots(figsize=(7.2, 3.8), dpi=120)
     axes.plot(*zip(*rewards, strict=True), color="#9db4d3", linewidth=1, label="reward of the step's samples")
-    axes.plot(
-        *zip(*evals, strict=True), "o-", color="#1f5fa8", ms=4, linewidth=2, label="greedy accuracy, unseen images"
-    )
+    label = f"greedy {metric}, unseen images"
+    axes.plot(*zip(*evals, strict=True), "o-", color="#1f5fa8", ms=4, linewidth=2, label=label)
     axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank images")
-    axes.set(xlabel="RL step", ylim=(0, 1.02), xlim=(0, None))
+    lowest = min(0, blank, *(value for _, value in evals + rewards))  # a reward may be negative
+    axes.set(title=task, xlabel="RL step", ylim=(lowest, 1.02), xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")

@@ -5,7 +5,6 @@ tokenizer needs Java; here words are split by a regular expression), the share o
 for length and repetition, each a part of its own.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -23,7 +22,7 @@ from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from sources.tables import Record
 from tasks._tables import IMAGES, any_rows, first
-from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, draw_shapes, png
+from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, Scene, draw_shapes, in_split, png, rows_of
 
 INSTRUCTION = "Describe the image in one sentence."
 MAX_CAPTION_CHARS = 4000  # a longer one is none
@@ -285,39 +284,28 @@ def caption_record(record: dict, cfg: TaskConfig) -> Record:
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # of demo.py
 NUMBERS = ("one", "two", "three", "four")
+TOY_INSTRUCTION = "Describe the image."
 FORMS = ("{}", "there {be} {}", "a drawing of {}")
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[str]]]:
-    """Endless (png, captions). No image occurs in two splits: the hash of its bytes decides which split may have it."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless equal shapes and what they are, said in several ways; no image in two splits."""
     rng = random.Random(f"caption/{SALT[split]}/{seed}")
     while True:
         colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))
         image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
         draw_shapes(ImageDraw.Draw(image), rng, colour, shape, count)
         what = f"{NUMBERS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
+        captions = [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
+        truth = json.dumps({"references": captions, "keywords": what.split()})
         data = png(image)
-        in_test = hashlib.sha256(data).digest()[0] < 64
-        if in_test == (split == "test"):
-            yield data, [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
+        if in_split(data, split):
+            yield [data], [("caption", f"{MARK}{TOY_INSTRUCTION}", what, truth)]
 
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
     need(split in SALT, f"--split {split!r}: caption's drawings have {', '.join(SALT)}")
-    seen = set()
-    for image, captions in scenes(split, seed):
-        if len(seen) == n:
-            return
-        if image not in seen:
-            seen.add(image)
-            index = len(seen) - 1
-            truth = {"references": captions, "keywords": captions[0].split()}
-            yield {
-                "data_source": "caption",
-                "prompt": [{"role": "user", "content": f"{MARK}Describe the image."}],
-                "images": [{"bytes": image, "path": None}],
-                "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
-                "extra_info": {"split": split, "index": index, "uid": f"caption-{split}-{seed}-{index}"},
-            }
+    return rows_of("caption", n, split, seed, scenes(split, seed), ["caption"])

@@ -14,8 +14,9 @@ from typing import Any
 from PIL import Image
 
 from errors import need, refusing
+from prepare_data import MARK
 from reward import register
-from tasks.shapes import CELL, SALT, SIDE, exists, in_turn, png
+from tasks.shapes import CELL, SALT, Scene, boxed, exists, in_turn, png
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -24,6 +25,7 @@ ANSWER_TYPES = ("count", "exists", "largest", "sum")
 DIGITS = [str(n) for n in range(10)]
 TEST_SHARE = 0.2
 SIZE = 24  # pixels of a digit, in a cell of 28
+CELLS = 4  # 2 by 2
 
 
 @register("digits", answerable=answerable)
@@ -47,23 +49,27 @@ def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
     return kept
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """Endless (png, [(answer type, question, answer), ...]): digits in cells of their own, a little out of place."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless digits, each in a cell of its own, a little out of place."""
     rng = random.Random(f"digits/{SALT[split]}/{seed}")
     source = written_digits(split == "test")
     while True:
-        image = Image.new("L", (SIDE, SIDE), 255)
-        chosen = rng.sample(source, rng.randint(1, 4))
-        for (digit, _), cell in zip(chosen, rng.sample(range(9), len(chosen)), strict=True):
-            x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 3, cell // 3))
+        image = Image.new("L", (2 * CELL, 2 * CELL), 255)
+        # the warm start learns to read single digits first
+        chosen = rng.sample(source, rng.choice((1, 1, 1, 1, 2, 2, 3, 4)) if split == "warm" else rng.randint(1, CELLS))
+        for (digit, _), cell in zip(chosen, rng.sample(range(CELLS), len(chosen)), strict=True):
+            x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))
         values = [value for _, value in chosen]
-        yield png(image), [
+        questions = [
             ("count", "How many digits are there?", str(len(values))),
             exists(rng, "Is there a {}?", str(rng.choice(values)), absent(values)),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
+        seen = " ".join(map(str, sorted(values)))
+        start = f"{MARK}{INSTRUCTION}"  # first, so that all questions about an image share it
+        yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
 
 
 def absent(values: list[int]) -> list[str]:
@@ -73,7 +79,6 @@ def absent(values: list[int]) -> list[str]:
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows {image, question, answer, answer_type}, the types in turn, one question to an image. They are the data."""
     need(split in SALT, f"--split {split!r}: digits has {', '.join(SALT)}")
-    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), ANSWER_TYPES):
-        row = {"data_source": "digits", "image": image, "answer": answer, "answer_type": kind}
-        row["question"] = f"<image>{INSTRUCTION} {question}"  # first, so that all questions about an image share it
+    for index, ([image], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), ANSWER_TYPES)):
+        row = {"data_source": "digits", "image": image, "question": question, "answer": answer, "answer_type": kind}
         yield row | {"split": split, "index": index, "uid": f"digits-{split}-{seed}-{index}"}

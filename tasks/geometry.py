@@ -11,14 +11,19 @@ import decimal
 import hashlib
 import importlib.util
 import json
+import math
+import random
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+
+from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig, table_rows
@@ -26,6 +31,7 @@ from reward import MAX_ANSWER_CHARS, SPECIAL_TOKEN, closing_brace, extract_boxed
 from sources.images import read_file
 from sources.tables import data_files, download
 from tasks.math_verify_worker import MATH_VERIFY
+from tasks.shapes import ANGLES, COLOURS, SALT, SIDE, Scene, boxed, draw_angle, in_split, in_turn, png
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 
@@ -611,3 +617,65 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     boxed = extract_boxed(response)
     accuracy = boxed is not None and same_answer(boxed, example.ground_truth)
     return weighted(accuracy, format_reward(response))
+
+
+# --- toy --------------------------------------------------------------------------------------------------------------
+
+TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
+STEP = 18  # pixels between the lattice's lines
+LEGS = range(1, 5)  # lengths, in squares
+DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
+
+
+def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, across: int, up: int) -> None:
+    """A right triangle: three corners of a rectangle of `across` by `up` squares, somewhere on a lattice of 4 by 4."""
+    left, top = (rng.randint(0, SIDE - 4 * STEP - 1) for _ in range(2))
+    for i in range(5):
+        draw.line((left, top + i * STEP, left + 4 * STEP, top + i * STEP), fill=(190, 190, 190))
+        draw.line((left + i * STEP, top, left + i * STEP, top + 4 * STEP), fill=(190, 190, 190))
+    x = left + STEP * rng.randint(0, 4 - across)
+    y = top + STEP * rng.randint(0, 4 - up)
+    corners = [(x, y), (x + across * STEP, y), (x, y + up * STEP), (x + across * STEP, y + up * STEP)]
+    corners.pop(rng.randrange(4))
+    draw.polygon(corners, fill=COLOURS[colour], outline=(0, 0, 0))
+
+
+def triangle_questions(across: int, up: int) -> list[tuple[str, str, str]]:
+    """(answer type, question, answer), of a triangle that is drawn on squares of side 1."""
+    square, slope = across**2 + up**2, Fraction(up, across)
+    root = str(math.isqrt(square)) if math.isqrt(square) ** 2 == square else rf"\sqrt{{{square}}}"
+    tangent = str(slope) if slope.denominator == 1 else rf"\frac{{{slope.numerator}}}{{{slope.denominator}}}"
+    return [
+        ("area", "Find the area of the triangle.", f"{across * up / 2:g}"),
+        ("hypotenuse", "Find the longest side.", root),
+        ("tangent", "Find the vertical side over the horizontal one.", tangent),
+    ]
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless right triangles on a lattice, and straight angles that a ray cuts; no image in two splits."""
+    rng = random.Random(f"geo3k/{SALT[split]}/{seed}")
+    while True:
+        colour, missing = rng.choice(list(COLOURS)), rng.choice(ANGLES) if rng.random() < 0.3 else None
+        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+        if missing:
+            draw_angle(ImageDraw.Draw(image), rng, colour, missing)
+            thought, asked = f"180 - {180 - missing}", [("angle", "Find the white angle in degrees.", str(missing))]
+        else:
+            across, up = rng.choice(LEGS), rng.choice(LEGS)
+            draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
+            thought, asked = f"{across} by {up}", triangle_questions(across, up)
+        data = png(image)
+        if in_split(data, split):
+            yield (
+                [data],
+                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked],
+            )
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows {problem, images, answer, answer_type}, the types in turn, one question to an image."""
+    need(split in SALT, f"--split {split!r}: geo3k's drawings have {', '.join(SALT)}")
+    for index, (images, kind, problem, answer) in enumerate(in_turn(n, scenes(split, seed), TOY_TYPES)):
+        row = {"data_source": "geo3k", "problem": problem, "images": images, "answer": answer, "answer_type": kind}
+        yield row | {"split": split, "index": index, "uid": f"geo3k-{split}-{seed}-{index}"}

@@ -5,7 +5,6 @@ them as options, {"pays": ["country", "coordinates"], "tolerance_km": 500}; with
 CURRICULUM holds the same five for a curriculum's file.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -25,7 +24,7 @@ from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, first
-from tasks.shapes import CELL, COLOURS, SALT, SIDE, png, polygon
+from tasks.shapes import CELL, COLOURS, SALT, SIDE, Scene, in_split, png, polygon, rows_of
 
 INSTRUCTION = (
     "Where was this image taken? Look at its signs, buildings, vegetation and roads, then answer on the last line with "
@@ -449,10 +448,13 @@ def geospot(
 # --- an invented map --------------------------------------------------------------------------------------------------
 
 TOY_INSTRUCTION = "Name country, region, city, coordinates."
-COUNTRIES = dict(zip(COLOURS, ("Ardan", "Belmor", "Corvia", "Dunmar"), strict=True))  # by the colour of the land
+COUNTRIES = dict(zip(COLOURS, ("Ardan", "Belmor", "Corvia", "Dunmar"), strict=True))  # by the colour of the coast
 REGIONS = {"circle": "Northmark", "square": "Midmark", "triangle": "Southmark"}  # by the shape of the marks
 INK = (20, 20, 20)
 CITIES = ("Onewell", "Twowell", "Threewell")  # by their number
+
+
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # of demo.py
 
 
 def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
@@ -469,14 +471,14 @@ def toy_answer(place: dict[str, Any]) -> str:
 
 
 def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
-    """An island in a pale sea, with black marks, one to a cell."""
+    """A pale island with a coloured coast, with black marks, one to a cell."""
     image = Image.new("RGB", (SIDE, SIDE), (*(rng.randint(205, 225) for _ in range(2)), rng.randint(235, 255)))
     draw = ImageDraw.Draw(image)
     coast = []
     for i in range(18):
-        reach = SIDE / 2 * rng.uniform(1.15, 1.35)
+        reach = SIDE / 2 * rng.uniform(0.85, 1.0)
         coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
-    draw.polygon(coast, fill=COLOURS[colour])
+    draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
     for cell in rng.sample(range(9), marks):
         x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
         y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
@@ -488,31 +490,18 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     return png(image)
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Endless (png, place). No image occurs in two splits: the hash of its bytes decides which split may have it."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless islands, no image in two splits."""
     rng = random.Random(f"geospot/{SALT[split]}/{seed}")
     while True:
         where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
         data = draw_map(rng, *where)
-        in_test = hashlib.sha256(data).digest()[0] < 64
-        if in_test == (split == "test"):
-            yield data, toy_place(*where)
+        if in_split(data, split):
+            place = toy_place(*where)
+            yield [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
 
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
     need(split in SALT, f"--split {split!r}: geospot's map has {', '.join(SALT)}")
-    seen = set()
-    for image, place in scenes(split, seed):
-        if len(seen) == n:
-            return
-        if image not in seen:
-            seen.add(image)
-            index = len(seen) - 1
-            yield {
-                "data_source": "geospot",
-                "prompt": [{"role": "user", "content": f"{MARK}{TOY_INSTRUCTION}"}],
-                "images": [{"bytes": image, "path": None}],
-                "reward_model": {"style": "rule", "ground_truth": json.dumps(place)},
-                "extra_info": {"split": split, "index": index, "uid": f"geospot-{split}-{seed}-{index}"},
-            }
+    return rows_of("geospot", n, split, seed, scenes(split, seed), ["place"])

@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need
+from prepare_data import MARK
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
@@ -62,6 +63,22 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     return weighted(accuracy, only_box(response, boxed))
 
 
+# --- toy --------------------------------------------------------------------------------------------------------------
+
+# Of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response, truth)
+Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]
+
+
+def boxed(answer: str, thought: str = "") -> str:
+    """A response of the perfect format."""
+    return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
+
+
+DEMO = {"eval_every": 5}  # of demo.py
+USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
+USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annotator's, in the demo
+
+
 # --- images -------------------------------------------------------------------------------------------------------
 
 
@@ -105,9 +122,13 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """Endless (png, [(answer_type, question, answer), ...]). No image occurs in two splits: the hash of its bytes
-    decides which split may have it."""
+def in_split(data: bytes, split: str) -> bool:
+    """Whether an image may occur in a split: the hash of its bytes decides if that is test, or any other."""
+    return (hashlib.sha256(data).digest()[0] < 64) == (split == "test")
+
+
+def drawings(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
+    """Endless (png, [(answer_type, question, answer), ...])."""
     rng = random.Random(f"{SALT[split]}/{seed}")
     while True:
         colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
@@ -126,9 +147,17 @@ def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, 
                 exists(rng, "Is there a {}?", shape, list(SHAPES)),
             ]
         data = png(image)
-        in_test = hashlib.sha256(data).digest()[0] < 64
-        if in_test == (split == "test"):
+        if in_split(data, split):
             yield data, questions
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless drawings, no image in two splits."""
+    for image, questions in drawings(split, seed):
+        yield (
+            [image],
+            [(kind, f"{MARK}{SHAPES_INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
+        )
 
 
 def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
@@ -141,32 +170,38 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
     need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
-    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), ANSWER_TYPES):
-        uid = f"shapes-{split}-{seed}-{index}"
+    return rows_of("shapes", n, split, seed, scenes(split, seed), ANSWER_TYPES)
+
+
+def rows_of(
+    task: str, n: int, split: str, seed: int, source: Iterator[Scene], kinds: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """n rows of a task's scenes in the on-disk format: see `in_turn`."""
+    for index, (images, kind, prompt, truth) in enumerate(in_turn(n, source, kinds)):
+        uid = f"{task}-{split}-{seed}-{index}"
         yield {
-            "data_source": "shapes",
-            "prompt": [{"role": "user", "content": f"<image>{SHAPES_INSTRUCTION} {question}"}],
-            "images": [{"bytes": image, "path": None}],
-            "reward_model": {"style": "rule", "ground_truth": answer},
+            "data_source": task,
+            "prompt": [{"role": "user", "content": prompt}],
+            "images": [{"bytes": image, "path": None} for image in images],
+            "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
         }
 
 
-def in_turn(n: int, source: Iterator, kinds: Sequence[str]) -> Iterator[tuple[int, bytes, str, str, str]]:
-    """n times (index, image, answer type, question, answer) of what `scenes` yields: one question to an image, no image
-    twice, the answer types in turn."""
+def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[tuple[list[bytes], str, str, str]]:
+    """n times (images, answer type, prompt, truth): one question to a scene, no scene twice, the types in turn."""
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
     for index in range(n):
         kind = kinds[index % len(kinds)]
         while not waiting[kind]:
-            image, questions = next(source)
-            if image not in seen:
-                seen.add(image)
-                answer_type, question, answer = questions[len(seen) % len(questions)]
-                waiting[answer_type].append((image, question, answer))
-        image, question, answer = waiting[kind].pop(0)
-        yield index, image, kind, question, answer
+            images, questions = next(source)
+            if tuple(images) not in seen:
+                seen.add(tuple(images))
+                answer_type, prompt, _, truth = questions[len(seen) % len(questions)]
+                waiting[answer_type].append((images, prompt, truth))
+        images, prompt, truth = waiting[kind].pop(0)
+        yield images, kind, prompt, truth
 
 
 toy = shapes_rows  # for prepare_data.py shapes

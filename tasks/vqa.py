@@ -22,8 +22,7 @@ from errors import UserError, need
 from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
 from reward import BOX, MAX_ANSWER_CHARS, extract_boxed, register, weighted
 from sources.tables import data_files
-from tasks.shapes import COLOURS, SALT, in_turn, only_box
-from tasks.shapes import scenes as shapes_scenes
+from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
 DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "add_image_marks": True}
@@ -661,23 +660,29 @@ def with_choices(question: object, choices: list[str]) -> str:
 
 KINDS = {"count": "counting", "colour": "attribute", "exists": "existence", "shape": "open"}
 TOY_TYPES = (*KINDS.values(), MULTIPLE_CHOICE)
+DEMO = {"see_steps": 280, "habit_steps": 60, "images": 24, "questions": 3, "steps": 40}  # of demo.py
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """The images of the shapes task without its angles: endless (png, [(answer type, question, answer), ...])."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """The images of the shapes task without its angles."""
     rng = random.Random(f"vqa/{split}/{seed}")
-    for image, asked in shapes_scenes(split, seed):
+    for image, asked in drawings(split, seed):
         questions = [(KINDS[kind], question, answer) for kind, question, answer in asked if kind in KINDS]
         if questions:
-            colour = next(answer for kind, _, answer in questions if kind == "attribute")
+            count, colour, shape = (answer for _, _, answer in questions[:3])
             choices = rng.sample(list(COLOURS), len(COLOURS))
             question = with_choices("Which colour do you see?", choices)
-            yield image, [*questions, (MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)])]
+            questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
+            seen = f"{count} {colour} {shape}"
+            yield (
+                [image],
+                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions],
+            )
 
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows {image, question, answer, answer_type}, the types in turn, one question to an image."""
     need(split in SALT, f"--split {split!r}: vqa has {', '.join(SALT)}")
-    for index, image, kind, question, answer in in_turn(n, scenes(split, seed), TOY_TYPES):
+    for index, ([image], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), TOY_TYPES)):
         row = {"data_source": "vqa", "image": image, "question": question, "answer": answer, "answer_type": kind}
         yield row | {"split": split, "index": index, "uid": f"vqa-{split}-{seed}-{index}"}

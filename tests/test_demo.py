@@ -3,7 +3,11 @@
 import io
 import itertools
 import json
+import math
+import re
 from collections import Counter
+from fractions import Fraction
+from functools import cache
 
 import pytest
 from PIL import Image
@@ -11,8 +15,9 @@ from safetensors.torch import load_file
 
 import demo
 from errors import UserError
+from prepare_data import ReadingConfig, main, parse_args, read_examples
 from reward import score
-from tasks import shapes
+from tasks import geometry, shapes
 
 
 def test_rows_are_deterministic_balanced_and_of_unique_images():
@@ -27,7 +32,7 @@ def test_rows_are_deterministic_balanced_and_of_unique_images():
 
 def test_no_test_image_occurs_in_training():
     train = {r["images"][0]["bytes"] for seed in (0, 1) for r in shapes.shapes_rows(400, "train", seed)}
-    warm = {data for data, _ in itertools.islice(shapes.scenes("warm", 0), 400)}
+    warm = {data for data, _ in itertools.islice(shapes.drawings("warm", 0), 400)}
     test = {r["images"][0]["bytes"] for r in shapes.shapes_rows(400, "test", 0)}
     assert not test & (train | warm)
 
@@ -46,7 +51,7 @@ def test_images_show_what_the_answers_say():
     """Counted from pixels, not from the generator: the share of painted area grows with the number of shapes, and the
     dominant colour is the answer."""
     checked = 0
-    for data, questions in itertools.islice(shapes.scenes("train", 7), 80):
+    for data, questions in itertools.islice(shapes.drawings("train", 7), 80):
         answers = {kind: answer for kind, _, answer in questions}
         if "colour" not in answers:
             continue
@@ -58,6 +63,35 @@ def test_images_show_what_the_answers_say():
     assert checked > 40
 
 
+def test_triangles_are_as_large_as_the_answers_say():
+    """In pixels: the box around the paint, and how much there is of it; an angle by its share of a half disc."""
+    kinds = Counter()
+    for [data], questions in itertools.islice(geometry.scenes("train", 7), 100):
+        image = Image.open(io.BytesIO(data))
+        paint = [p for p, c in zip(itertools.product(range(84), range(84)), image.get_flattened_data(), strict=True)
+                 if c in shapes.COLOURS.values()]  # fmt: skip
+        (top, bottom), (left, right) = ((min(axis), max(axis)) for axis in zip(*paint, strict=True))
+        answers = {kind: truth for kind, _, _, truth in questions}
+        kinds.update(list(answers))
+        if "angle" in answers:  # the painted share of a half disc
+            half_disc = math.pi * max(bottom - top, 1) ** 2 / 2
+            if 30 < int(answers["angle"]) <= 90:  # then the sector is as high as its radius
+                assert len(paint) / half_disc == pytest.approx(1 - int(answers["angle"]) / 180, abs=0.09)
+            continue
+        across, up = (round((high - low + 2) / geometry.STEP) for low, high in ((left, right), (top, bottom)))
+        assert len(paint) == pytest.approx(across * up * geometry.STEP**2 / 2, rel=0.25)
+        assert float(answers["area"]) == across * up / 2
+        assert eval(answers["hypotenuse"].replace("\\sqrt", "math.sqrt").translate(BRACES)) ** 2 == pytest.approx(
+            across**2 + up**2
+        )
+        slope = re.sub(r"\\frac\{(\d)\}\{(\d)\}", r"\1/\2", answers["tangent"])
+        assert Fraction(slope) == Fraction(up, across)
+    assert min(kinds.values()) > 15 and len(kinds) == 4
+
+
+BRACES = str.maketrans("{}", "()")
+
+
 def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="is not empty and no earlier demo"):
@@ -66,8 +100,8 @@ def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    with pytest.raises(UserError, match="--task geo3k: the demo knows shapes"):
-        demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "geo3k"]))
+    with pytest.raises(UserError, match="--task chess: no file of tasks/ draws scenes of it; there are .*shapes, vqa"):
+        demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())
 
 
@@ -79,8 +113,98 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
         truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
         examples.append(SimpleNamespace(uid=extra["uid"], data_source="shapes", ground_truth=truth, extra=extra))
     assert all(score(rf"\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in examples)
-    lazy = [score(rf"\boxed{{{demo.USUAL[e.extra['answer_type']]}}}", e)["accuracy"] for e in examples]
+    lazy = [score(demo.usual_replies("shapes")[e.extra["answer_type"]], e)["accuracy"] for e in examples]
     assert 0.1 < sum(lazy) / len(lazy) < 0.5
+
+
+# --- every task whose file draws scenes ---------------------------------------------------------------------------
+
+TASKS = ("caption", "digits", "geo3k", "geospot", "shapes", "vqa")
+
+
+def test_each_task_of_ours_has_scenes_and_a_plan():
+    assert set(TASKS) <= set(demo.with_scenes())
+    assert demo.plan_of("shapes") == demo.Plan(eval_every=5)  # whose figures are in README
+    for task in TASKS:
+        assert 20 <= demo.plan_of(task).steps <= 60
+
+
+@pytest.mark.slow
+def test_the_demo_of_another_task(tmp_path):
+    """Each stage runs, and the summary says of what; 10 steps are not meant to learn anything."""
+    demo.main(demo.parse_args(["run", "--task", "caption", "--short", "--processes", "1", "--out", str(tmp_path)]))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["task"], summary["metric"], summary["n_test"], summary["steps"]) == ("caption", "reward", 100, 10)
+    before, after, blank = (summary[key] for key in ("accuracy_before", "accuracy_after", "blank_image_accuracy"))
+    assert -0.5 <= min(before, after, blank) and max(before, after, blank) < 1 and summary["train_seconds"] > 0
+    prompts = {e.messages[0]["content"] for e in read_examples(str(tmp_path / "test.parquet"), ReadingConfig())[0]}
+    assert prompts == {"<image>Describe the image."}
+    assert (tmp_path / "curve.png").is_file() and (tmp_path / "eval_blank" / "report.html").is_file()
+    [*_, last] = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
+    row = json.loads(last.read_text().splitlines()[0])
+    assert set(row["samples"][0]["rewards"]) >= {"cider", "keywords", "reward"}
+
+
+@pytest.fixture(scope="module")
+def toy_examples(tmp_path_factory):
+    """toy_examples(task, split) -> 60 rows as prepare_data.py writes and reads them."""
+
+    @cache
+    def made(task, split):
+        file = tmp_path_factory.mktemp("toys") / f"{task}.parquet"
+        main(parse_args([task, "--toy", "--n", "60", "--split", split, "--seed", "3", "--out", str(file)]))
+        return read_examples(str(file), ReadingConfig())[0]
+
+    return made
+
+
+def as_json(truth):
+    return json.loads(truth) if truth.startswith("{") else truth
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_are_questions_of_the_scenes(task, toy_examples):
+    """The warm start shows what RL will ask: the same prompts, byte for byte, about other images than the test's."""
+    asked, replies = {}, {}
+    for images, questions in itertools.islice(demo.with_scenes()[task].scenes("test", 3), 1200):
+        for kind, prompt, reply, truth in questions:
+            asked[kind, prompt, tuple(images)] = truth
+            replies[kind, prompt, truth] = reply
+            assert prompt.count("<image>") == len(images)
+    found = toy_examples(task, "test")
+    kinds = [e.extra["answer_type"] for e in found]
+    period = len(set(kinds))
+    assert kinds == kinds[:period] * (60 // period) and len({tuple(e.images) for e in found}) == 60
+    best, lazy = [], []
+    for e, kind in zip(found, kinds, strict=True):
+        [message] = e.messages
+        truth = asked[kind, message["content"], tuple(e.images)]
+        assert as_json(truth) == as_json(e.ground_truth)
+        best.append(score(replies[kind, message["content"], truth], e))
+        lazy.append(score(demo.usual_replies(task)[kind], e)["reward"])
+    if "accuracy" in best[0]:
+        assert all(rewards["accuracy"] == rewards["format"] == 1.0 for rewards in best)
+    assert min(rewards["reward"] for rewards in best) > max(0.5, sum(lazy) / len(lazy) + 0.25)
+    others = {image for e in toy_examples(task, "train") for image in e.images}
+    for images, _ in itertools.islice(demo.with_scenes()[task].scenes("warm", 3), 300):
+        others |= set(images)
+    assert not others & {image for e in found for image in e.images}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_reply_of_a_toy_is_usually_right(task, toy_examples):
+    """What a model without eyes could reach at best: the best reply of each answer type, over all of that type."""
+    by_kind = {}
+    for e in toy_examples(task, "train"):
+        by_kind.setdefault(e.extra["answer_type"], []).append(e)
+    of_kind = {}
+    for kind, _, reply, _ in demo.first_scenes(task):
+        of_kind.setdefault(kind, Counter())[reply] += 1
+    best = []
+    for kind, examples in by_kind.items():
+        candidates = [reply for reply, _ in of_kind[kind].most_common(12)]
+        best.append(max(sum(score(reply, e)["reward"] for e in examples) / len(examples) for reply in candidates))
+    assert sum(best) / len(best) < 0.62
 
 
 def test_tokenizer_round_trips_any_text_and_keeps_special_tokens_whole(loaded):

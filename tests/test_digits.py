@@ -69,10 +69,13 @@ def test_questions_and_answers_agree(monkeypatch):
     monkeypatch.setattr(random.Random, "sample", watched)
     scenes = digits.scenes("train", 3)
     for _ in range(300):
-        image, asked = next(scenes)
+        [image], asked = next(scenes)
         values = drawn[-1]
-        (count, exists, largest, total) = asked
-        assert Image.open(io.BytesIO(image)).size == (84, 84) and 1 <= len(values) <= 4
+        start = "<image>Answer in \\boxed{}. "
+        assert all(prompt.startswith(start) for _, prompt, _, _ in asked)
+        assert all(reply.endswith(f"</think>\\boxed{{{truth}}}") for _, _, reply, truth in asked)
+        (count, exists, largest, total) = ((kind, prompt[len(start) :], truth) for kind, prompt, _, truth in asked)
+        assert Image.open(io.BytesIO(image)).size == (56, 56) and 1 <= len(values) <= 4
         assert count == ("count", "How many digits are there?", str(len(values)))
         assert largest[2] == str(max(values)) and total[2] == str(sum(values))
         assert exists[2] == ("yes" if int(exists[1][len("Is there a ")]) in values else "no")
@@ -83,7 +86,7 @@ def test_the_ink_is_what_is_counted():
     for row in digits.toy(40, "train", 1):
         if row["answer_type"] == "count":
             image = Image.open(io.BytesIO(row["image"])).convert("L")
-            corners = [(28 * (i % 3), 28 * (i // 3)) for i in range(9)]
+            corners = [(28 * (i % 2), 28 * (i // 2)) for i in range(4)]
             cells = [image.crop((x, y, x + 28, y + 28)) for x, y in corners]
             assert sum(cell.getextrema()[0] < 64 for cell in cells) == int(row["answer"])
 

@@ -942,7 +942,7 @@ def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
         (("geo3k", "somewhere", "--out", "x.parquet"), "unrecognized arguments: somewhere"),
         (("inspect",), "the following arguments are required: FILE"),
         (("jsonl", "--toy", "--input", "x", "--out", "y"), "unknown flag --toy"),
-        (("geo3k", "--toy", "--out", "y"), "unknown flag --toy"),
+        (("csv", "--toy", "--out", "y"), "unknown flag --toy"),
     ],
 )
 def test_wrong_command_lines(argv, reason, capsys):
