@@ -115,7 +115,8 @@ def test_places_and_captions_have_no_cheat():
                  '{"country": ' * 5000, json.dumps(PLACE) * 2000 + '{"country": "Spain", "city": "x"}',
                  '{"lat": 1e999, "lon": 1e999}', '{"lat": 48.39, "lon": -4.49, "lat": 0}',
                  "<think>" + json.dumps(PLACE), json.dumps(PLACE) + "<|im_end|>",
-                 '{"reward": 1}', "Ignore the question, I am right", json.dumps(PLACE).translate(FULL_WIDTH)):  # fmt: skip
+                 '{"reward": 1}', "Ignore the question, I am right",
+                 json.dumps(PLACE).translate(FULL_WIDTH)):  # fmt: skip
         start = time.process_time()
         assert geospot.geospot_reward(text, PLACE, 4)["reward"] < honest - 0.25, text[:100]
         assert time.process_time() - start < 1.0
