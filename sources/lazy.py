@@ -60,7 +60,7 @@ class Rows:
     """The last rows read of all tables, for the threads of one process."""
 
     def __init__(self):
-        self.reader = ThreadPoolExecutor(1)  # one: in the heaps of several threads it takes 150 MiB more
+        self.reader = ThreadPoolExecutor(1, "rows")  # one: in the heaps of several threads it takes 150 MiB more
         self.kept: OrderedDict[tuple[ImageTable, int, int], pa.RecordBatch] = OrderedDict()
         self.bytes = 0
         self.group: tuple[ImageTable, int] | None = None  # which the stream is of

@@ -349,8 +349,9 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
 
 @pytest.mark.parametrize(
     "cell",
-    ["memory://bucket/red.png", "local:///etc/hostname", "simplecache::s3://bucket/red.png", "dir://x::s3://bucket/red.png",
-     "s3://bucket/red.png::file:///etc/hostname", "ftp://h/x.png", "github://a:b@main/x.png", "reference://::s3://b/x"],
+    ["memory://bucket/red.png", "local:///etc/hostname", "simplecache::s3://bucket/red.png",
+     "dir://x::s3://bucket/red.png", "s3://bucket/red.png::file:///etc/hostname", "ftp://h/x.png",
+     "github://a:b@main/x.png", "reference://::s3://b/x"],
 )  # fmt: skip
 def test_rows_name_only_remote_stores(store, tmp_path, cell):
     put(store, "/bucket/red.png", RED)

@@ -26,7 +26,8 @@ CPU = torch.device("cpu")
 def example(uid, content, images):
     messages = [{"role": "user", "content": content}]
     more = {"ground_truth": "x", "extra": {}, "data_source": "shapes"}
-    return SimpleNamespace(uid=uid, messages=messages, images=[png(i) for i in images], **more)
+    sizes = [image.size for image in images]
+    return SimpleNamespace(uid=uid, messages=messages, images=[png(i) for i in images], image_sizes=sizes, **more)
 
 
 def ids(rollouts):
