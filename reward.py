@@ -188,20 +188,6 @@ def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[s
     return grade_one(find_task(example).reward, response, example, finish_reason)
 
 
-def score_batch(
-    responses: Sequence[str], examples: Sequence[Any], finish_reasons: Sequence[str] | None = None
-) -> list[dict[str, float]]:
-    """Rewards of each response by the tasks' own rewards, in order, in this process; one example (and finish reason)
-    per response."""
-    reasons = ["stop"] * len(responses) if finish_reasons is None else finish_reasons
-    if not len(responses) == len(examples) == len(reasons):
-        raise ValueError(
-            f"{len(responses)} responses, {len(examples)} examples and {len(reasons)} finish reasons; give one of each"
-        )
-    rollouts = list(map(response_to, examples, responses, reasons))
-    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin().results(rollouts)
-
-
 def response_to(example: Any, text: str, finish_reason: str = "stop") -> SimpleNamespace:
     """As much of a Rollout as a reward needs."""
     return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=SimpleNamespace(example=example))

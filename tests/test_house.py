@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 # What is imported when a file is, comes from a lower level, or from the same folder
 LEVELS = {
     "errors": 0, "kernels": 1, "settings": 1, "utils": 1, "layers": 2, "sources": 2, "grpo": 2, "packing": 2,
-    "reward": 3, "rewards": 4, "prepare_data": 4, "model": 4, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7,
+    "reward": 3, "prepare_data": 4, "model": 4, "rewards": 5, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7,
     "engines": 8, "eval": 8, "merge_lora": 8, "demo": 8, "train": 9,
 }
 PLUG_INS = ("engines", "tasks", "rewards")  # imported by name, inside functions
