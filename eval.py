@@ -28,16 +28,19 @@ from parallel.checkpoint import load_trained, locate
 from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
 from report.page import rollout_page
-from reward import check_tasks, load_reward, score_batch, try_reward
+from reward import RewardConfig, Rewards, Stage, uncounted
+from rewards.curriculum import last_stage
+from rewards.custom import has_file
 from rollout import ENGINES, VLLM_HELP, Engine, Rollout, Sampling, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
+FAILED = "rewards that failed, counted as wrong: {n}"
 
 
 @dataclass(frozen=True)
-class AsTrained(ReadingConfig):
+class AsTrained(RewardConfig, ReadingConfig):
     """As in training: a run's own values are its defaults"""
 
     max_new_tokens: int = setting(512, "longest response, tokens", least=1)
@@ -45,7 +48,6 @@ class AsTrained(ReadingConfig):
     min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
     max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
     dtype: str = setting("auto", "auto: bfloat16 on a GPU, as in training", choices=("auto", "float32", "bfloat16"))
-    reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,16 @@ class Evaluation:
     engine: Engine
     examples: Sequence[Example]
     processor: Processor
-    reward_fn: Callable
+    rewards: Rewards
     ctx: Context
     sampling: Sampling
     samples: int = 1  # of each example
     blank: bool = False  # white images instead of the examples' own
+    stage: Stage = Stage()  # of the curriculum, which rewards are told: the last, whatever the step
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
 
-    def records(self) -> list[dict]:
+    def records(self, step: int = 0) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
         mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
         # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
@@ -92,12 +95,14 @@ class Evaluation:
                 return []
             chunk = mine[start : start + CHUNK]
             prompts = make_prompts([example for _, example in chunk], self.processor, self.blank)
-            rollouts = self.engine.generate(prompts, self.samples, self.sampling)
-            asked = [r.prompt.example for r in rollouts]
-            # in one call: its time for math-verify is for all of the chunk
-            ended = [r.finish_reason for r in rollouts]
-            rewards = score_batch([r.text for r in rollouts], asked, self.reward_fn, ended)
-            graded = list(zip(rollouts, rewards, strict=True))
+            with uncounted():  # in metrics, which are of the responses that are trained on
+                grading = self.rewards.begin(step, self.stage)
+                rollouts = self.engine.generate(prompts, self.samples, self.sampling, grading.add)
+                results = grading.results(rollouts)
+            graded = []
+            for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
+                r.finish_reason = "error" if i in grading.failed else r.finish_reason
+                graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
             for k, (index, example) in enumerate(chunk):
                 records.append(make_record(index, example, graded[k * self.samples : (k + 1) * self.samples]))
         return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
@@ -109,16 +114,17 @@ class Evaluation:
     def run(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
         """In training: metrics, on rank 0; none where the run is asked to end."""
         with stage("eval", interruptible=False):
-            records = self.records()
+            records = self.records(step)
         self.cut_at = step if self.stop() else 0
         if self.cut_at or not records:
             return {}
         summary = summarise(records)
         by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
-        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}")
+        failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
+        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}{failed}")
         write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
-        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated")}
+        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated", "failed")}
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
@@ -168,6 +174,7 @@ def summarise(records: Sequence[dict]) -> dict:
         f"pass@{len(scores[0])}": fmean(max(score) == 1 for score in scores),
         "reward": fmean(s["rewards"]["reward"] for s in samples),
         "truncated": fmean(s["finish_reason"] == "length" for s in samples),
+        "failed": sum(s["finish_reason"] == "error" for s in samples),
         "response_tokens": fmean(s["tokens"] for s in samples),
         "by_answer_type": {kind: {"n": len(x), "accuracy": fmean(x)} for kind, x in sorted(by_type.items())},
     }
@@ -195,15 +202,14 @@ def settings_of_run(path: str) -> dict:
     """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
     run = locate(path)[2]
     settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
-    file = settings.get("reward", "").rpartition(":")[0]
-    if file and not Path(file).is_file():
-        del settings["reward"]
-    return settings
+    if not Path(settings.get("curriculum", ".")).exists():
+        del settings["curriculum"]
+    return settings | {"reward": list(filter(has_file, settings.get("reward", [])))}
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig:
     parser = Parser(__doc__)
-    for group in (EvalConfig, AsTrained, ReadingConfig):
+    for group in (EvalConfig, AsTrained, RewardConfig, ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
@@ -218,17 +224,21 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig:
 def told_of_run(cfg: EvalConfig) -> str:
     """Which settings are other than the defaults because the run had them."""
     run = locate(cfg.model)[2]
+    run = {name: tuple(value) if isinstance(value, list) else value for name, value in run.items()}
     same = [f for f in fields(AsTrained) if run.get(f.name) == getattr(cfg, f.name) != f.default]
     told = [f"{flag_of(f.name)} {run[f.name]!r}" for f in same]
-    if run.get("reward") and cfg.reward is None:
-        told.append(f"not --reward {run['reward']!r}, a file that is not here: the task's own reward is used")
+    for spec in run.get("reward") or ():
+        if not has_file(spec):
+            told.append(f"not --reward {spec!r}, a file that is not here: the task's own reward is used")
+    if run.get("curriculum") and cfg.curriculum is None:
+        told.append(f"not --curriculum {run['curriculum']!r}, a file that is not here: rewards are told no stage")
     return ", ".join(told)
 
 
-def read_data(cfg: EvalConfig, reward_fn: Callable, processors: Sequence[Processor]) -> tuple[list[Example], int]:
+def read_data(cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor]) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
-    check_tasks(examples, reward_fn)
+    rewards.check(examples)
     kept = examples
     for processor in processors:
         kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows)
@@ -261,17 +271,17 @@ def main(cfg: EvalConfig) -> dict:
     # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
     cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-    reward_fn = load_reward(cfg.reward)
+    rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world)
     paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out = read_data(cfg, reward_fn, processors)
-    if ctx.main:
-        try_reward(reward_fn, examples[0])
+    examples, left_out = read_data(cfg, rewards, processors)
+    first_step, stage = last_stage(cfg.curriculum, examples)
+    rewards.try_out(ctx.main, [(first_step, stage)])
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):
         engine = start_engine(cfg, path, processor, examples, ctx)
-        asked = (engine, examples, processor, reward_fn, ctx, sampling, cfg.samples, cfg.blank_images)
+        asked = (engine, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
         results.append(Evaluation(*asked).records())
         engine.sleep()
         if cfg.rollout == "vllm":
@@ -293,6 +303,8 @@ def tell(summary: dict) -> None:
     interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
     more = f"truncated {summary['truncated']:.3f}" + (", images blanked" if summary["blank_images"] else "")
     print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, {more}")
+    if summary["failed"]:
+        print(f"  {FAILED.format(n=summary['failed'])}")
     for kind, of in summary["by_answer_type"].items():
         print(f"  {repr(kind)[1:-1]:<12} {of['accuracy']:.3f}  n {of['n']}")
     if base := summary.get("baseline"):

@@ -568,7 +568,7 @@ class Algorithm:
 
     def counts(self, finish_reason: str) -> bool:
         """Does the loss count a response that ended so?"""
-        return self.truncated != "mask" or finish_reason != "length"
+        return finish_reason != "error" and (self.truncated != "mask" or finish_reason != "length")
 
     def check(self) -> None:
         """Settings that contradict each other."""

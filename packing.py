@@ -33,7 +33,7 @@ class TokenBatch:
 
     rollout: Tensor  # int64, index of its rollout in the batch
     rollout_logps: Tensor  # the engine's log-probabilities; this and the rest fp32
-    has_image: Tensor  # 1 where the prompt has an image
+    n_images: Tensor  # of the prompt
     weights: Tensor | None = None  # see grpo.token_weights; 0: not trained on
     old_logps: Tensor | None = None  # the trainer's, under the weights before the update
     ref_logps: Tensor | None = None  # of the reference policy
@@ -66,11 +66,11 @@ class TokenBatch:
 def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
     """The tokens of rollouts, with the weight of each token of a rollout if given."""
     counts = torch.tensor([sum(r.response_mask) for r in rollouts], dtype=torch.long)
-    has_image = torch.tensor([float(len(r.prompt.images) > 0) for r in rollouts])
+    n_images = torch.tensor([float(len(r.prompt.images)) for r in rollouts])
     return TokenBatch(
         rollout=torch.arange(len(rollouts)).repeat_interleave(counts),
         rollout_logps=torch.tensor(list(chain.from_iterable(r.logprobs for r in rollouts)), dtype=torch.float32),
-        has_image=has_image.repeat_interleave(counts),
+        n_images=n_images.repeat_interleave(counts),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
     )
 

@@ -6,57 +6,82 @@ A task is one file in tasks/; its reward is for the rows whose `data_source` nam
     def chess(response: str, example: Example, finish_reason: str) -> dict[str, float]:
         return {"accuracy": ..., "reward": ...}
 
-`score` picks the reward by the example's `data_source`; `--reward FILE.py:FUNCTION` replaces it (`load_reward`).
+`--reward [TASK=]FILE.py:FUNCTION` replaces it (rewards/custom.py). A reward takes (response, example), or
+(responses, examples) and then returns a list, and by name what it wants of finish_reason(s), step and stage; it may be
+async. It returns a number or named numbers with their total under "reward"; "images": one number per image.
 """
 
-import importlib.util
-import inspect
-import os
+import importlib
 import re
-import reprlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from decimal import Decimal
-from functools import cache
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from errors import Note, UserError
+from errors import Note, UserError, need
+from settings import setting
 
-MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
-RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong")  # names of our own metrics reward/<name>
-
 # Counts since the start or the last `.clear()`: graded, answers compared; cas, sent to math-verify. The others count
 # wrong answers: no_box, no complete box; bad_truth, the truth holds no answer; unreadable, no such expression; refused,
 # too long, deep or large; of math-verify cas_timeout, late, cas_crash, it died, cas_budget, no time was left for it.
+# Names with a slash are metrics: reward/errors and reward/timeouts, rewards that failed; judge/*, of the judge.
 grader_stats: Counter[str] = Counter()
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Reward"""
+
+    reward: tuple[str, ...] = setting((), "functions instead of the tasks' own rewards, for all rows or one task's",
+                                      metavar="[TASK=]FILE.py:FUNCTION")
+    reward_errors: str = setting("drop", "a reward that fails: leave the response out, give it 0, or end the run",
+                                 choices=("drop", "zero", "stop"))
+    reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
+    reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
+    curriculum: str | None = setting(None, "stages: which examples, and options of rewards (default: the task's)",
+                                     metavar="FILE")
+    judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL")
+    judge: tuple[str, ...] = setting((), "how it judges, see rewards/judge.py", metavar="KEY=VALUE")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of a curriculum. `options` are by task; a reward gets its own task's."""
+
+    name: str = ""
+    number: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 
-Reward = Callable[[str, Any, str], dict[str, float]]  # (response, example, finish_reason) -> named rewards
 Answerable = Callable[[str, dict[str, float]], bool]  # (truth, what `\boxed{truth}` earns): could any answer equal it?
 
 
 class Task(NamedTuple):
     name: str
-    reward: Reward
+    reward: Callable
     answerable: Answerable
 
 
 TASKS: dict[str, Task] = {}  # by name, and by other names
 
 
-def register(*names: str, answerable: Answerable = lambda truth, rewards: True) -> Callable[[Reward], Reward]:
+def register(*names: str, answerable: Answerable = lambda truth, rewards: True) -> Callable[[Callable], Callable]:
     """Decorator: make a function the reward of the task `names[0]`; data sources of the other names count as it.
 
-    A function that raises `Later` inside `score_batch` is called again.
+    A function that raises `Later` is called again.
     """
 
-    def add(reward: Reward) -> Reward:
+    def add(reward: Callable) -> Callable:
         for name in names:
             if name in TASKS:
                 taken = TASKS[name].reward.__name__
@@ -133,140 +158,110 @@ def weighted(accuracy: float, form: float) -> dict[str, float]:
     return {"accuracy": float(accuracy), "format": float(form), "reward": 0.9 * accuracy + 0.1 * form}
 
 
-# --- scoring ------------------------------------------------------------------------------------------------------
-
-
-def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
-    """Named rewards plus the total under "reward", by the example's task. Raises UserError for an unknown task.
-
-    `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
-    """
-    return call(find_task(example).reward, response, example, finish_reason)
-
-
-def call(function: Callable, response: str, example: Any, *more: str) -> dict[str, float]:
-    """A reward function's checked result; what it raises says for which response."""
-    with Note(f"raised by the reward of row {example.uid!r} for the response {response[:200]!r}"):
-        return checked(function(response, example, *more), example.uid, response)
-
-
-def checked(result: Any, uid: str, response: str) -> dict[str, float]:
-    """A number, or a dict of numbers with the total under "reward", as a dict of floats of at most MAX_REWARD."""
-    rewards = result if isinstance(result, dict) else {"reward": result}
-    if "reward" not in rewards:
-        raise UserError(f"row {uid!r}: the reward returned {reprlib.repr(rewards)}; add a total as 'reward'")
-    for name, value in rewards.items():
-        if name in RESERVED_NAMES:
-            raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
-        if as_number(value) is None:
-            raise UserError(
-                f"row {uid!r}: reward part {name!r} is {short(value)} for the response {response[:80]!r}; "
-                f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g} (for a tensor: float(x))"
-            )
-    return {str(name): as_number(value) for name, value in rewards.items()}
-
-
-def as_number(value: Any) -> float | None:
-    """Any kind of real number of at most MAX_REWARD as a float, also numpy's and torch's scalars; else None."""
-    number = value.item() if getattr(value, "shape", None) == () else value
-    known = isinstance(number, Real | Decimal) and not (isinstance(number, Decimal) and number.is_nan())
-    return float(number) if known and abs(number) <= MAX_REWARD else None
-
-
-def short(value: Any) -> str:
-    """A `repr` that fits on a line; that of a very long integer is an error."""
-    huge = isinstance(value, int) and value.bit_length() > 256
-    return f"an integer of {value.bit_length()} bits" if huge else f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
 class Later(Exception):
-    """Of a reward inside `score_batch` that waits for a slow judge, so that all of a batch are asked together."""
+    """Of a reward that waits for a slow helper, so that all questions of a round are asked together."""
 
 
-# Slow judges, added by their own files: `batch(collect)`, a context with a time budget, in which questions are
-# collected and raise `Later` if `collect`; `ask()`, which answers what was collected; `close()`, which ends processes.
-JUDGES: list[Any] = []
+# Slow helpers of tasks, added by their own files: `batch(collect, tell)`, a context with a time budget, in which
+# questions are collected and raise `Later` if `collect`, and `tell(seconds)` says that something with a time limit of
+# its own begins and takes so long at most; `ask()`, which answers what was collected; `close()`, which ends processes.
+HELPERS: list[Any] = []
 
 
 def close() -> None:
-    """End the processes of slow judges, if any run. The next answer that needs one starts it; exit calls this too."""
-    for judge in JUDGES:
-        judge.close()
+    """End the processes of slow helpers, if any run. The next answer that needs one starts it; exit calls this too."""
+    for helper in HELPERS:
+        helper.close()
+
+
+# --- grading ------------------------------------------------------------------------------------------------------
+
+
+def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
+    """Named rewards plus the total under "reward", by the example's task. Raises UserError for an unknown task, and
+    what the reward raises, with the row.
+
+    `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
+    """
+    from rewards.calls import grade_one
+
+    return grade_one(find_task(example).reward, response, example, finish_reason)
 
 
 def score_batch(
-    responses: Sequence[str],
-    examples: Sequence[Any],
-    reward_fn: Callable = score,
-    finish_reasons: Sequence[str] | None = None,
+    responses: Sequence[str], examples: Sequence[Any], finish_reasons: Sequence[str] | None = None
 ) -> list[dict[str, float]]:
-    """Rewards of each response, in order; one example (and finish reason) per response, repeated within a group.
-
-    One call after another, in this thread; answers that need a slow judge are put off and asked together, in as many
-    rounds as an answer has questions that follow from each other. A custom function is called only once.
-    """
+    """Rewards of each response by the tasks' own rewards, in order, in this process; one example (and finish reason)
+    per response."""
     reasons = ["stop"] * len(responses) if finish_reasons is None else finish_reasons
     if not len(responses) == len(examples) == len(reasons):
         raise ValueError(
             f"{len(responses)} responses, {len(examples)} examples and {len(reasons)} finish reasons; give one of each"
         )
-    load_tasks()
-    rewards = [{}] * len(responses)
-    todo = range(len(responses))
-    with ExitStack() as batches:
-        for judge in JUDGES:
-            batches.enter_context(judge.batch(collect=reward_fn is score))
-        while todo:
-            later = []
-            for i in todo:
-                try:
-                    rewards[i] = reward_fn(responses[i], examples[i], finish_reason=reasons[i])
-                except Later:
-                    later.append(i)
-            for judge in JUDGES:
-                judge.ask()
-            todo = later
-    return rewards
+    rollouts = list(map(response_to, examples, responses, reasons))
+    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin().results(rollouts)
 
 
-# --- a function of the user's -------------------------------------------------------------------------------------
+def response_to(example: Any, text: str, finish_reason: str = "stop") -> SimpleNamespace:
+    """As much of a Rollout as a reward needs."""
+    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=SimpleNamespace(example=example))
 
 
-def load_reward(spec: str | None) -> Callable[..., dict[str, float]]:
-    """`score` for None; for `path/to/file.py:function` a callable like `score` around the user's function.
+class Rewards:
+    """What grades the rows of a run: the tasks' own rewards, the user's functions, a judge. Loading it says what is
+    wrong with --reward and --judge. `out` keeps what a judge said."""
 
-    The function is `(response, example) -> number or dict with "reward"`. Raises UserError if the file or the
-    function is missing or does not take two arguments; an error inside the file is the user's and passes through.
-    The file may import its neighbours, except ones named like our own modules or installed ones, which come first.
-    """
-    if spec is None:
-        return score
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise UserError(f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {spec!r}: there is no file {path!r} (looked from {os.getcwd()})")
-    module_spec = importlib.util.spec_from_file_location(f"custom_reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
-    if (folder := str(Path(path).resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # last, and kept: a function may import when it is called
-    with Note(f"raised on importing --reward {spec!r}; our own and installed modules come before its neighbours"):
-        module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        state = "is not a function" if hasattr(module, name) else "does not exist"
-        raise UserError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
-    try:
-        inspect.signature(function).bind("", None)
-    except TypeError as error:
-        raise UserError(f"--reward {spec!r}: {name} must take (response, example): {error}") from error
+    def __init__(self, cfg: RewardConfig | None = None, out: Path | None = None, rank: int = 0, world: int = 1):
+        from rewards.custom import load_functions
+        from rewards.grading import Grading, Pools, load_judge
 
-    def custom(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
-        return call(function, response, example)
+        self.cfg = cfg or RewardConfig()
+        self.custom, self.functions = load_functions(self.cfg.reward)
+        self.judge = load_judge(self.cfg, out, rank, world)
+        self.pools = Pools(self.cfg, self.functions, self.judge)
+        self.grading = partial(Grading, self)
+        self.first: dict[str, Any] = {}  # a row of each task
+        self.told: set = set()  # which failures were told in full, and the last step with a line on them
+        self.rank = f"rank {rank}: " if world > 1 else ""
 
-    return custom
+    def own(self, example: Any) -> str | None:
+        """What grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
+        task = task_name(example.data_source)
+        return self.custom.get(task) or self.custom.get("") or (task if task in TASKS else None)
+
+    def graders(self, example: Any) -> list[str]:
+        """Of a row: its own, and the judge."""
+        judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
+        return [key for key in (self.own(example), "judge" if judged else None) if key]
+
+    def otherwise(self, example: Any) -> bool:
+        """Is a row graded by something else than its task's own reward?"""
+        own = self.own(example)
+        return own in self.functions or (own is None and len(self.graders(example)) > 0)
+
+    def check(self, examples: Sequence[Any]) -> dict[str, int]:
+        """Rows per task, before a model loads: `check_tasks` of those that their tasks' own rewards grade."""
+        for example in examples:
+            self.first.setdefault(task_name(example.data_source), example)
+        return check_tasks(examples, self.otherwise)
+
+    def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
+        """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
+        with its first step, so that a broken function or option stops the run before a model loads."""
+        known = ", ".join(sorted(self.first))
+        for task in self.custom:
+            told = f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}"
+            need(not task or task in self.first, told)
+        with uncounted(), Note("this was the trial call before the run"):
+            for step, stage in stages if main else ():
+                for task, example in self.first.items():
+                    trial = response_to(example, f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}")
+                    if self.own(example) in self.functions or task in stage.options:
+                        self.grading(step, stage, "stop", judged=False).results([trial])
+
+    def begin(self, step: int = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
+        """The Grading of one round of responses."""
+        return self.grading(step, stage, self.cfg.reward_errors)
 
 
 # --- checks before a model loads ----------------------------------------------------------------------------------
@@ -281,25 +276,20 @@ def uncounted() -> Iterator[None]:
     grader_stats.update(before)
 
 
-def try_reward(reward_fn: Callable, example: Any) -> None:
-    """Call a custom reward once, with a plausible response, so that a broken one stops the run before a model loads."""
-    if reward_fn is not score:
-        with uncounted(), Note("this was the trial call before the run"):
-            reward_fn(f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}", example)
-
-
-def check_tasks(examples: Iterable[Any], reward_fn: Callable = score) -> dict[str, int]:
+def check_tasks(examples: Iterable[Any], otherwise: Callable[[Any], bool] = lambda example: False) -> dict[str, int]:
     """Rows per task. Scores each truth as an answer to itself, so that bad data stops a run before a model loads.
 
     Raises UserError as `score` does, and for a truth that no answer could equal (empty, `°`, `None`, broken LaTeX).
-    A custom reward is not called: only rows are counted.
+    Rows that are graded `otherwise` than by their task's own reward are only counted.
     """
     rows = Counter()
     with uncounted():
         for example in examples:
             rows[task_name(example.data_source)] += 1
             truth = example.ground_truth
-            if reward_fn is score and not find_task(example).answerable(truth, score(f"\\boxed{{{truth}}}", example)):
+            if otherwise(example):
+                continue
+            if not find_task(example).answerable(truth, score(f"\\boxed{{{truth}}}", example)):
                 raise UserError(
                     f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}; "
                     "correct or remove the row"
@@ -307,15 +297,33 @@ def check_tasks(examples: Iterable[Any], reward_fn: Callable = score) -> dict[st
     return dict(rows)
 
 
-def give_rewards(rollouts: Sequence[Any], reward_fn: Callable, algo: Any, max_new_tokens: int) -> None:
-    """Fills r.rewards of each rollout with named numbers and their total, "reward". `algo` is a grpo.Algorithm."""
+def give_rewards(
+    rollouts: Sequence[Any], results: Sequence[dict[str, float] | None], algo: Any, max_new_tokens: int
+) -> None:
+    """Fills r.rewards of each rollout with named numbers and their total, "reward". `algo` is a grpo.Algorithm.
+
+    One whose reward failed (None) ends in "error", which counts for nothing: its reward is the mean of its group's
+    others, so that theirs stay what they are."""
     from grpo import overlong_penalty  # here, so that rewards alone need no torch
 
-    examples = [r.prompt.example for r in rollouts]
-    scored = score_batch([r.text for r in rollouts], examples, reward_fn, [r.finish_reason for r in rollouts])
-    for r, rewards in zip(rollouts, scored, strict=True):
-        r.rewards = rewards
-        if algo.truncated == "penalise":
+    for r, rewards in zip(rollouts, results, strict=True):
+        r.finish_reason = "error" if rewards is None else r.finish_reason
+        r.rewards = rewards or {}
+        if algo.truncated == "penalise" and rewards:
             total = rewards["reward"]
             penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
             r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
+    for start in range(0, len(rollouts), algo.group_size):
+        group = rollouts[start : start + algo.group_size]
+        good = [r for r in group if r.rewards]
+        for r in group:
+            if not r.rewards:
+                r.rewards = {"reward": mean_of(r.reward for r in good)}
+                if algo.truncated == "penalise":
+                    r.rewards["unpenalised"] = mean_of(r.task_reward for r in good)
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """0 of none; of equal ones exactly that, so that a group without a signal stays so."""
+    values = list(values)
+    return values[0] if len(set(values)) == 1 else fmean(values or [0.0])

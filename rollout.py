@@ -6,10 +6,10 @@ report the log-probability of the distribution that they sampled from.
 """
 
 import hashlib
-import io
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from PIL import Image
@@ -18,9 +18,9 @@ from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
-from reward import check_tasks
+from reward import Rewards
 from settings import setting
-from utils import Context, derive_seed, print0
+from utils import Context, print0
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Rollout:
     response: list[int]  # token ids
     response_mask: list[bool]  # which of them the policy produced
     logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token was sampled) or "length"
+    finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
     text: str
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1
@@ -54,9 +54,17 @@ class Rollout:
         return self.rewards["reward"]
 
     @property
+    def accuracy(self) -> float:
+        """Its total where a task's reward has no such part."""
+        return self.rewards.get("accuracy", self.task_reward)
+
+    @property
     def task_reward(self) -> float:
         """Before any penalty for its length: dynamic sampling keeps groups where it is not the same for all."""
         return self.rewards.get("unpenalised", self.reward)
+
+
+OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,13 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
     return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
-def rollouts_of(
-    prompts: Sequence[Prompt], n: int, responses: list[list[int]], logprobs: list[list[float]], processor: Processor
-) -> list[Rollout]:
-    """What an engine sampled, n responses for each prompt in the order of the prompts, as rollouts."""
-    rollouts = []
-    sampled = zip(responses, logprobs, response_texts(processor, responses), strict=True)
-    for i, (response, logps, text) in enumerate(sampled):
-        reason = "stop" if response[-1] in processor.eos_ids else "length"
-        rollouts.append(Rollout(prompts[i // n], i % n, response, [True] * len(response), logps, reason, text))
-    return rollouts
+def finished_rollout(
+    prompt: Prompt, sample: int, response: list[int], logprobs: list[float], processor: Processor
+) -> Rollout:
+    """What an engine sampled, and will not add to, as a rollout."""
+    [text] = response_texts(processor, [response])
+    reason = "stop" if response[-1] in processor.eos_ids else "length"
+    return Rollout(prompt, sample, response, [True] * len(response), logprobs, reason, text)
 
 
 def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
@@ -122,11 +127,6 @@ def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool 
 SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
 
 
-def image_sizes(example: Example) -> list[tuple[int, int]]:
-    """(width, height) of an example's images, read from their headers."""
-    return [Image.open(io.BytesIO(data)).size for data in example.images]
-
-
 def drop_long_prompts(
     examples: Sequence[Example],
     processor: Processor,
@@ -142,8 +142,7 @@ def drop_long_prompts(
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
             bad.append(shown(line))
             continue
-        sizes = image_sizes(example)
-        n = processor.count_tokens(example.messages, sizes)
+        n = processor.count_tokens(example.messages, example.image_sizes)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:
@@ -161,7 +160,7 @@ class Examples(list[Example]):
         self.lengths = list(lengths)
 
 
-def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn: Callable) -> Examples:
+def load_examples(path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg)
     kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows)
@@ -178,7 +177,7 @@ def load_examples(path: str, cfg: ReadingConfig, processor: Processor, reward_fn
             f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, or "
             "lower --max-pixels"
         )
-    check_tasks(kept, reward_fn)
+    rewards.check(kept)
     return Examples(kept, lengths)
 
 
@@ -210,8 +209,11 @@ class Engine:
         """True: stop sampling, as the run was asked to end."""
         return False
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts."""
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
+        """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
+        soon as it is finished, in any order."""
         raise NotImplementedError
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
@@ -254,16 +256,6 @@ class RolloutConfig:
              f"--minibatches; use a multiple of {share}")
 
 
-def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
-    """Indices of the examples of the batch at a 0-based position of the data, a function of it alone. The position is
-    the step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
-
-    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
-    epoch, batch = divmod(position, n_examples // per_step)
-    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
-    return order[batch * per_step : (batch + 1) * per_step].tolist()
-
-
 class GroupPool:
     """The groups that a step samples, until enough of them have unequal rewards or the rounds are used up. A group is
     known by (round, place in the round's batch), the same on all processes, each of which holds its own groups."""
@@ -276,6 +268,7 @@ class GroupPool:
         self.round = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
         self.has_signal: dict[tuple[int, int], bool] = {}  # of all processes
+        self.solved: dict[str, float] = {}  # uid -> mean accuracy of its group, of all processes
 
     def full(self) -> bool:
         enough = sum(self.has_signal.values()) >= self.wanted
@@ -293,8 +286,11 @@ class GroupPool:
             groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in groups.items()}
-        for theirs in self.ctx.gather(signals):
-            self.has_signal |= theirs
+        graded = [[r for r in group if r.finish_reason != "error"] for group in groups.values()]
+        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded if group}
+        for their_signals, their_solved in self.ctx.gather((signals, solved)):
+            self.has_signal |= their_signals
+            self.solved |= their_solved
         self.groups |= groups
         self.round += 1
         self.position += 1

@@ -108,8 +108,8 @@ def add_settings(parser: Parser, cls: type) -> None:
         else:
             options["type"] = optional(kind) if may_be_none and not choices else kind
             options |= {"choices": choices} if choices else {"metavar": metavar}
-        if many:
-            options["nargs"] = "+"
+        if many:  # one that is given twice adds up
+            options |= {"nargs": "+", "action": "extend"}
         group.add_argument(f.name if positional else flag_of(f.name), **options)
         if f.default is REQUIRED:  # argparse's own usage would list every flag
             shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
@@ -123,7 +123,7 @@ def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
     for f in fields(cls):
         need(f.default is not REQUIRED or f.name in values, f"{flag_of(f.name)} is missing: {f.metadata['help']}")
         if f.name in values:
-            value = values[f.name]
+            value = values[f.name] if values[f.name] != ["default"] else ()  # takes back what a resumed run has
             chosen[f.name] = tuple(value) if isinstance(value, list) else value
             check_setting(f, hints[f.name], chosen[f.name])
     return cls(**chosen)

@@ -17,7 +17,7 @@ tokens and K trained tokens of a micro-batch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,10 @@ from prepare_data import DataConfig, Example, ReadingConfig
 from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
-from reward import give_rewards, load_reward, try_reward
-from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, batch_of, load_examples, make_prompts
+from reward import RewardConfig, Rewards, give_rewards
+from rewards.curriculum import Curriculum, SolveRates
+from rewards.custom import absolute_option, absolute_spec
+from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
@@ -57,7 +59,6 @@ class RunConfig:
 
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory")
-    reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
     resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
                           "settings are kept where they are not given anew")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
@@ -77,6 +78,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    reward: RewardConfig
     algo: grpo.Algorithm
     optim: OptimConfig
     parallel: ParallelConfig
@@ -99,6 +101,7 @@ class State:
     position: int = 0  # batches of prompts drawn
     kl_coef: float = 0.0  # adaptive with --kl-target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
+    solve_rates: SolveRates = field(default_factory=dict)  # of examples, where the curriculum asks for them
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
@@ -138,7 +141,9 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 def resolve(cfg: Config, device: torch.device) -> Config:
     """What "auto" means here, and where files are: a run is continued and evaluated from any directory."""
     settings = cfg.flat()
-    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "reward")}
+    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "curriculum")}
+    settings["reward"] = tuple(map(absolute_spec, cfg.reward.reward))
+    settings["judge"] = tuple(map(absolute_option, cfg.reward.judge))
     settings["attn"] = resolve_attention(cfg.model.attn, device)
     settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
     settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
@@ -146,20 +151,18 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 
 
 def absolute(path: str | None) -> str | None:
-    """Of what is there, also in FILE.py:FUNCTION; anything else (a hub id, a glob) stays as it is."""
-    file, colon, function = (path or "").partition(".py:")
-    file = f"{file}.py" if colon else file
-    return f"{Path(file).resolve()}{colon[3:]}{function}" if path and Path(file).exists() else path
+    """Of what is there; anything else (a hub id, a glob) stays as it is."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The stages of a step
 
 
-def next_examples(train_set: Sequence[Example], pool: GroupPool, cfg: Config) -> list[Example]:
+def next_examples(curriculum: Curriculum, pool: GroupPool, state: State) -> list[Example]:
     """This process's share of the next batch."""
-    batch = batch_of(pool.position, len(train_set), cfg.rollout.prompts_per_step, cfg.run.seed)
-    return [train_set[batch[place]] for place in pool.places()]
+    batch = curriculum.batch(state.step, pool.position, state.solve_rates)
+    return [batch[place] for place in pool.places()]
 
 
 def sampling(cfg: Config, step: int, round: int) -> Sampling:
@@ -286,14 +289,15 @@ def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_n
     return norm, good
 
 
-def next_state(state: State, position: int, metrics: dict[str, float], cfg: Config) -> State:
+def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: dict[str, float], cfg: Config) -> State:
     """After a step; a coefficient that adapts does so if the policy moved."""
     algo, kl_coef = cfg.algo, state.kl_coef
     moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
         kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples)
-    return State(state.step + 1, position, kl_coef)
+    rates = curriculum.after_step(state.solve_rates, pool.solved)
+    return State(state.step + 1, pool.position, kl_coef, solve_rates=rates)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,12 +313,12 @@ def main(cfg: Config) -> None:
     check(cfg, ctx.world)
     algo, out = cfg.algo, Path(cfg.run.out)
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
-    reward_fn = load_reward(cfg.run.reward)
-    train_set = load_examples(cfg.data.data, cfg.data, processor, reward_fn)
-    eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, reward_fn) if cfg.data.eval_data else Examples()
+    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world)
+    train_set = load_examples(cfg.data.data, cfg.data, processor, rewards)
+    eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, rewards) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
-    if ctx.main:
-        try_reward(reward_fn, train_set[0])
+    curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
+    rewards.try_out(ctx.main, curriculum.stages())
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
     dist.barrier()
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
@@ -323,7 +327,7 @@ def main(cfg: Config) -> None:
     state = State(kl_coef=algo.kl_coef)
     if checkpoint:
         position = load_checkpoint(checkpoint, models.saved)
-        state = State(**{f.name: position.get(f.name, 0) for f in fields(State)})
+        state = State(**{f.name: position[f.name] for f in fields(State) if f.name in position})
         if algo.kl_target is None:
             state = replace(state, kl_coef=algo.kl_coef)
         models.own_caches()
@@ -342,7 +346,9 @@ def main(cfg: Config) -> None:
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    evaluation = Evaluation(engine, eval_set, processor, reward_fn, ctx, greedy, stop=interrupt.agreed)
+    evaluation = Evaluation(
+        engine, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed
+    )
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(out, stage, state.step))
 
@@ -359,10 +365,11 @@ def main(cfg: Config) -> None:
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
             with stage("rollout"):
-                prompts = make_prompts(next_examples(train_set, pool, cfg), processor)
-                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round))
+                prompts = make_prompts(next_examples(curriculum, pool, state), processor)
+                grading = rewards.begin(step, curriculum.stage(step))
+                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):
-                give_rewards(rollouts, reward_fn, algo, cfg.rollout.max_new_tokens)
+                give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named
         engine.sleep()  # the update needs its memory
 
@@ -390,7 +397,8 @@ def main(cfg: Config) -> None:
         # 8. report: metrics, samples, evaluation, checkpoint
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
         metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
-        state = saver.state = next_state(state, pool.position, metrics, cfg)
+        state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
+        metrics |= curriculum.metrics(step, state.solve_rates)
         models.after_step(state.step, algo.ref_every)
         if state.step % SAMPLE_EVERY == 0 or state.step == log.start + 1:
             report_samples(out, state.step, batch, metrics, ctx)

@@ -371,7 +371,8 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             engine.wake()
             rollouts = engine.generate(prompts, algo.group_size, train.sampling(cfg, number, pool.round))
             engine.sleep()
-        give_rewards(rollouts, our_reward, algo, config.new_tokens)
+        results = [our_reward(r.text, r.prompt.example) for r in rollouts]
+        give_rewards(rollouts, results, algo, config.new_tokens)
         pool.add(rollouts)
         with clock("pack"):
             batch = train.make_batch(pool, cfg, packer, lambda uids: [], ctx, meter)

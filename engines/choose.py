@@ -15,7 +15,7 @@ from model import ModelConfig, Processor, VisionCache, load_hf
 from parallel.models import Models
 from parallel.sharding import full_parameters
 from prepare_data import Example
-from rollout import Engine, Examples, RolloutConfig, image_sizes
+from rollout import Engine, Examples, RolloutConfig
 from utils import Context
 
 
@@ -32,7 +32,7 @@ def resolve_engine(choice: str, device: torch.device) -> str:
 def image_limits(examples: Sequence[Example], processor: Processor) -> dict[str, object]:
     """vLLM's limit_mm_per_prompt, by which it reserves memory: the most images in a prompt, and the size of the
     largest, as the model sees it."""
-    sizes = chain.from_iterable(map(image_sizes, examples))
+    sizes = chain.from_iterable(example.image_sizes for example in examples)
     width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(0, 0))
     count = max(len(example.images) for example in examples)
     return {"image": {"count": count, "width": width, "height": height} if count else 0, "video": 0}

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
-from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, rollouts_of
+from rollout import NOT_FINITE, Engine, OnRollout, Prompt, Rollout, Sampling, finished_rollout
 from utils import derive_seed
 
 
@@ -150,13 +150,15 @@ class HFEngine(Engine):
         self.dtype = hf.dtype
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))  # similar lengths pad little
         step = max(1, self.max_rows // n)
         rollouts = []
         for start in range(0, len(order), step):
-            rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling)
+            rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling, on_rollout)
         place = {i: k * n for k, i in enumerate(order)}
         return list(chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
 
@@ -196,7 +198,9 @@ class HFEngine(Engine):
         cache.length = length
         return hidden[:, -1], valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
 
-    def _generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
+    def _generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None
+    ) -> list[Rollout]:
         """As generate, for prompts that are decoded together."""
         prompt_cache, cache = KVCache(), KVCache()
         hidden, valid_PL, position = self._prefill(prompts, prompt_cache)
@@ -212,6 +216,7 @@ class HFEngine(Engine):
             torch.rand(sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed), out=uniform[row])
         tokens: list[list[int]] = [[] for _ in range(n_rows)]
         logprobs: list[list[float]] = [[] for _ in range(n_rows)]
+        rollouts: dict[int, Rollout] = {}  # by row
         alive_B = torch.arange(n_rows, device=self.device)  # which row each row still in the batch was
         head_HV = self.hf.get_output_embeddings().weight.t()
         if head_HV.device.type == "cpu":
@@ -225,7 +230,14 @@ class HFEngine(Engine):
                 tokens[row].append(token)
                 logprobs[row].append(logp)
             ended_B = torch.isin(token_B, self.eos)
-            if ended_B.all() or t + 1 == sampling.max_new_tokens or self.interrupted():
+            if t + 1 == sampling.max_new_tokens or self.interrupted():
+                ended_B = torch.ones_like(ended_B)
+            for row in alive_B[ended_B].tolist():
+                prompt = prompts[row // n]
+                rollouts[row] = finished_rollout(prompt, row % n, tokens[row], logprobs[row], self.processor)
+                if on_rollout is not None:
+                    on_rollout(rollouts[row])
+            if len(rollouts) == n_rows:
                 break
             if ended_B.any():
                 keep = (~ended_B).nonzero()[:, 0]
@@ -237,4 +249,4 @@ class HFEngine(Engine):
             hidden_BH = language_hidden(self.hf, embeds, positions, cache=cache, plan=shared)[:, 0]
             cache.length += 1
             position_B = position_B + 1
-        return rollouts_of(prompts, n, tokens, logprobs, self.processor)
+        return [rollouts[row] for row in range(n_rows)]

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ import transformers
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from errors import Note, UserError, need
 from model import Processor
-from rollout import NOT_FINITE, Engine, Prompt, Rollout, Sampling, difference, rollouts_of
+from rollout import NOT_FINITE, Engine, OnRollout, Prompt, Rollout, Sampling, difference, finished_rollout
 from utils import derive_seed
 
 Named = Iterable[tuple[str, torch.Tensor]]  # tensors by Hugging Face names
@@ -180,7 +180,9 @@ class VLLMEngine(Engine):
         self.tp_group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
         self.sleep_level = sleep_level if cuda else 0
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts."""
         longest = max((len(p.token_ids) for p in prompts), default=0)
         assert longest + sampling.max_new_tokens <= self.max_model_len, "the engine was started for shorter sequences"
@@ -195,14 +197,23 @@ class VLLMEngine(Engine):
             wanted = sum(asked, [])
         if not wanted:
             return []
-        outputs = self._run(wanted, n, sampling)[before * n : (before + len(prompts)) * n]
-        samples = [checked(output, prompts[i // n]) for i, output in enumerate(outputs)]
-        responses = [list(s.token_ids) for s in samples]
-        logprobs = [list(s.logprobs.logprobs) for s in samples]
-        return rollouts_of(prompts, n, responses, logprobs, self.processor)
+        rollouts: dict[int, Rollout] = {}
+        with closing(self._run(wanted, n, sampling)) as outputs:
+            for place, output in outputs:
+                i = place - before * n
+                if i not in range(len(prompts) * n):
+                    continue  # another process's
+                prompt = prompts[i // n]
+                sample = checked(output, prompt)
+                response, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
+                rollouts[i] = finished_rollout(prompt, i % n, response, logprobs, self.processor)
+                if on_rollout is not None:
+                    on_rollout(rollouts[i])
+        return [rollouts[i] for i in range(len(prompts) * n)]
 
-    def _run(self, wanted: list[tuple], n: int, sampling: Sampling) -> list:
-        """vLLM's outputs for n samples of each (uid, short ids, images)."""
+    def _run(self, wanted: list[tuple], n: int, sampling: Sampling) -> Iterator[tuple[int, Any]]:
+        """vLLM's outputs for n samples of each (uid, short ids, images), each with its place, as they are finished.
+        What is not when this is closed, or fails, is dropped."""
         from vllm import SamplingParams
 
         requests, parameters = [], []
@@ -224,7 +235,15 @@ class VLLMEngine(Engine):
             )
         remedy = "--resume auto goes on; if memory ran out, lower --vllm max_num_seqs or gpu_memory_utilization"
         with Note(f"vLLM failed while generating {n} samples for each of {len(wanted)} prompts: {remedy}"):
-            return self.llm.generate(requests, parameters, use_tqdm=False)
+            names = self.llm.enqueue(requests, parameters, use_tqdm=False)
+            # outputs have the names without the random tail that is vLLM's own
+            place = {name.partition("-")[0]: i for i, name in enumerate(names)}
+            try:
+                while self.llm.llm_engine.has_unfinished_requests():
+                    for output in self.llm.llm_engine.step():
+                        yield place[output.request_id], output
+            finally:
+                self.llm.llm_engine.abort_request(names, internal=True)
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Named) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
+import math
 from dataclasses import replace
 from itertools import chain
 
@@ -8,11 +9,12 @@ import torch
 import grpo
 from model import PolicyOutput
 from packing import TokenBatch
-from reward import grader_stats
+from reward import grader_stats, task_name
 from rollout import GroupPool
 from utils import Context, Meter
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
+FAILED = ("reward/errors", "reward/timeouts")
 
 
 def rollout_metrics(pool: GroupPool) -> dict[str, float]:
@@ -24,13 +26,23 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         meter.add("response/tokens", len(r.response))
         meter.add("response/truncated", r.finish_reason == "length")
         meter.sum("rollout/tokens", len(r.response))
+        example = r.prompt.example
+        task, kind = task_name(example.data_source), example.extra.get("answer_type")
+        if r.finish_reason == "error":  # its reward is none of its own
+            continue
         for name, value in r.rewards.items():  # tasks have different rewards: a mean is over the samples that have it
             meter.add(f"reward/{name}", value)
+            meter.add(f"reward/{task}/{name}", value)
+        if kind is not None:
+            meter.add(f"reward/{task}/type={kind}", r.accuracy)
+        meter.add(f"reward/images={len(r.prompt.images)}", r.accuracy)
     for why in GRADER_STATS:  # why answers were wrong without being compared
         meter.sum(f"grader/{why}", grader_stats[why])
+    for name in {*FAILED, *(name for name in grader_stats if "/" in name)}:
+        meter.sum(name, grader_stats[name])
     grader_stats.clear()
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
-    metrics["reward/mean"] = metrics.pop("reward/reward")
+    metrics["reward/mean"] = metrics.pop("reward/reward", math.nan)  # NaN: all rewards failed
     return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
 
 
@@ -76,8 +88,8 @@ def measure_tokens(
     # How far the trainer's log-probabilities are from the engine's, on the tokens that the engine sampled
     trainer_logp_K = tokens.old_logps if algo.needs_old_logps else out.logp_K
     gap_K = trainer_logp_K - tokens.rollout_logps
-    has_image = tokens.has_image > 0
-    for kind, chosen in {"": real, "_text": real & ~has_image, "_image": real & has_image}.items():
+    kinds = {"": real} | {f"/images={n:g}": real & (tokens.n_images == n) for n in tokens.n_images.unique().tolist()}
+    for kind, chosen in kinds.items():
         gap = gap_K[chosen]
         if len(gap):
             meter.add(f"rollout/kl{kind}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3

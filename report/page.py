@@ -69,13 +69,19 @@ def figures(facts: dict) -> dict[str, float | str]:
 
 def card(record: dict, example: Example, note: str) -> str:
     """A prompt: its images on the left, under a note if there is one, its text and its samples on the right."""
-    images = "".join(map(thumbnail, example.images))
+    images = "".join(thumbnail(data) + credit(i, record["samples"]) for i, data in enumerate(example.images, 1))
     prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
     truth = f"{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b>"
     left = f"<div>{note + images if images else '(no image)'}</div>"
     samples = "".join(map(sample_block, record["samples"]))
     right = f"<div><div class=prompt>{safe(prompt)}</div><div class=meta>{truth}</div>{samples}</div>"
     return f"<div class=card>{left}{right}</div>"
+
+
+def credit(image: int, samples: Sequence[dict]) -> str:
+    """What each sample earned for an image, counted from 1, if its task's reward says."""
+    earned = [s["rewards"][f"image_{image}"] for s in samples if f"image_{image}" in s["rewards"]]
+    return f"<div class=meta>image {image}: credit {', '.join(map(number, earned))}</div>" if earned else ""
 
 
 def sample_block(sample: dict) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from errors import UserError, need, refusing
+from sources.remote import ROW_SCHEMES, File, RemoteFile, scheme_of
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
@@ -80,7 +81,7 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None = None) -> bytes:
+def image_bytes(cell: object, root: File, fetch: Callable[[str | RemoteFile], bytes] | None = None) -> bytes:
     """One image cell (bytes, {bytes, path}, path, base64, data URI, URL) -> the encoded file.
 
     Relative paths start at `root`. Raises UserError with the reason, which reads on after "image 0".
@@ -93,13 +94,19 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
     need(isinstance(cell, str | None), f"is a {type(cell).__name__}, expected bytes, a path, base64 or a URL")
     cell = (cell or "").strip()
     need(cell, "is empty")
-    if cell.startswith(("http://", "https://")):
-        need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
-        return fetch(cell)
     if cell.startswith("data:"):
         head, _, cell = cell.partition(",")
         need(head.endswith(";base64"), f"data URI {head[:40]!r} is not base64")
-    elif len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
+    elif scheme := scheme_of(cell[:4096]).removeprefix("file"):
+        schemes = ("http", "https", *ROW_SCHEMES)
+        told = f"{cell[:80]!r} has a scheme that a row may not have; it may have {', '.join(schemes)}"
+        need(scheme in schemes and (scheme in ("http", "https") or "::" not in cell), told)
+        need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
+        return fetch(cell)
+    elif isinstance(root, RemoteFile) and "." in cell and len(cell) < 4096:  # no dot in base64
+        need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
+        return fetch(root / cell)
+    elif isinstance(root, Path) and len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
             return read_file(path)
@@ -112,10 +119,10 @@ def image_bytes(cell: object, root: Path, fetch: Callable[[str], bytes] | None =
         return base64.b64decode("".join(cell.split()), validate=True)
 
 
-def check_decodes(data: bytes) -> None:
-    """Raise UserError with the reason, which reads on after "image 0", unless the encoded file can be decoded."""
+def check_decodes(data: bytes) -> tuple[int, int]:
+    """(width, height) of an encoded file. Raises UserError with the reason, which reads on after "image 0"."""
     try:
-        decode_image(data)
+        return decode_image(data).size
     except Image.UnidentifiedImageError as e:  # whose own text would only show the address of a BytesIO
         raise UserError(f"({len(data)} bytes) cannot be decoded: not one of {', '.join(FORMATS)}") from e
     except IMAGE_ERRORS as e:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sources.images import decode_image
-
 
 def shown(text: object, length: int = 600) -> str:
     """Text from data as it may go to a terminal: one line, no control characters, not endless."""
@@ -35,8 +33,7 @@ def print_example(e: Any) -> None:
     print(f"--- {shown(e.uid)}  [{shown(e.data_source)}]  answer: {shown(e.ground_truth)}")
     for m in e.messages:
         print(f"{m['role']}:", "\n".join(shown(line, 10_000) for line in m["content"].split("\n")))
-    for data in e.images:
-        width, height = decode_image(data).size  # the header's may be turned
+    for data, (width, height) in zip(e.images, e.image_sizes, strict=True):  # the header's size may be turned
         with Image.open(io.BytesIO(data)) as image:
             print(f"image: {width}x{height} {image.format} {image.mode}, {len(data)} bytes")
     print(f"extra: {shown(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
@@ -48,7 +45,7 @@ def print_statistics(examples: list, processor: Any = None) -> None:
     for key in ("split", "answer_type"):
         print(f"{key}:", dict(Counter(str(e.extra.get(key)) for e in examples).most_common()))
     print("images per row:", dict(sorted(Counter(len(e.images) for e in examples).items())))
-    sizes = [[decode_image(data).size for data in e.images] for e in examples]
+    sizes = [e.image_sizes for e in examples]
     if flat := list(chain.from_iterable(sizes)):
         print("image width:", spread([width for width, _ in flat]))
         print("image height:", spread([height for _, height in flat]))

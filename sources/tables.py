@@ -2,38 +2,45 @@
 
 import csv
 import glob
+import io
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from errors import UserError, need, refusing
+from sources.remote import File, RemoteFile, as_path, refusing_remote, store_errors
 
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
+BATCH_ROWS = 64  # of a parquet file that are read at once, or fewer
+BATCH_BYTES = 2 << 20
 # What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
 CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
 
-def data_files(path: str | Path | list, split: str | None = None) -> list[Path]:
-    """A file, a folder of shards, a glob, a comma list or a list of those -> files in order.
+def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
+    """A file, a folder of shards, a glob, a comma list or a list of those, URLs among them -> files in order.
 
     Of a folder with shards of several splits only those of `split` are taken.
     """
     name = str(path)
     if isinstance(path, list | tuple):
         files = list(chain.from_iterable(data_files(p, split) for p in path))
-    elif Path(name).is_dir():
-        files = shards_of(Path(name), split)
-    elif Path(name).is_file():
-        files = [Path(name)]
-    elif "," in name:
+    elif "," in name and not os.path.exists(name):
         files = data_files([p.strip() for p in name.split(",") if p.strip()], split)
+    elif (file := as_path(name)).is_dir():
+        files = shards_of(file, split)
+    elif file.is_file():
+        files = [file]
     else:
-        files = [Path(p) for p in sorted(glob.glob(name)) if os.path.isfile(p)]
+        found = file.glob() if isinstance(file, RemoteFile) else map(Path, sorted(glob.glob(name)))
+        files = [p for p in found if p.is_file()]
     of_split = f" of --split {split}" if split else ""
     need(files, f"{name}: no such file or folder of parquet files{of_split}; check --data or --input")
     return files
@@ -50,7 +57,7 @@ def download(hub_id: str, split: str) -> Path:
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))
 
 
-def shards_of(folder: Path, split: str | None) -> list[Path]:
+def shards_of(folder: File, split: str | None) -> list[File]:
     """The parquet files of a folder, or of its `data`; those of `split` if their names begin with splits."""
     files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
     by_split = {ours: [f for f in files if f.name.startswith(hub)] for ours, hub in SPLITS.items()}
@@ -62,9 +69,9 @@ def shards_of(folder: Path, split: str | None) -> list[Path]:
     return files
 
 
-def file_names(files: list[Path]) -> list[str]:
+def file_names(files: list[File]) -> list[str]:
     """The files' names for uids: each without its ending, with as many folders in front as tell it from the others."""
-    paths = [Path(os.path.abspath(f)).with_suffix("").parts for f in files]
+    paths = [Path(os.path.abspath(str(f))).with_suffix("").parts for f in files]
     names = []
     for path in paths:
         others = [p for p in paths if p != path]
@@ -83,15 +90,31 @@ def batch_records(batch: pa.RecordBatch) -> list[Record]:
         return list(chain.from_iterable(batch_records(batch.slice(i, 1)) for i in range(batch.num_rows)))
 
 
-def text_lines(file: Path) -> Iterator[str]:
+def parquet_columns(file: File) -> list[str]:
+    """Names of the columns. Raises UserError if it is no parquet file."""
+    with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file"):
+        return pq.read_schema(file.open() if isinstance(file, RemoteFile) else file).names
+
+
+def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
+    """Rows of a file, a few MiB of them in memory at once."""
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+    row_bytes = sum(group.total_byte_size for group in groups) // max(1, parquet.metadata.num_rows)
+    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+    for batch in parquet.iter_batches(at_once, columns=columns):
+        yield from batch_records(batch)
+
+
+def text_lines(file: File) -> Iterator[str]:
     """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
+    how = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     with refusing(OSError, f"--input {file}"):
-        lines = open(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    with lines:
+        lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
+    with lines, refusing_remote(f"--input {file}"):
         yield from lines
 
 
-def jsonl_records(file: Path) -> Iterator[tuple[str, Record]]:
+def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank."""
     for line, text in enumerate(text_lines(file), 1):
         if text.strip():
@@ -104,7 +127,7 @@ def jsonl_records(file: Path) -> Iterator[tuple[str, Record]]:
             yield f"line {line}", row
 
 
-def csv_records(file: Path) -> Iterator[tuple[str, Record]]:
+def csv_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank, after the header that names the columns."""
     csv.field_size_limit(2**31 - 1)  # base64 cells
     reader = csv.reader(text_lines(file))
@@ -118,3 +141,23 @@ def csv_records(file: Path) -> Iterator[tuple[str, Record]]:
                 yield f"line {reader.line_num}", problem
     except csv.Error as e:
         raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
+
+
+def extra_column(extras: list[dict]) -> pa.StructArray:
+    """The extra_info column. A field whose values have no common type is stored as JSON text, and that is said."""
+    first = [key for key in ("split", "index", "uid", "answer_type") if any(key in extra for extra in extras)]
+    names = dict.fromkeys(chain(first, *extras))
+    columns: dict[str, pa.Array] = {}
+    mixed = []
+    for name in names:
+        values = [extra.get(name) for extra in extras]
+        column = None
+        with suppress(pa.ArrowTypeError, pa.ArrowInvalid, OverflowError):
+            column = pa.array(values)
+        if column is None or "struct<>" in str(column.type):  # parquet has no struct without fields
+            mixed.append(name)
+            column = pa.array([v if isinstance(v, str | None) else json.dumps(v) for v in values])
+        columns[name] = column
+    if mixed:
+        print(f"extra_info fields of mixed types, stored as JSON text: {', '.join(mixed)}")
+    return pa.StructArray.from_arrays(list(columns.values()), list(columns))

@@ -3,15 +3,13 @@ The name begins with _ because it is no task."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from errors import need, refusing
+from errors import need
 from prepare_data import TABLES, Raw, TaskConfig, table_rows
-from sources.tables import Record, data_files
+from sources.content import named_columns
+from sources.remote import File
+from sources.tables import Record, data_files, parquet_columns
 
 IMAGES = ("image", "image_url")
 
@@ -20,15 +18,14 @@ def any_rows(cfg: TaskConfig, images: tuple[str, ...] = IMAGES) -> Iterator[Raw]
     """Rows of the CSV, JSONL and parquet files of --input, as they are. `images`: columns that may be an image."""
     need(cfg.input, "--input: give CSV, JSONL or parquet files, or draw rows with --toy")
 
-    def records(file: Path, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
+    def records(file: File, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
         kind = file.suffix.removeprefix(".").lower()
         need(kind in TABLES, f"{file}: expected a file that ends in .{', .'.join(TABLES)}")
-        image = ""  # of a parquet file's binary columns only the one that is named is read
+        image = ""  # of a parquet file's binary columns only those that are named are read
         if kind == "parquet":
-            with refusing((pa.ArrowException, OSError), f"{file} is no parquet file"):
-                names = pq.read_schema(file).names
-            image = next((name for name in (cfg.image_key, *images) if name in names), "")
-        return TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=image))
+            named = dict.fromkeys((*named_columns(cfg.image_key, ()), *images))
+            image = ",".join(name for name in named if name in parquet_columns(file))
+        return TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=image, prompt_template=""))
 
     return table_rows(data_files(cfg.input, cfg.split), cfg, records)
 

@@ -14,17 +14,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 
-from reward import JUDGES, Later, grader_stats
+from reward import HELPERS, Later, grader_stats
 
 TIMEOUT_S = 3.0  # wall-clock seconds for one comparison
-BUDGET_S = 20.0  # for all comparisons of one `score_batch`, however many hang
+BUDGET_S = 20.0  # for all comparisons of a round in one process, however many hang
 WORKERS = max(2, min(4, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 START_S = 120.0  # importing sympy takes half a second from a local disk, far longer from a busy network one
 MEMORY = 4 << 30  # bytes of address space of a child (Linux)
@@ -33,8 +33,12 @@ MAX_VERDICTS = 4096  # kept from one batch to the next
 Question = tuple[str, str]  # prediction and truth, in LaTeX
 
 
+def silence(seconds: float) -> None:
+    """Where nobody has to know that something takes so long."""
+
+
 class MathVerify:
-    """The child processes, started when first needed and kept, and their verdicts. A judge of `reward.JUDGES`."""
+    """The child processes, started when first needed and kept, and their verdicts. One of `reward.HELPERS`."""
 
     def __init__(self):
         self.idle: list[Popen] = []
@@ -44,6 +48,7 @@ class MathVerify:
         self.waiting: dict[Question, None] = {}  # to be asked, in order
         self.collect = False  # whether a batch puts its questions off
         self.left = math.inf  # seconds that the present batch may still spend here
+        self.tell: Callable[[float], None] = silence  # see `reward.HELPERS`
         self.lock = threading.Lock()
         os.register_at_fork(after_in_child=self.idle.clear)  # a forked copy of this process must not share the pipes
         atexit.register(self.close)
@@ -61,23 +66,27 @@ class MathVerify:
         return bool(self.verdicts.get(question))
 
     @contextmanager
-    def batch(self, collect: bool) -> Iterator[None]:
+    def batch(self, collect: bool, tell: Callable[[float], None] = silence) -> Iterator[None]:
         """BUDGET_S seconds in all for what is asked inside; with `collect`, questions wait until `ask`."""
         kept = list(self.verdicts.items())[-MAX_VERDICTS:]
         self.verdicts = {question: same for question, same in kept if same is not None}
         self.left = BUDGET_S
         self.collect = collect
+        self.tell = tell
         try:
             yield
         finally:
             self.left = math.inf
             self.collect = False
+            self.tell = silence
             self.waiting.clear()
 
     def ask(self) -> None:
         """Fill `verdicts` for what waits, WORKERS at a time, as far as that goes in `left` seconds."""
         with self.lock, ThreadPoolExecutor(WORKERS) as pool:
             questions = list(self.waiting)
+            if questions:
+                self.tell(START_S + min(self.left, TIMEOUT_S * len(questions)))
             self.idle += pool.map(start_worker, range(min(WORKERS, len(questions)) - len(self.idle)))
             until = time.monotonic() + self.left  # only now: a first import may take a minute
             for question, reply in zip(questions, pool.map(partial(self.put, until), questions), strict=True):
@@ -88,6 +97,8 @@ class MathVerify:
                 if reply in ("cas_timeout", "cas_crash"):
                     grader_stats[reply] += 1
             self.left = max(0.0, until - time.monotonic())
+            if questions:
+                self.tell(0.0)  # the rest of the answer is in the reward's own time
 
     def put(self, until: float, question: Question) -> str:
         """A child's reply, in a thread: "true" or "false"; else "cas_timeout", "cas_crash" or "cas_budget"."""
@@ -127,7 +138,7 @@ def start_worker(_: int = 0) -> Popen:
 
 
 MATH_VERIFY = MathVerify()
-JUDGES.append(MATH_VERIFY)
+HELPERS.append(MATH_VERIFY)
 
 
 # --- the child ----------------------------------------------------------------------------------------------------

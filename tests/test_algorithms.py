@@ -255,7 +255,7 @@ def as_tensors(c, dtype=torch.float64):
     columns = {name: torch.tensor(x, dtype=dtype) for name, x in c.items() if name != "rollout"}
     logp, entropy = columns.pop("logp").requires_grad_(), columns.pop("entropy").requires_grad_()
     rollout = torch.tensor(c["rollout"])
-    return logp, entropy, TokenBatch(rollout, has_image=torch.zeros(len(rollout)), **columns)
+    return logp, entropy, TokenBatch(rollout, n_images=torch.zeros(len(rollout)), **columns)
 
 
 def loss_of(loss="clip", kl_coef=0.0, **settings):

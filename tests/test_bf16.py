@@ -144,7 +144,7 @@ def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(famil
     read = {}
 
     def loss(logp_K, entropy_K, tokens):
-        for name in ("rollout_logps", "has_image", "weights", "old_logps", "advantages"):
+        for name in ("rollout_logps", "n_images", "weights", "old_logps", "advantages"):
             read[name] = getattr(tokens, name)
         read.update(logp=logp_K, entropy=entropy_K)
         return logp_K * 1.0, {}

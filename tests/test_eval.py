@@ -170,7 +170,7 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
     settings = {
         "model": str(toys["qwen2_5_vl"]), "max_new_tokens": 2048, "max_prompt_tokens": 700, "image_key": "image",
         "max_pixels": 4000, "min_pixels": None, "dtype": "bfloat16", "instruction": "geo3k", "prompt_key": "problem",
-        "answer_key": "answer", "data_source": "geo3k", "bad_rows": "skip", "reward": f"{tmp_path}/mine.py:f",
+        "answer_key": "answer", "data_source": "geo3k", "bad_rows": "skip", "reward": [f"{tmp_path}/mine.py:f"],
         "group_size": 5,
     }
     (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
@@ -182,7 +182,7 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert (args.max_pixels, args.min_pixels) == (4000, None)
         assert (args.prompt_key, args.answer_key) == ("problem", "answer")
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
-        assert (args.image_key, args.dtype, args.reward) == ("images", "auto", settings["reward"])
+        assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
         told = dict(part.split(" ", 1) for part in E.told_of_run(args).split(", "))
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "'geo3k'"
         assert told["--prompt-key"] == "'problem'"
@@ -190,8 +190,8 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
     (tmp_path / "mine.py").unlink()
     args = E.parse_args([str(tmp_path / "run"), *more])
     told = E.told_of_run(args)
-    assert args.reward is None and "mine.py:f', a file that is not here: the task's own reward is used" in told
-    assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == "other.py:g"
+    assert args.reward == () and "mine.py:f', a file that is not here: the task's own reward is used" in told
+    assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
     assert E.told_of_run(plain) == ""

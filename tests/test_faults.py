@@ -446,7 +446,7 @@ def start(toys, tmp_path, left):
         (tmp_path / "reward.py").write_text(code)
         flags = ["--model", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / "out", "--prompts-per-step", 2,
                  "--reward", f"{tmp_path}/reward.py:score", "--group-size", 2, "--max-new-tokens", 3, "--no-self-test",
-                 *more]
+                 "--reward-workers", 0, "--reward-errors", "stop", *more]
         try:
             train.main(train.parse_args(list(map(str, flags))))
         finally:
@@ -492,7 +492,7 @@ def score(response, example):
     def start(out, **env):
         flags = ["--model", toys["qwen2_5_vl"], "--data", train_data, "--eval-data", test_data, "--out", tmp_path / out,
                  "--steps", 2, "--reward", f"{tmp_path}/reward.py:score", "--prompts-per-step", 4, "--group-size", 3,
-                 "--max-new-tokens", 5, "--lr", 1e-3, "--resume", "auto", "--no-self-test"]
+                 "--max-new-tokens", 5, "--lr", 1e-3, "--resume", "auto", "--no-self-test", "--reward-workers", 0]
         return run([sys.executable, "train.py", *flags], check=False, env=os.environ | env)
 
     whole = start("whole")

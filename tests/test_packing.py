@@ -225,7 +225,7 @@ def test_columns_are_one_row_a_trained_token():
     tokens = token_batch([a, b], [0.5, 0.0])
     assert len(tokens) == 5 and tokens.rollout.tolist() == [0, 0, 0, 1, 1] and tokens.rollout.dtype == torch.int64
     assert tokens.rollout_logps.tolist() == [-1.0, -2.0, -3.0, -0.5, -0.25]
-    assert tokens.has_image.tolist() == [1, 1, 1, 0, 0] and tokens.weights.tolist() == [0.5, 0.5, 0.5, 0, 0]
+    assert tokens.n_images.tolist() == [1, 1, 1, 0, 0] and tokens.weights.tolist() == [0.5, 0.5, 0.5, 0, 0]
     assert token_batch([a]).weights is None and len(token_batch([])) == 0
 
 
@@ -238,7 +238,7 @@ def test_a_column_that_was_not_computed_cannot_be_used():
     with pytest.raises(AttributeError):
         part.advantage = torch.zeros(2)  # slots: a misspelt name is no new column
     with pytest.raises(TypeError):
-        TokenBatch(tokens.rollout, tokens.rollout_logps, tokens.has_image, old_logp=None)
+        TokenBatch(tokens.rollout, tokens.rollout_logps, tokens.n_images, old_logp=None)
 
 
 def test_a_column_is_filled_in_parts_and_unknown_elsewhere():

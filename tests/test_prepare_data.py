@@ -32,7 +32,7 @@ import train
 from errors import UserError
 from model import load_processor
 from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
-from reward import load_reward
+from reward import Rewards
 from rollout import drop_long_prompts, load_examples
 from sources import fetch, images
 from sources.fetch import fetch_url, is_public
@@ -967,8 +967,8 @@ def test_help_lists_sources_and_their_own_defaults(capsys, monkeypatch):
         in help_of("geo3k")
         == help_of("geometry3k").replace("geometry3k ", "geo3k ", 1)
     )
-    assert "column of the answer (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
-    assert "column of the answer (default: reward_model.ground_truth)" in help_of("parquet")
+    assert "become one JSON object (default: answer)" in help_of("jsonl") and "--toy" not in help_of("jsonl")
+    assert "become one JSON object (default: reward_model.ground_truth)" in help_of("parquet")
 
 
 def test_abbreviated_flags_are_refused():
@@ -1063,7 +1063,7 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
-    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, load_reward(None))
+    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, Rewards())
     assert (loaded, loaded.lengths) == (kept, lengths)
     said = capsys.readouterr().out
     assert (
@@ -1167,7 +1167,7 @@ def test_documented_flags_for_easyr1_work(tmp_path, loaded):
     flags = re.search(r"`(--prompt-key problem [^`]*)`", told)[1].split()
     path = save(tmp_path / "easy.parquet", hub_rows(2))
     args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
-    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], load_reward(None))
+    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], Rewards())
     assert [e.messages[0]["content"] for e in examples] == [
         f"<image>Find {i}. {geometry.INSTRUCTION}" for i in range(2)
     ]

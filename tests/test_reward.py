@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import reward  # noqa: E402
+from rewards import calls  # noqa: E402
 from tasks import geometry, math_verify_worker  # noqa: E402
 from tasks.math_verify_worker import MATH_VERIFY  # noqa: E402
 
@@ -597,35 +598,43 @@ def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkey
     assert accuracy() == 1.0
 
 
-def test_evaluation_has_one_budget_per_chunk(monkeypatch):
+def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     import eval as evaluation
     from rollout import Sampling
 
-    calls, rows = [], [example(str(n)) for n in range(5)]
+    rounds, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
         row.uid = str(n)
+    rows[4].data_source, rows[4].ground_truth = "none", "9"  # its reward fails
+    monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
 
-    def counted(responses, examples, *more):
-        calls.append(len(responses))
-        return reward.score_batch(responses, examples, *more)
+    @reward.register("none")
+    def none(response, example):
+        return {}
 
     class Engine:
-        def generate(self, prompts, samples, sampling):
+        def generate(self, prompts, samples, sampling, on_rollout=None):
             answers = [(p, f"\\boxed{{{int(p.ground_truth) + s}}}") for p in prompts for s in range(samples)]
             ended = {"finish_reason": "stop", "response": [1, 2]}
             return [SimpleNamespace(text=t, prompt=SimpleNamespace(example=p), **ended) for p, t in answers]
 
+    rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
+    begin = rewards.begin
+    monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
-    monkeypatch.setattr(evaluation, "score_batch", counted)
     monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank: examples)
     ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
-    asked = (Engine(), rows, None, reward.score, ctx, Sampling(8, 1.0, 1.0, 0))
-    records = evaluation.Evaluation(*asked, samples=2).records()
-    assert calls == [6, 4]
-    assert [(r["index"], r["uid"], r["ground_truth"]) for r in records] == [(n, str(n), str(n)) for n in range(5)]
-    for n, record in enumerate(records):
+    asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
+    before = reward.grader_stats.copy()
+    records = evaluation.Evaluation(*asked, samples=2).records(step=3)
+    assert rounds == [(3, reward.Stage())] * 2 and reward.grader_stats == before
+    assert [(r["index"], r["uid"], r["ground_truth"]) for r in records[:4]] == [(n, str(n), str(n)) for n in range(4)]
+    for n, record in enumerate(records[:4]):
         assert [s["text"] for s in record["samples"]] == [f"\\boxed{{{n}}}", f"\\boxed{{{n + 1}}}"]
         assert [s["rewards"]["accuracy"] for s in record["samples"]] == [1.0, 0.0]
+    assert [(s["finish_reason"], s["rewards"]) for s in records[4]["samples"]] == [("error", {"reward": 0.0})] * 2
+    summary = evaluation.summarise(records)
+    assert summary["failed"] == 2 and summary["accuracy"] == 0.4
 
 
 def test_cas_from_threads(quick_cas):
@@ -695,7 +704,7 @@ def imported(names, heavy):
 def test_import_is_light():
     """What each process that grades imports; and a task's file, whose data recipe needs prepare_data.py."""
     assert imported("reward, tasks.math_verify_worker", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
-    assert imported("tasks.geometry", ("transformers", "sympy", "math_verify")) == "[] 0\n"
+    assert imported("tasks.geometry", ("torch", "transformers", "sympy", "math_verify")) == "[] 0\n"
 
 
 # --- format -------------------------------------------------------------------------------------------------------
@@ -802,9 +811,9 @@ def chess(response, example, finish_reason):
 
 
 def test_a_file_in_tasks_is_a_task(tmp_path):
-    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py", "utils.py"):
+    for name in ("reward.py", "errors.py", "settings.py", "prepare_data.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
-    for name in ("tasks", "sources"):
+    for name in ("tasks", "sources", "rewards"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tasks" / "chess.py").write_text(CHESS)
     code = """
@@ -846,52 +855,11 @@ def test_check_tasks(monkeypatch):
         reward.check_tasks([*rows, example("red", "shapes")])
     with pytest.raises(ValueError, match="ground_truth is 48 .int"):
         reward.check_tasks([*rows, example(48)])
-    assert reward.check_tasks([example("e4", "chess")], lambda response, example: 1.0) == {"chess": 1}
+    assert reward.check_tasks([example("e4", "chess")], lambda example: True) == {"chess": 1}
     monkeypatch.setattr(reward.importlib.util, "find_spec", lambda name: None)
     geometry.require_math_verify.cache_clear()
     with pytest.raises(ValueError, match="math-verify"):
         reward.check_tasks(rows)
-
-
-CUSTOM = """
-def number(response, example): return len(response)
-def parts(response, example): return {"short": 1, "reward": 0.5}
-def no_total(response, example): return {"short": 1}
-def nan(response, example): return {"short": float("nan"), "reward": 1.0}
-def text(response, example): return "1.0"
-def three(response, example, other): return 1.0
-value = 3
-"""
-
-
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(CUSTOM)
-    return path
-
-
-def test_custom_reward(custom):
-    assert reward.load_reward(None) is reward.score
-    assert reward.load_reward(f"{custom}:number")("abc", example("x", "chess")) == {"reward": 3.0}
-    parts = reward.load_reward(f"{custom}:parts")
-    assert parts("abc", example("x"), finish_reason="length") == {"short": 1.0, "reward": 0.5}
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("mine.py", "FILE.py:FUNCTION"),
-        ("mine:number", "FILE.py:FUNCTION"),
-        ("{dir}/other.py:number", "there is no file.*other.py"),
-        ("{dir}/mine.py:nothing", "nothing does not exist.*number, parts"),
-        ("{dir}/mine.py:value", "value is not a function"),
-        ("{dir}/mine.py:three", "three must take .response, example."),
-    ],
-)
-def test_custom_reward_is_checked_early(custom, spec, message):
-    with pytest.raises(ValueError, match=message):
-        reward.load_reward(spec.format(dir=custom.parent))
 
 
 def test_reward_parts_are_bounded():
@@ -899,7 +867,7 @@ def test_reward_parts_are_bounded():
     import torch
 
     def checked(value):
-        return reward.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+        return calls.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
 
     good = [
         True,
@@ -946,45 +914,7 @@ def test_reward_parts_are_bounded():
 @pytest.mark.parametrize("name", ["mean", "constant_groups", "unpenalised", "overlong"])
 def test_names_that_train_adds_are_reserved(name):
     with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
-        reward.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
-
-
-def test_what_a_reward_raises_says_where(tmp_path):
-    (tmp_path / "errors.py").write_text("UserError = None")  # our own modules win
-    (tmp_path / "neighbour.py").write_text("WORTH = 0.5")
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "import errors, neighbour\nseen = []\n"
-        "def score(response, example):\n    from neighbour import WORTH\n    seen.append(response)\n    return WORTH\n"
-        "def broken(response, example): return int(example.ground_truth)\n"
-        "def nan(response, example): return float('nan')\n"
-    )
-    row = example("four", "chess")
-    mine = reward.load_reward(f"{path}:score")
-    assert mine("x", row) == {"reward": 0.5} and sys.modules["errors"].UserError is reward.UserError
-    assert reward.try_reward(mine, row) is None and reward.try_reward(reward.score, None) is None
-    assert sys.modules["custom_reward_mine"].seen == ["x", "<think>A trial.</think> \\boxed{four}"]
-    with pytest.raises(ValueError, match="invalid literal") as caught:
-        reward.score_batch(["a" * 999], [row], reward.load_reward(f"{path}:broken"))
-    assert not isinstance(caught.value, reward.UserError) and caught.traceback[-1].path == path
-    assert caught.value.__notes__ == [f"raised by the reward of row 'row-7' for the response {'a' * 200!r}"]
-    with pytest.raises(ValueError, match="invalid literal") as caught:
-        reward.try_reward(reward.load_reward(f"{path}:broken"), row)
-    assert caught.value.__notes__[-1] == "this was the trial call before the run"
-    with pytest.raises(reward.UserError, match="row-7.*is nan"):
-        reward.try_reward(reward.load_reward(f"{path}:nan"), row)
-    path.write_text("import not_there")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        reward.load_reward(f"{path}:score")
-    assert "come before its neighbours" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize(
-    "name, message", [("no_total", "row-7.*'reward'"), ("nan", "row-7.*'short' is nan"), ("text", "row-7.*'1.0' .str")]
-)
-def test_custom_reward_result_is_checked(custom, name, message):
-    with pytest.raises(ValueError, match=message):
-        reward.load_reward(f"{custom}:{name}")("abc", example("x"))
+        calls.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
 
 
 def test_score_batch_keeps_order():

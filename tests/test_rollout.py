@@ -9,10 +9,12 @@ import torch
 from conftest import FAMILIES
 from PIL import Image
 
+import engines.hf
+import engines.vllm
 import model as M
 from engines.choose import image_limits, make_engine
 from engines.hf import HFEngine, KVCache, logits_of, sample_tokens
-from engines.vllm import parameter_names
+from engines.vllm import VLLMEngine, parameter_names
 from errors import UserError
 from packing import Packer
 from rollout import Sampling, drop_long_prompts, make_prompts
@@ -132,6 +134,36 @@ def test_finished_rows_leave_the_batch(loaded, examples, monkeypatch):
         assert b.finish_reason == ("stop" if at else "length")
         assert len(b.logprobs) == len(b.response_mask) == len(b.response) and all(b.response_mask)
     assert {r.finish_reason for r in second} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, loaded, examples, monkeypatch):
+    hf, processor = loaded["qwen2_5_vl"]
+    prompts, sampling = make_prompts(examples, processor), Sampling(6, seed=1)
+    first = HFEngine(hf, processor, CPU).generate(prompts, 8, sampling)
+    ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
+    monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
+    engine = HFEngine(hf, processor, CPU)
+    engine.max_rows = 16  # two of the three prompts together, then the third
+    whole = engine.generate(prompts, 8, sampling)
+    rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
+    original = engines.hf.sample_tokens
+    monkeypatch.setattr(engines.hf, "sample_tokens", lambda *asked: rounds.append(1) or original(*asked))
+    if interrupted:
+        engine.interrupted = lambda: len(rounds) >= 3
+    rollouts = engine.generate(prompts, 8, sampling, lambda r: handed.append((r, len(rounds))))
+    assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 24
+    assert places(rollouts) == list(itertools.product(["one", "none", "two"], range(8)))
+    before = 0
+    for together in (handed[:16], handed[16:]):
+        assert [len(r.response) for r, _ in together] == [then - before for _, then in together]
+        before = together[-1][1]
+    lengths = [len(r.response) for r in rollouts]
+    assert set(lengths) == ({1, 2, 3} if interrupted else {len(r.response) for r in whole})
+    for r, complete in zip(rollouts, whole, strict=True):
+        said = r.response[:-1] if r.finish_reason == "stop" else r.response
+        assert r.response == complete.response[: len(r.response)] and r.text == processor.tokenizer.decode(said)
+        assert interrupted or vars(r) == vars(complete)
 
 
 def test_banned_tokens_are_never_sampled(loaded, examples):
@@ -261,6 +293,39 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
     engine = HFEngine(hf, loaded["qwen2_5_vl"][1], torch.device("cpu"))
     with pytest.raises(UserError, match="are not finite"):
         engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_tensor_parallel_group_each_process_hands_over_its_own(rank, loaded, examples, monkeypatch):
+    """vLLM's answers to both processes' prompts come in any order; two prompts are the first process's."""
+    _, processor = loaded["qwen2_5_vl"]
+    everyone = make_prompts(examples, processor)
+    mine = everyone[:2] if rank == 0 else everyone[2:]
+    both = [[(p.uid, p.short_ids, p.pil_images) for p in part] for part in (everyone[:2], everyone[2:])]
+    engine = object.__new__(VLLMEngine)
+    vars(engine).update(processor=processor, tp=2, tp_group=None, max_model_len=10**6, sleep_level=0, complete=True)
+
+    def run(wanted, n, sampling):
+        assert [uid for uid, *_ in wanted] == ["one", "none", "two"]
+        for i in (5, 2, 0, 4, 1, 3):
+            logprobs = SimpleNamespace(token_ids=[40 + i], logprobs=[-float(i)])
+            sample = SimpleNamespace(token_ids=[40 + i], logprobs=logprobs, finish_reason="length")
+            yield i, SimpleNamespace(prompt_token_ids=everyone[i // n].token_ids, outputs=[sample])
+
+    monkeypatch.setattr(engine, "wake", lambda: None)
+    monkeypatch.setattr(engine, "_run", run)
+    monkeypatch.setattr(engines.vllm.dist, "get_rank", lambda group: rank)
+
+    def gather(asked, *_, **__):
+        asked[:] = both
+
+    monkeypatch.setattr(engines.vllm.dist, "all_gather_object", gather)
+    handed = []
+    rollouts = engine.generate(mine, 2, Sampling(4), handed.append)
+    assert [r.response for r in rollouts] == ([[40], [41], [42], [43]] if rank == 0 else [[44], [45]])
+    assert [r.response for r in handed] == ([[42], [40], [41], [43]] if rank == 0 else [[45], [44]])
+    assert sorted(map(id, handed)) == sorted(map(id, rollouts))
+    assert places(rollouts) == list(itertools.product([p.uid for p in mine], range(2)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -105,6 +105,11 @@ def test_only_what_is_given_is_parsed_and_it_wins():
         settings.lr = 2.0
 
 
+def test_a_list_that_is_given_twice_adds_up_and_default_takes_it_back():
+    assert parse("--targets", "a", "b", "--targets", "c").targets == ("a", "b", "c")
+    assert read_settings(OptimConfig, {"model": "m", "targets": ["default"]}).targets == ()
+
+
 def test_types_follow_from_annotations():
     some = parse("--warmup-steps", "3", "--vision-lr", "2", "--grad-checkpointing", "--sizes", "4", "5")
     assert some == OptimConfig(model="m", warmup_steps=3, vision_lr=2.0, grad_checkpointing=True, sizes=(4, 5))

@@ -37,7 +37,8 @@ from packing import Batch, Packer, balance_over_ranks, flop_rates, rollouts_flop
 from parallel.checkpoint import load_trained
 from parallel.models import Models, probe_memory
 from report.log import Skipped
-from rollout import Examples, Rollout, batch_of, written
+from rewards.curriculum import batch_of
+from rollout import Examples, Rollout, written
 from tasks.shapes import shapes_rows
 from utils import Context, Meter
 
@@ -947,10 +948,10 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, alo
     metrics, _ = gradient()
     k3 = {kind: math.exp(x) - 1 - x for kind, x in shift.items()}
     assert metrics["rollout/kl"] == pytest.approx(sum(k3.values()) / 3, rel=1e-3)
-    assert metrics["rollout/kl_image"] == pytest.approx(k3["image"], rel=1e-3)
-    assert metrics["rollout/kl_text"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
-    assert metrics["rollout/max_abs_dlogp_image"] == pytest.approx(0.2, rel=1e-3)
-    assert metrics["rollout/max_abs_dlogp"] == metrics["rollout/max_abs_dlogp_text"] == pytest.approx(2.0, rel=1e-3)
+    assert metrics["rollout/kl/images=1"] == pytest.approx(k3["image"], rel=1e-3)
+    assert metrics["rollout/kl/images=0"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
+    assert metrics["rollout/max_abs_dlogp/images=1"] == pytest.approx(0.2, rel=1e-3)
+    assert metrics["rollout/max_abs_dlogp"] == metrics["rollout/max_abs_dlogp/images=0"] == pytest.approx(2.0, rel=1e-3)
     capped, got = gradient("--tis-cap", "1.2", "--tis-mask", "0.5,2")
     _, expected = gradient(advantages=(1.2, math.exp(-0.2), 1e-30))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)

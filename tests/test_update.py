@@ -20,7 +20,7 @@ from parallel.models import Models
 from parallel.sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
 from report.log import Skipped, describe
 from report.metrics import sampling_metrics
-from reward import give_rewards, load_reward
+from reward import RewardConfig, Rewards, UserError, give_rewards
 from rollout import GroupPool, Prompt, Rollout, written
 from utils import Context, Meter
 
@@ -41,7 +41,7 @@ def make_rollouts(rewards_PG, seed=0, length=None):
     rng = random.Random(seed)
     rollouts = []
     for p, rewards in enumerate(rewards_PG):
-        example = SimpleNamespace(uid=f"p{p}")
+        example = SimpleNamespace(data_source="mine", uid=f"p{p}")
         prompt = Prompt(f"p{p}", [rng.randrange(200) for _ in range(5)], [], example, [], [])
         for g, reward in enumerate(rewards):
             n = length or rng.randint(1, 8)
@@ -272,7 +272,7 @@ def test_truncated_responses_are_kept_masked_or_penalised(ctx):
         ("penalise", {"reward": -0.5, "overlong": -1.0, "unpenalised": 0.5}),
     ):
         rollouts = make_rollouts([[0.0, 0.0]], length=8)[:1]
-        give_rewards(rollouts, lambda r, e, finish_reason: {"reward": 0.5}, parse(f"--truncated {how}").algo, 8)
+        give_rewards(rollouts, [{"reward": 0.5}], parse(f"--truncated {how}").algo, 8)
         assert rollouts[0].rewards == expected
 
 
@@ -282,8 +282,7 @@ def test_a_group_without_a_right_answer_has_no_signal_however_long_its_answers_a
     rollouts = make_rollouts([[0.0] * 8, [0.0] * 7 + [1.0]], length=3)
     for long in (rollouts[0], rollouts[8]):
         long.response, long.response_mask, long.logprobs = [7] * 20, [True] * 20, [-6.0] * 20
-    scores = iter([r.rewards["reward"] for r in rollouts])
-    give_rewards(rollouts, lambda r, e, finish_reason: {"reward": next(scores)}, cfg.algo, 20)
+    give_rewards(rollouts, [{"reward": r.rewards["reward"]} for r in rollouts], cfg.algo, 20)
     assert rollouts[0].rewards["reward"] == -1 and {r.task_reward for r in rollouts[:8]} == {0.0}
     batch, _ = advantages_of(cfg, ctx, rollouts)  # the first group is one that was kept for want of others
     got = [column[0].item() for column in by_rollout(batch, batch.tokens.advantages)]
@@ -361,8 +360,9 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
 def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def score(response, example):\n    return float('nan') if response == 'text 2' else 1.0\n")
-    with pytest.raises(ValueError, match="row 'p0': reward part 'reward' is nan .* for the response 'text 2'"):
-        give_rewards(make_rollouts([[0.0] * 4]), load_reward(f"{file}:score"), parse("").algo, 8)
+    rewards = Rewards(RewardConfig(reward=(f"{file}:score",), reward_errors="stop"))
+    with pytest.raises(UserError, match="row 'p0': reward part 'reward' is nan .* for the response 'text 2'"):
+        rewards.begin().results(make_rollouts([[0.0] * 4]))
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():

@@ -178,12 +178,65 @@ def test_groups_are_in_order_and_each_sample_has_its_own_seed(started, mixed):
     assert engine.generate([], 3, sampling) == []
 
 
-def test_ends_are_kept_and_told_apart(restored, mixed):
-    engine, hf, processor = restored("qwen2_5_vl")
+def ending(engine, hf, processor):
+    """The engine with weights under which some samples end early."""
     direction = torch.randn(128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hf.lm_head.weight[processor.eos_ids[0]] = 0.02 * direction
     engine.load_weights(named(hf))
+
+
+def test_each_rollout_is_handed_over_once_when_it_ends(restored, mixed, monkeypatch):
+    engine, hf, processor = restored("qwen2_5_vl")
+    ending(engine, hf, processor)
+    monkeypatch.setattr(engine, "interrupted", lambda: True)  # vLLM is not cut short
+    prompts, sampling = make_prompts(mixed, processor), Sampling(12, seed=1)
+    steps, handed = [], []
+    original = type(engine.llm.llm_engine).step
+    monkeypatch.setattr(type(engine.llm.llm_engine), "step", lambda self: steps.append(1) or original(self))
+    rollouts = engine.generate(prompts, 16, sampling, lambda r: handed.append((r, len(steps))))
+    assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 64
+    assert places(rollouts) == list(itertools.product(["one", "none", "two", "three"], range(16)))
+    lengths = [len(r.response) for r, _ in handed]
+    assert min(lengths) < max(lengths) == 12 and handed[0][1] < handed[-1][1]
+    for uid in ("one", "none", "two", "three"):  # all of a group start within a step or two of one another
+        longer = [len(r.response) - then for r, then in handed if r.prompt.uid == uid]
+        assert max(longer) - min(longer) <= 2
+    assert_same(engine.generate(prompts, 16, sampling), rollouts)
+
+
+def test_what_vllm_gives_is_what_its_own_loop_does(started, mixed, monkeypatch):
+    """llm.generate, which hands nothing over, on the same requests: token for token."""
+    engine, _, processor = started("qwen2_5_vl")
+    prompts, sampling = make_prompts(mixed, processor), Sampling(10, seed=7)
+    asked, original = [], engine.llm.enqueue
+    monkeypatch.setattr(engine.llm, "enqueue", lambda *a, **k: asked.append(a) or original(*a, **k))
+    ours = engine.generate(prompts, 3, sampling)
+    engine.reset_caches()
+    theirs = [output.outputs[0] for output in engine.llm.generate(*asked[0], use_tqdm=False)]
+    assert [r.response for r in ours] == [list(sample.token_ids) for sample in theirs]
+    assert [r.logprobs for r in ours] == [list(sample.logprobs.logprobs) for sample in theirs]
+
+
+def test_nothing_is_left_in_vllm_by_what_was_given_up(started, mixed):
+    engine, _, processor = started("qwen2_5_vl")
+    prompts, sampling = make_prompts(mixed, processor), Sampling(10, seed=5)
+    expected = engine.generate(prompts, 3, sampling)
+
+    def fail(rollout):
+        raise RuntimeError("the reward failed")
+
+    with pytest.raises(RuntimeError, match="the reward failed") as caught:
+        engine.generate(prompts, 3, sampling, fail)
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    assert not any("vLLM failed" in note for note in getattr(caught.value, "__notes__", []))
+    engine.reset_caches()  # an error where a request still runs
+    assert_same(engine.generate(prompts, 3, sampling), expected)
+
+
+def test_ends_are_kept_and_told_apart(restored, mixed):
+    engine, hf, processor = restored("qwen2_5_vl")
+    ending(engine, hf, processor)
     prompts = make_prompts(mixed, processor)
     rollouts = engine.generate(prompts, 16, Sampling(12, seed=1))
     ends = {r.finish_reason for r in rollouts}
@@ -516,11 +569,11 @@ import engines.vllm, train, utils
 original, calls = engines.vllm.VLLMEngine.generate, []
 def lose(*_):
     raise RuntimeError("device lost")
-def generate(engine, *args):
+def generate(engine, *args, **more):
     calls.append(1)
     if len(calls) == 5:  # the self-test twice, two steps, and now
         engine.model.register_forward_pre_hook(lose)
-    return original(engine, *args)
+    return original(engine, *args, **more)
 engines.vllm.VLLMEngine.generate = generate
 utils.run_script(train.main, train.parse_args)
 """)
@@ -543,8 +596,8 @@ def test_two_processes(tp, toys, data, tmp_path):
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
-        assert 0 < row["rollout/max_abs_dlogp_image"] == row["rollout/max_abs_dlogp"] <= 1e-5
-        assert "rollout/kl_text" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
+        assert 0 < row["rollout/max_abs_dlogp/images=1"] == row["rollout/max_abs_dlogp"] <= 1e-5
+        assert "rollout/kl/images=0" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
         assert row["sync/calls"] == 1
 
 

@@ -1,0 +1,103 @@
+"""Memory and time of reading data: does it grow with the size of the file?
+
+    python benchmarks/data_memory.py                              # 512 and 2048 MiB, in a temporary folder
+    python benchmarks/data_memory.py --mib 64 --keep /tmp/data    # smaller; the files stay for another run
+
+Each file, written by prepare_data, holds noise: JPEG and PNG images of 100 to 300 kB, one a row. In a process of its
+own, without torch, its rows are read and checked, then --batches batches of 16 random ones are decoded by 4 threads,
+as in training. All is of that process: start is its memory after imports, peak the largest resident memory; ms a row
+is of reading a row's bytes, without decoding, of rows none of which was read before.
+"""
+
+import argparse
+import io
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from prepare_data import Example, ReadingConfig, read_examples, write_examples  # noqa: E402
+
+
+def noise(rng: np.random.Generator, name: str) -> bytes:
+    """An image file of 100 to 300 kB."""
+    side = int(rng.integers(190, 310) if name == "PNG" else rng.integers(270, 450))
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(out, name, quality=90, compress_level=1)
+    return out.getvalue()
+
+
+def rows(mib: int) -> Iterator[Example]:
+    """About so many MiB of them; 64 images are repeated, which a parquet file does not notice."""
+    rng = np.random.default_rng(0)
+    images = [noise(rng, "PNG" if i % 4 == 0 else "JPEG") for i in range(64)]
+    size, index = 0, 0
+    while size < mib << 20:
+        image = images[rng.integers(len(images))]
+        text = f"<image>Which noise is number {index}?"
+        extra = {"split": "train", "index": index}
+        yield Example(f"noise-{index}", "noise", [{"role": "user", "content": text}], [image], str(index), extra)
+        size += len(image)
+        index += 1
+
+
+def peak() -> float:
+    """MiB of resident memory, at most so far; Linux's ru_maxrss would begin with what the parent had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def measure(file: Path, batches: int) -> dict[str, float]:
+    facts = {"torch": "torch" in sys.modules, "start": peak()}
+    began = time.perf_counter()
+    examples, _ = read_examples(file, ReadingConfig())
+    facts |= {"rows": len(examples), "check_s": time.perf_counter() - began, "checked": peak()}
+    chosen = random.Random(0).sample(examples, 64 + 16 * batches)
+    began = time.perf_counter()
+    for example in chosen[:64]:
+        assert len(example.images[0]) > 50_000
+    facts["row_ms"] = (time.perf_counter() - began) / 64 * 1000
+    with ThreadPoolExecutor(4) as pool:
+        for i in range(64, len(chosen), 16):
+            list(pool.map(lambda example: example.pil_images, chosen[i : i + 16]))
+    return facts | {"peak": peak()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[512, 2048], help="sizes of the files, MiB")
+    parser.add_argument("--batches", type=int, default=50, help="of 16 rows")
+    parser.add_argument("--keep", type=Path, help="folder of the files, which stay there")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.batches)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        print("file, MiB | rows | start, MiB | after the check, MiB | peak, MiB | check, s | ms a row")
+        for mib in args.mib:
+            file = (args.keep or Path(folder)) / f"noise_{mib}.parquet"
+            if not file.exists():
+                write_examples(rows(mib), file)
+            command = [sys.executable, __file__, "--measure", str(file), "--batches", str(args.batches)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            f = json.loads(done.splitlines()[-1])
+            assert not f["torch"]
+            memory = " | ".join(f"{f[name]:.0f}" for name in ("start", "checked", "peak"))
+            print(
+                f"{file.stat().st_size / 2**20:.0f} | {f['rows']} | {memory} | {f['check_s']:.1f} | {f['row_ms']:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

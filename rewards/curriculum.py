@@ -1,0 +1,267 @@
+"""Which examples a step trains on, and what their rewards are told: functions of the step, so that resuming is exact.
+
+A file for --curriculum, in TOML or JSON, has a list of stages. All but `from` may be left out:
+
+    [[stages]]
+    name = "easy"                       # as it is printed, and handed to the reward
+    from = 0                            # its first step; that of the first stage is 0
+    where.answer_type = ["count"]       # examples with one of these values in a column of extra_info, or data_source
+    where.difficulty = { most = 3 }     # or with a number of at least `least` and at most `most`
+    solved = { most = 0.9 }             # or that were solved that often; those never tried are in
+    order = "difficulty"                # in this order (-difficulty: downwards; solved: hardest first), not shuffled
+    mix = { geo3k = 0.75, vqa = 0.25 }  # shares of a batch, by task
+    reward.geospot = { tolerance_km = 500 }  # options of a task's reward
+
+A task may have stages of its own, in the same form: `CURRICULUM` in its file, for runs without --curriculum.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from errors import need, refusing
+from prepare_data import Example, find_tasks
+from reward import Stage, task_name
+from utils import derive_seed, print0
+
+NEWEST = 0.25  # the weight of the newest group in an example's running solve rate, once four have been seen
+SOLVED = "solved"
+BOUNDS = {"least", "most"}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A stage, as the file has it; `name` of a run without a curriculum is empty."""
+
+    name: str = ""
+    first_step: int = 0
+    where: Mapping[str, Any] = field(default_factory=dict)
+    solved: Mapping[str, float] = field(default_factory=dict)
+    order: str = ""
+    mix: Mapping[str, float] = field(default_factory=dict)
+    reward: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options by task
+
+    @property
+    def by_rate(self) -> bool:
+        """Does it need the running solve rates?"""
+        return bool(self.solved) or self.order.lstrip("-") == SOLVED
+
+    @property
+    def ordered_by(self) -> list[str]:
+        """The column of `order`, if it is one."""
+        column = self.order.lstrip("-")
+        return [column] if column not in ("", SOLVED) else []
+
+    def takes(self, example: Example) -> bool:
+        """Is an example one of this stage's?"""
+        return all(fits(column_of(example, column), wanted) for column, wanted in self.where.items())
+
+
+def read_lessons(file: str | None, tasks: set[str]) -> list[Lesson]:
+    """The stages of --curriculum, or those of the only one of `tasks` that has some, or one that changes nothing."""
+    if file is None:
+        found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
+        own = [name for name in found if name in tasks]
+        several = f"the tasks {' and '.join(own)} each have stages of their own; write both into one --curriculum FILE"
+        need(len(own) < 2, several)
+        return [lesson_of(stage, f"task {own[0]}") for stage in found[own[0]]] if own else [Lesson()]
+    text = ""
+    with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}"):
+        text = Path(file).read_text()
+    with refusing((ValueError, RecursionError), f"--curriculum {file}: neither TOML nor JSON"):
+        read = json.loads(text) if file.endswith(".json") else tomllib.loads(text)
+    stages = read.get("stages") if isinstance(read, dict) and set(read) == {"stages"} else None
+    need(isinstance(stages, list) and stages, f"--curriculum {file}: expected a list `stages` and nothing else")
+    lessons = [lesson_of(stage, f"--curriculum {file}: stage {i}") for i, stage in enumerate(stages)]
+    steps = [lesson.first_step for lesson in lessons]
+    rising = steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
+    need(rising, f"--curriculum {file}: stages begin at steps {steps}; the first must be 0, and each after the last")
+    return lessons
+
+
+def stage_of(lessons: Sequence[Lesson], number: int) -> Stage:
+    return Stage(lessons[number].name, number % len(lessons), lessons[number].reward)
+
+
+def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
+    """With its first step. For evaluations: the same at all steps of a run, so that their figures compare."""
+    lessons = read_lessons(file, {task_name(example.data_source) for example in examples})
+    return lessons[-1].first_step, stage_of(lessons, -1)
+
+
+def lesson_of(stage: Any, where: str) -> Lesson:
+    """One stage of a file, its form checked; `where` is for messages."""
+    need(isinstance(stage, dict), f"{where} is {stage!r}, expected a table")
+    names = {"from": "first_step"} | {f.name: f.name for f in fields(Lesson) if f.name != "first_step"}
+    unknown = sorted(set(stage) - set(names))
+    need(not unknown, f"{where} has {', '.join(unknown)}; known: {', '.join(names)}")
+    lesson = Lesson(**{names[key]: value for key, value in stage.items()})
+    need("from" in stage and type(lesson.first_step) is int, f"{where}: `from` is {stage.get('from')!r}, not a step")
+    need(isinstance(lesson.name, str) and isinstance(lesson.order, str), f"{where}: name and order must be text")
+    for name in ("where", "solved", "mix", "reward"):
+        need(isinstance(getattr(lesson, name), dict), f"{where}: {name} is {getattr(lesson, name)!r}, expected a table")
+    for column, wanted in {SOLVED: lesson.solved, **lesson.where}.items():
+        if isinstance(wanted, dict):
+            good = set(wanted) <= BOUNDS and all(is_number(bound) for bound in wanted.values())
+            need(good, f"{where}: {column} is {wanted}, expected numbers under `least` and `most`")
+    good = all(is_number(share) and share > 0 for share in lesson.mix.values())
+    need(good, f"{where}: mix is {lesson.mix}, expected a share above 0 for each task")
+    good = all(isinstance(options, dict) for options in lesson.reward.values())
+    need(good, f"{where}: reward is {lesson.reward}, expected a table of options for each task")
+    return lesson
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def column_of(example: Example, name: str) -> Any:
+    return task_name(example.data_source) if name == "data_source" else example.extra.get(name)
+
+
+def fits(value: Any, wanted: Any) -> bool:
+    """Is a column's value as `where` has it? One that is missing is not."""
+    if isinstance(wanted, dict):
+        return is_number(value) and wanted.get("least", value) <= value <= wanted.get("most", value)
+    return value in (wanted if isinstance(wanted, list) else [wanted])
+
+
+def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
+    """Indices of the examples of the batch at a 0-based position of the data, a function of it alone. The position is
+    the step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
+
+    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
+    epoch, batch = divmod(position, n_examples // per_step)
+    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
+    return order[batch * per_step : (batch + 1) * per_step].tolist()
+
+
+def parts_of(total: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Whole numbers in these proportions, with this sum."""
+    ends = [round(total * part / sum(shares.values())) for part in accumulate(shares.values())]
+    return {name: end - start for name, start, end in zip(shares, [0, *ends], ends, strict=False)}
+
+
+SolveRates = dict[str, list[float]]  # uid -> [running mean accuracy of its groups, how many there were]
+
+
+class Curriculum:
+    """The stages of a run over its examples. UserError for a stage that has too few."""
+
+    def __init__(self, file: str | None, examples: Sequence[Example], per_step: int, seed: int):
+        self.examples = examples
+        self.seed = seed
+        self.lessons = read_lessons(file, {task_name(example.data_source) for example in examples})
+        self.told: Lesson | None = None  # the stage that was printed last
+        self.shares: list[list[tuple[list[int], int]]] = []  # of each stage: (examples, how many of them in a batch)
+        for number, lesson in enumerate(self.lessons):
+            self.shares.append(self._shares(lesson, f"--curriculum {file}: stage {number}", per_step))
+
+    def _shares(self, lesson: Lesson, told: str, per_step: int) -> list[tuple[list[int], int]]:
+        tasks = [task_name(example.data_source) for example in self.examples]
+        for column in (*lesson.where, *lesson.ordered_by):
+            known = column == "data_source" or any(column in example.extra for example in self.examples)
+            need(known, f"{told}: no example has a column {column!r} in its extra_info")
+        for task in lesson.reward:
+            need(task in tasks, f"{told}: options for the reward of {task!r}, of which there is no example")
+        chosen = [i for i, example in enumerate(self.examples) if lesson.takes(example)]
+        if lesson.ordered_by:
+            chosen = self._sorted(chosen, lesson.order, told)
+        shares = []
+        for task, n in parts_of(per_step, lesson.mix or {"": 1.0}).items():
+            of = [i for i in chosen if task in ("", tasks[i])]
+            of_task = f" of task {task}" if task else ""
+            need(n > 0, f"{told}: --prompts-per-step {per_step} leaves no example{of_task}; raise it or the share")
+            enough = f"{told} has {len(of)} examples{of_task}, and a batch takes {n} of them"
+            need(len(of) >= n, f"{enough}; loosen `where`, or lower --prompts-per-step")
+            shares.append((of, n))
+        return shares
+
+    def _sorted(self, chosen: list[int], order: str, told: str) -> list[int]:
+        """By a column; equal ones as they are in the data."""
+        column, sign = order.lstrip("-"), -1 if order.startswith("-") else 1
+        values = {i: column_of(self.examples[i], column) for i in chosen}
+        for i, value in values.items():
+            need(is_number(value), f"{told}: order {order!r}: example {self.examples[i].uid!r} has {value!r} there")
+        return sorted(chosen, key=lambda i: sign * values[i])
+
+    def number(self, step: int) -> int:
+        """Of the stage that a step, counted from 0, belongs to."""
+        return sum(lesson.first_step <= step for lesson in self.lessons) - 1
+
+    def stage(self, step: int) -> Stage:
+        """What rewards are told; `options` by task. A new stage is printed."""
+        number = self.number(step)
+        lesson = self.lessons[number]
+        if lesson is not self.told and lesson != Lesson():
+            print0(self._described(number))
+        self.told = lesson
+        return stage_of(self.lessons, number)
+
+    def stages(self) -> list[tuple[int, Stage]]:
+        """Each with its first step."""
+        return [(lesson.first_step, stage_of(self.lessons, i)) for i, lesson in enumerate(self.lessons)]
+
+    def last(self) -> Stage:
+        """For evaluations: the same at all steps, so that their figures compare."""
+        return stage_of(self.lessons, -1)
+
+    def _described(self, number: int) -> str:
+        lesson, n = self.lessons[number], sum(len(of) for of, _ in self.shares[number])
+        more = {"solved": dict(lesson.solved), "order": lesson.order, "mix": lesson.mix, "reward": lesson.reward}
+        told = "".join(f", {name} {json.dumps(value)}" for name, value in more.items() if value)
+        where = f"curriculum: from step {lesson.first_step} on stage {number} of {len(self.lessons)}"
+        return f"{where}, {lesson.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
+
+    def batch(self, step: int, position: int, rates: SolveRates) -> list[Example]:
+        """The examples of a batch."""
+        number = self.number(step)
+        lesson, chosen = self.lessons[number], []
+        for of, n in self.shares[number]:
+            if lesson.by_rate:
+                chosen += self._by_rate(lesson, of, n, position, rates)
+            elif lesson.order:
+                start = (position - lesson.first_step) * n
+                chosen += [of[(start + k) % len(of)] for k in range(n)]
+            else:
+                chosen += [of[k] for k in batch_of(position, len(of), n, self.seed)]
+        return [self.examples[i] for i in chosen]
+
+    def _by_rate(self, lesson: Lesson, of: list[int], n: int, position: int, rates: SolveRates) -> list[int]:
+        """The n that were tried least often and are solved as often as the stage wants; where these are too few, those
+        that come nearest to it. Equal ones are shuffled."""
+        order = torch.Generator().manual_seed(derive_seed(self.seed, "order", position))
+        ties = torch.randperm(len(of), generator=order).tolist()
+        least, most = lesson.solved.get("least", 0.0), lesson.solved.get("most", 1.0)
+        keys = []
+        for place, (i, tie) in enumerate(zip(of, ties, strict=True)):
+            rate, tries = rates.get(self.examples[i].uid, (0.0, 0))
+            off = max(least - rate, rate - most, 0.0) if tries else 0.0
+            rank = {SOLVED: rate, f"-{SOLVED}": -rate, "": 0}.get(lesson.order, place)  # else they are in order
+            keys.append((off, tries, rank, tie, i))
+        return [i for *_, i in sorted(keys)[:n]]
+
+    def after_step(self, rates: SolveRates, solved: Mapping[str, float]) -> SolveRates:
+        """The rates, with the mean accuracy of a step's groups, by uid; {} where no stage needs them."""
+        if not any(lesson.by_rate for lesson in self.lessons):
+            return {}
+        updated = dict(rates)
+        for uid, now in sorted(solved.items()):
+            rate, tries = updated.get(uid, (now, 0))
+            updated[uid] = [rate + (now - rate) * max(NEWEST, 1 / (tries + 1)), tries + 1]
+        return updated
+
+
+    def metrics(self, step: int, rates: SolveRates) -> dict[str, float]:
+        metrics = {"curriculum/stage": float(self.number(step))} if self.lessons != [Lesson()] else {}
+        if rates:
+            solved = fmean(rate for rate, _ in rates.values())
+            metrics |= {"curriculum/tried": float(len(rates)), "curriculum/solved": solved}
+        return metrics

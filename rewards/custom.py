@@ -1,0 +1,74 @@
+"""Reward functions of the user's: --reward [TASK=]FILE.py:FUNCTION."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from errors import Note, UserError, need
+from reward import task_name
+from rewards.calls import Function
+
+
+def load_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, Function]]:
+    """What --reward says: task -> FILE.py:FUNCTION, where "" is all tasks that are not named; and those, loaded."""
+    by_task: dict[str, str] = {}
+    functions: dict[str, Function] = {}
+    for spec in specs:
+        task, rest = split_spec(spec)
+        task = task_name(task)
+        told = f"of the task {task!r}" if task else "of all tasks"
+        need(task not in by_task, f"--reward {spec!r}: there is another one {told}, {by_task.get(task)}; drop one")
+        by_task[task] = split_spec(absolute_spec(spec))[1]  # processes that grade may start when the folder has changed
+        functions[by_task[task]] = load_function(rest)
+    return by_task, functions
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """The task, "" if none is named, and FILE.py:FUNCTION."""
+    task, equals, rest = spec.partition("=")
+    path_has_it = Path(spec.rpartition(":")[0]).exists()
+    return (task, rest) if equals and not path_has_it else ("", spec)
+
+
+def has_file(spec: str) -> bool:
+    return Path(split_spec(spec)[1].rpartition(":")[0]).is_file()
+
+
+def absolute_spec(spec: str) -> str:
+    """Of a file that is there."""
+    task, rest = split_spec(spec)
+    path, _, name = rest.rpartition(":")
+    return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if has_file(spec) else spec
+
+
+def absolute_option(pair: str) -> str:
+    """Of --judge, where it names a file that is there."""
+    key, _, value = pair.partition("=")
+    return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
+
+
+def load_function(spec: str) -> Function:
+    """Raises UserError if the file or the function is missing or cannot be called as a reward; an error inside the file
+    is the user's and passes through.
+
+    The file may import its neighbours, except ones named like our own modules or installed ones, which come first.
+    """
+    path, _, name = spec.rpartition(":")
+    need(path.endswith(".py") and name, f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
+    need(Path(path).is_file(), f"--reward {spec!r}: there is no file {path!r} (looked from {os.getcwd()})")
+    module_spec = importlib.util.spec_from_file_location(f"custom_reward_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
+    if (folder := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # last, and kept: a function may import when it is called
+    with Note(f"raised on importing --reward {spec!r}; our own and installed modules come before its neighbours"):
+        module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        state = "is not a function" if hasattr(module, name) else "does not exist"
+        raise UserError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
+    return Function.of(function, f"--reward {spec!r}: {name}")

@@ -1,0 +1,567 @@
+"""A model as judge: any OpenAI-compatible server that sees the images gives a response its score.
+
+    judge = Judge("http://localhost:8000", judge_options(["timeout=30"]), cache=Path("run/judge/rank_0.jsonl"))
+    score = await judge.score(response, example)  # from 0 to 1; JudgeError if there is none
+
+It is asked by a template (by default judge.txt), and its answer has to end with the line `Score: N`, N from 0 to 10.
+The key comes from the environment alone; no text of ours, and no file, ever holds it. docs/judge.md has an example.
+"""
+
+import asyncio
+import base64
+import difflib
+import hashlib
+import io
+import ipaddress
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+from PIL import Image
+
+from errors import UserError, need, refusing, writing
+from sources.images import FORMATS, decode_image
+
+TEMPLATE = Path(__file__).with_name("judge.txt")
+NAMES = ("question", "truth", "response")  # what a template may hold in braces
+MAX_SCORE = 10
+MAX_BYTES = 1 << 20  # of what the server sends for one call
+FIRST_WAIT_S = 0.5  # before the first retry; doubled for each further one
+MAX_WAIT_S = 60.0  # also where the server asks for more
+COUNTS = "calls cached retries timeouts failed over_budget seconds tokens_in tokens_out".split()
+SERVED = ("PNG", "JPEG", "WEBP", "GIF")  # formats that servers read; the others are sent as PNG
+RETRIED = (408, 409, 429)  # and all from 500
+REMEDIES = {
+    400: "check --judge model, max_tokens, and whether the model sees images (else images=off)",
+    401: "set the environment variable that holds the key (JUDGE_API_KEY, or --judge key_env=NAME)",
+    403: "the key may not use this model; give another model or key",
+    404: "check --judge-url and --judge model",
+    413: "the images are too large for the server; prepare smaller ones, or images=off",
+}
+T = TypeVar("T")
+
+
+class JudgeError(Exception):
+    """The judge gave a response no score. The text says why, on one line, and never holds the key."""
+
+
+class Again(JudgeError):
+    """One call failed, and another may not; `after`: the seconds that the server asks to wait."""
+
+    def __init__(self, text: str, after: float = 0.0):
+        super().__init__(text)
+        self.after = after
+
+
+class Unreadable(Again):
+    """An answer that holds no score."""
+
+
+class OverBudget(JudgeError):
+    """No call is left."""
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """--judge KEY=VALUE ..."""
+
+    model: str = ""  # by default the first that the server lists
+    template: str = ""  # its text; in --judge a file. By default that of judge.txt
+    timeout: float = 60.0  # seconds of one call
+    tries: int = 3  # calls for one score, at most; of these two for answers that cannot be read
+    concurrency: int = 16  # calls at a time, of one process
+    calls: int = 0  # the most in this run, all processes and resumptions together; 0: no limit
+    tasks: tuple[str, ...] = ()  # whose responses are judged, separated by commas; by default all
+    weight: float = 1.0  # of the judge's score in the reward; the rest is the task's own
+    max_tokens: int = 512  # of an answer
+    images: bool = True  # does the judge see them? on or off
+    key_env: str = "JUDGE_API_KEY"  # name of the environment variable that holds the key
+
+
+BOUNDS = {"timeout": (0.01, 3600), "tries": (1, 20), "concurrency": (1, 1024), "calls": (0, 10**12), "weight": (0, 1),
+          "max_tokens": (1, 10**6)}
+
+
+def judge_options(pairs: Sequence[str]) -> JudgeOptions:
+    """--judge KEY=VALUE ... checked; reads the template. UserError, which repeats nothing that could be a key."""
+    kinds = {f.name: type(f.default) for f in fields(JudgeOptions)}
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if name not in kinds or not equals:
+            near = ", ".join(difflib.get_close_matches(name, kinds) or kinds)
+            plain = f" {name}" if equals and re.fullmatch("[a-z_]{1,20}", name) else ""
+            raise UserError(f"--judge{plain}: give KEY=VALUE; KEY: {near}. The API's key comes from the environment "
+                            "alone (JUDGE_API_KEY, or key_env=NAME)")
+        need(name not in values, f"--judge {name} is given twice; leave one out")
+        values[name] = read_template(text) if name == "template" else read_option(name, kinds[name], text)
+    options = JudgeOptions(**values)
+    api_key(options, required="key_env" in values)
+    return options
+
+
+def read_option(name: str, kind: type, text: str) -> Any:
+    """A value of --judge, within its bounds."""
+    if kind is bool:
+        need(text in ("on", "off"), f"--judge {name}={text}: must be on or off")
+        return text == "on"
+    if kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if kind is str:
+        return text
+    with refusing(ValueError, f"--judge {name}={text}: must be of type {kind.__name__}"):
+        value = kind(text)
+    low, high = BOUNDS[name]
+    need(low <= value <= high, f"--judge {name}={text}: must be from {low} to {high}")  # false for NaN
+    return value
+
+
+def read_template(path: str) -> str:
+    with refusing((OSError, UnicodeDecodeError), f"--judge template={path}: cannot be read as UTF-8 text"):
+        text = Path(path).read_text(encoding="utf-8")
+    found = re.findall(r"\{(\w+)\}", text)
+    unknown = ", ".join(f"{{{name}}}" for name in sorted(set(found) - set(NAMES)))
+    allowed = ", ".join(f"{{{name}}}" for name in NAMES)
+    need(not unknown, f"--judge template={path}: unknown {unknown}; it may hold {allowed}")
+    need("response" in found, f"--judge template={path}: it must hold {{response}}, what is judged")
+    need("Score:" in text, f"--judge template={path}: it must ask for a last line `Score: N`, N from 0 to {MAX_SCORE}")
+    return text
+
+
+def api_key(options: JudgeOptions, required: bool = False) -> str:
+    """From the environment, "" where there is none. UserError, without it, if no header can hold it."""
+    key = os.environ.get(options.key_env, "").strip()
+    need(key or not required, "--judge key_env: there is no environment variable of that name, or it is empty")
+    need(re.fullmatch("[!-~]*", key), "the judge's key in the environment holds blanks, or characters beyond ASCII")
+    return key
+
+
+def api_url(url: str) -> str:
+    """Up to and with the version: `http://host:8000` -> `http://host:8000/v1`. UserError for what is no such URL; it
+    does not repeat a secret in it."""
+    need(not re.search("[@?#]", url),
+         "--judge-url: it may hold no user, password, query or fragment (not repeated here); the key comes from the "
+         "environment variable JUDGE_API_KEY")
+    with refusing((ValueError, httpx2.InvalidURL), f"--judge-url {url}: no URL"):
+        httpx2.URL(url)
+        parts = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.split() == [url]
+    need(complete, f"--judge-url {url}: give http://HOST:PORT or https://HOST, with or without /v1")
+    path = parts.path.rstrip("/").removesuffix("/chat/completions")
+    return f"{parts.scheme}://{parts.netloc}{path}" + ("" if re.search(r"/v\d", path) else "/v1")
+
+
+def is_local(url: str) -> bool:
+    """Is the server on this machine? Then no proxy of the environment is asked."""
+    host = urlsplit(url).hostname
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def find_model(url: str, options: JudgeOptions) -> JudgeOptions:
+    """Before the run: the options with their model, the first that the server lists where none is named. UserError if
+    the server cannot be reached, refuses the key, or lists none."""
+
+    async def ask() -> str:
+        judge = Judge(url, options)
+        try:
+            return await judge.retried("models", judge.listed_model)
+        finally:
+            await judge.close()
+
+    with refusing(JudgeError, f"--judge-url {api_url(url)}"):
+        return replace(options, model=asyncio.run(ask()))
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+# Characters that are not seen, but could hide a word from what neutralises it
+INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
+# What a server's tokenizer, or our own tags, could read as more than text: `<|im_end|>`, `</s>`, `[INST]`
+MARKUP = re.compile(r"<(?=[|/｜a-zA-Z_])|\[(?=/?[A-Z_]{2,}\])")
+SCORE = re.compile(r"(score\W{0,8}?)[:：﹕︓]", re.IGNORECASE)
+
+
+def neutral(text: str) -> str:
+    """Text that can be quoted to the judge: no special token, no end of a tag, and no line that reads as a score, even
+    if all of it came back."""
+    text = INVISIBLE.sub("", text.encode(errors="replace").decode())
+    return SCORE.sub(r"\1 =", MARKUP.sub(lambda found: found[0] + " ", text))
+
+
+def question_of(example: Any) -> str:
+    """What the user's messages ask, with [image 1], [image 2] ... for the marks."""
+    number = 0
+
+    def mark(_: re.Match) -> str:
+        nonlocal number
+        number += 1
+        return f"[image {number}]"
+
+    texts = [re.sub("<image>", mark, message["content"]) for message in example.messages]
+    asked = [text for text, message in zip(texts, example.messages, strict=True) if message["role"] != "system"]
+    return "\n\n".join(asked)
+
+
+def data_uri(data: bytes) -> str:
+    """An encoded image as a data URI: the stored bytes, or a PNG of them where servers do not read their format."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        kind = "JPEG" if image.format == "MPO" else image.format  # a camera's JPEG with previews behind it
+    if kind not in SERVED:
+        file = io.BytesIO()
+        decode_image(data).save(file, "PNG")
+        kind, data = "PNG", file.getvalue()
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+def read_score(text: str) -> float:
+    """The last line `Score: N`, as a number from 0 to 1. Raises Unreadable for anything else: several, out of range,
+    other text in the line or behind it."""
+    last = text.rstrip().rsplit("\n", 1)[-1]
+    found = re.fullmatch(r"Score: ((?:10|[0-9])(?:\.[0-9]{1,4})?)", last)
+    if not found or len(re.findall(r"score\s*:", text, re.IGNORECASE)) != 1 or float(found[1]) > MAX_SCORE:
+        raise Unreadable(f"the answer does not end with one line `Score: N`, N from 0 to {MAX_SCORE}")
+    return float(found[1]) / MAX_SCORE
+
+
+def part(value: Any, *path: str | int) -> Any:
+    """`value["choices"][0]` by its path; None where something is missing or of another type."""
+    for name in path:
+        fits = isinstance(value, dict) and name in value if isinstance(name, str) else isinstance(value, list) and value
+        if not fits:
+            return None
+        value = value[name]
+    return value
+
+
+def retry_after(header: str | None) -> float:
+    """Seconds, of either form of the header; 0 for none that can be read."""
+    header = (header or "").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header):
+        return float(header)
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def wait_s(seed: str, failed: int, after: float) -> float:
+    """Before the next call, after so many that failed: exponential, at most MAX_WAIT_S, and by a share that depends on
+    the question alone apart from others', but never less than the server asks for."""
+    share = int(hashlib.sha256(f"{seed} {failed}".encode()).hexdigest()[:8], 16) / 2**32
+    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5) * (0.5 + share)
+    return max(backoff, min(after, MAX_WAIT_S))
+
+
+# --- the judge --------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Scores of responses by a server. To be used in one event loop at a time.
+
+    `cache`: a JSONL file, rank_N.jsonl, with a line for each call and for each score. Scores in all such files of its
+    folder are known, so nothing is asked again when a run is resumed. `calls`: this process's share of options.calls;
+    what its own file and all files have spent counts.
+
+    `counts`: calls; cached, scores that took no call of their own; retries; timeouts, calls that took too long; failed,
+    responses without a score; over_budget, those for want of calls; seconds, of all calls; tokens_in, tokens_out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: JudgeOptions = JudgeOptions(),  # noqa: B008, it is frozen
+        cache: Path | None = None,
+        calls: int | None = None,
+    ):
+        self.url = api_url(url)
+        self.options = options
+        self.template = options.template or TEMPLATE.read_text(encoding="utf-8")
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self.scores: dict[str, float] = {}
+        self.cache = cache
+        self.left = math.inf
+        own, everyone = self.load(cache) if cache else (0, 0)
+        if options.calls:
+            share = options.calls if calls is None else calls
+            self.left = min(share - own, options.calls - everyone)
+        self.told = False  # that the budget is used up
+        self.loop: asyncio.AbstractEventLoop | None = None
+        api_key(options)
+        for name in ("httpx2", "httpcore2"):  # what they log of a call could hold the key
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+    # the cache
+
+    def load(self, cache: Path) -> tuple[int, int]:
+        """Read all files of the cache's folder. Calls so far, of this one and of all."""
+        own, everyone, damaged = 0, 0, 0
+        with writing(cache, "the judge's answers"):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            for file in sorted(cache.parent.glob("rank_*.jsonl")):
+                for line in file.read_bytes().splitlines():
+                    entry = read_entry(line)
+                    damaged += entry is None
+                    if entry and "score" in entry:
+                        self.scores[entry["key"]] = entry["score"]
+                    elif entry:
+                        everyone += 1
+                        own += file.name == cache.name
+            with cache.open("ab+") as file:
+                file.seek(-1 if file.tell() else 0, os.SEEK_END)
+                if file.read() not in (b"", b"\n"):  # killed within a line
+                    file.write(b"\n")
+        if damaged:
+            print(f"{cache.parent}: {damaged} damaged lines of the judge's answers are left out", file=sys.stderr)
+        return own, everyone
+
+    def write(self, entry: dict) -> None:
+        if self.cache:
+            with writing(self.cache, "the judge's answers"), self.cache.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    # asking
+
+    async def score(self, response: str, example: Any) -> float:
+        """From 0 to 1. Equal questions are asked once, also while the first is on its way. A caller that gives up does
+        not end the call: its score is kept."""
+        self.begin()
+        try:
+            return await self.known(response, example)
+        except JudgeError as error:
+            self.counts["over_budget" if isinstance(error, OverBudget) else "failed"] += 1
+            raise JudgeError(str(error)) from None
+
+    async def known(self, response: str, example: Any) -> float:
+        """The score that is kept, or is on its way, or is now asked for."""
+        key, text, images = await asyncio.to_thread(self.question, response, example, await self.model())
+        if key in self.scores:
+            self.counts["cached"] += 1
+            return self.scores[key]
+        first = key not in self.asked
+        if first:
+            self.asked[key] = asyncio.create_task(self.ask(key, text, images))
+            self.asked[key].add_done_callback(partial(self.forget, key))
+        score = await asyncio.shield(self.asked[key])
+        self.counts["cached"] += not first
+        return score
+
+    def forget(self, key: str, task: asyncio.Task) -> None:
+        """A question that was answered, or failed."""
+        self.asked.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio would complain where nobody waits any more
+
+    def begin(self) -> None:
+        """In an event loop: its own connections, at most `concurrency`."""
+        if self.loop is asyncio.get_running_loop():
+            return
+        self.loop = asyncio.get_running_loop()
+        self.asked: dict[str, asyncio.Task] = {}  # by key, on their way
+        self.naming: asyncio.Task | None = None
+        self.slots = asyncio.Semaphore(self.options.concurrency)
+        key = api_key(self.options)
+        self.client = httpx2.AsyncClient(
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+            timeout=None,  # of a whole call: see `call`
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.options.concurrency),
+            trust_env=not is_local(self.url),
+        )
+
+    async def close(self) -> None:
+        """End what is on its way, and all connections."""
+        if self.loop is asyncio.get_running_loop():
+            tasks = [*self.asked.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.client.aclose()
+            self.loop = None
+
+    async def model(self) -> str:
+        """The one of the options, or the first that the server lists, asked for once."""
+        if self.options.model:
+            return self.options.model
+        if self.naming is None:
+            self.naming = asyncio.create_task(self.retried("models", self.listed_model))
+        try:
+            return await asyncio.shield(self.naming)
+        except JudgeError:
+            self.naming = None
+            raise
+
+    def question(self, response: str, example: Any, model: str) -> tuple[str, str, list[bytes]]:
+        """The key of the cache, the prompt's text and the images."""
+        images = list(example.images) if self.options.images else []
+        asked = [self.template, model, question_of(example), str(example.ground_truth), response]
+        hashes = [hashlib.sha256(image).hexdigest() for image in images]
+        key = hashlib.sha256(json.dumps(asked + hashes).encode()).hexdigest()[:32]
+        tag = f"response-{key[:8]}"
+        quoted = f"<{tag}>\n{neutral(response)}\n</{tag}>"
+        values = {"question": asked[2], "truth": asked[3] or "(none)", "response": quoted}
+        return key, re.sub(rf"\{{({'|'.join(NAMES)})\}}", lambda name: values[name[1]], self.template), images
+
+    async def ask(self, key: str, text: str, images: list[bytes]) -> float:
+        """The score, of as many calls as it takes and the options allow."""
+        content: Any = text
+        if images:
+            uris = await asyncio.to_thread(lambda: list(map(data_uri, images)))
+            content = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+            content.append({"type": "text", "text": text})
+        body = {
+            "model": await self.model(),
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": self.options.max_tokens,
+        }
+
+        async def one(unreadable: int) -> float:
+            async with self.slots:
+                self.spend(key)
+                # what could not be read would come again at temperature 0
+                data = await self.call("POST", "/chat/completions", body | {"temperature": float(unreadable > 0)})
+            return self.read(data)
+
+        score = await self.retried(key, one)
+        self.scores[key] = score
+        self.write({"key": key, "score": score})
+        return score
+
+    def spend(self, key: str) -> None:
+        """A call of the budget. Noted before it is made: it counts also if the run is killed during it."""
+        if self.left <= 0:
+            if not self.told:
+                print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows is not judged",
+                      file=sys.stderr, flush=True)
+            self.told = True
+            raise OverBudget("over budget")
+        self.left -= 1
+        self.counts["calls"] += 1
+        self.write({"asked": key})
+
+    async def retried(self, seed: str, one: Callable[[int], Awaitable[T]]) -> T:
+        """What `one` call gives; it is told how many answers before could not be read."""
+        failed, unreadable = 0, 0
+        while True:
+            try:
+                return await one(unreadable)
+            except Again as error:
+                failed += 1
+                unreadable += isinstance(error, Unreadable)
+                if failed == self.options.tries or unreadable == 2:
+                    raise JudgeError(f"{error} ({failed} calls)") from None
+                self.counts["retries"] += 1
+                await asyncio.sleep(wait_s(seed, failed, error.after))
+
+    async def call(self, method: str, path: str, body: dict | None = None) -> bytes:
+        """What the server answers with status 200, within the time-out. Its redirects are not followed, and the text
+        of a transport's own error is not repeated: it can hold what the server sent."""
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                request = self.client.stream(method, self.url + path, json=body)
+                async with request as answer:
+                    data = bytearray()
+                    async for piece in answer.aiter_raw():
+                        data += piece
+                        if len(data) > MAX_BYTES:
+                            raise Unreadable(f"the answer is longer than {MAX_BYTES} bytes")
+        except TimeoutError:
+            self.counts["timeouts"] += 1
+            raise Again(f"no answer within {self.options.timeout:g} s") from None
+        except httpx2.TransportError as error:
+            raise Again(f"no answer from {self.url}: {type(error).__name__}") from None
+        finally:
+            self.counts["seconds"] += time.perf_counter() - start
+        status = answer.status_code
+        if status == 200:
+            return bytes(data)
+        told = f"the server answered {status}{self.quoted(data)}"
+        if status in RETRIED or status >= 500:
+            raise Again(told, retry_after(answer.headers.get("retry-after")))
+        if 300 <= status < 400:
+            raise JudgeError(f"{told}: a redirect, which is not followed; give the final address as --judge-url")
+        raise JudgeError(f"{told}; {REMEDIES.get(status, 'it is not asked again')}")
+
+    def quoted(self, data: bytes) -> str:
+        """The start of what a server says about an error."""
+        text = " ".join(INVISIBLE.sub(" ", data.decode(errors="replace")).split())
+        if self.holds_key(text):
+            return " (its text is left out: it holds part of the key)"
+        return f" ({text[:200]})" if text else ""
+
+    def holds_key(self, text: str) -> bool:
+        """Any six characters of it in a row, in either case."""
+        key, text = api_key(self.options).casefold(), text.casefold()
+        return bool(key) and any(key[i : i + 6] in text for i in range(max(1, len(key) - 5)))
+
+    async def listed_model(self, _: int) -> str:
+        """The options' model, if the server lists any or has no list; else the first that is listed."""
+        self.begin()
+        try:
+            data = await self.call("GET", "/models")
+        except Again:
+            raise
+        except JudgeError as error:
+            if self.options.model and re.search(r"answered 40[45]\b", str(error)):
+                return self.options.model
+            raise
+        if self.options.model:
+            return self.options.model
+        name = part(parsed(data), "data", 0, "id")
+        if not isinstance(name, str) or not name or self.holds_key(name):
+            raise JudgeError(f"{self.url}/models lists no model; name one with --judge model=NAME")
+        return name
+
+    def read(self, data: bytes) -> float:
+        """The score that an answer holds; counts its tokens. Raises Unreadable."""
+        answer = parsed(data)
+        for name, count in (("tokens_in", "prompt_tokens"), ("tokens_out", "completion_tokens")):
+            n = part(answer, "usage", count)
+            self.counts[name] += n if isinstance(n, int) and 0 <= n < 10**9 else 0
+        text = part(answer, "choices", 0, "message", "content")
+        if not isinstance(text, str) or not text.strip():
+            raise Unreadable("the answer has no text in choices[0].message.content")
+        if part(answer, "choices", 0, "finish_reason") == "length":  # `Score: 1` may be the start of `Score: 10`
+            raise Unreadable(f"the answer is cut off after --judge max_tokens={self.options.max_tokens}; raise it")
+        return read_score(text)
+
+
+def parsed(data: bytes) -> Any:
+    """JSON; Unreadable for anything else."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise Unreadable("the answer is no JSON") from None
+
+
+def read_entry(line: bytes) -> dict | None:
+    """A line of the cache, {"asked": key} or {"key": key, "score": s}; None if it is damaged."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    score = part(entry, "score")
+    known = isinstance(score, float) and 0 <= score <= 1 and isinstance(part(entry, "key"), str)
+    return entry if known or isinstance(part(entry, "asked"), str) and score is None else None

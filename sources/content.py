@@ -1,0 +1,186 @@
+"""What a row says and shows, from its cells: prompts as text with <image> marks, and the image cells of these marks."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import chain, islice
+from string import Formatter
+
+from errors import UserError, need, refusing
+
+MARK = "<image>"
+TRUTH = "reward_model.ground_truth"  # the column of the answer in the on-disk format
+# An image as Qwen's own templates write it, once or expanded: a run of <|image_pad|> is one image
+NATIVE = re.compile(r"<\|vision_start\|>(?:(?:<\|image_pad\|>)+|<image>)<\|vision_end\|>|(?:<\|image_pad\|>)+")
+TEXTS = ("text", "input_text")
+IMAGES = ("image", "image_url", "input_image")
+HELD_BY = ("image", "image_url", "url", "path", "base64", "bytes")  # fields of a part that may be its image
+NOTHING = (None, "", [])
+
+
+def named_columns(key: str, columns: Collection[str]) -> list[str]:
+    """The column that a key names, or those of a comma list."""
+    return [key] if key in columns else [name.strip() for name in key.split(",") if name.strip()]
+
+
+def image_cells(record: dict, image_key: str) -> list:
+    """The image cells of a row's columns, in order. A column holds one or a list, which in CSV is JSON."""
+    cells = []
+    for name in named_columns(image_key, record):
+        value = record.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            with suppress(ValueError, RecursionError):  # else it is the name of a file
+                value = json.loads(value)
+        cells += value if isinstance(value, list) else [] if value in NOTHING else [value]
+    return cells
+
+
+def row_content(record: dict, prompt_key: str, image_key: str, template: str = "") -> tuple[object, list]:
+    """A row's prompt with a mark for each image, and its image cells in the order of the marks."""
+    prompt = fill_template(template, record) if template else record.get(prompt_key)
+    return place_images(prompt, image_cells(record, image_key))
+
+
+def place_images(prompt: object, column: list) -> tuple[object, list]:
+    """A prompt, a string or messages -> the same with texts for contents and a mark for each image; and the images.
+
+    A mark, a native placeholder and a part without an image of its own take the next image of the row's columns. Those
+    that are left come last. What is no prompt stays as it is. Raises UserError with the reason.
+    """
+    following = enumerate(column)
+    placed = []
+
+    def place(text: str) -> str:
+        text = NATIVE.sub(MARK, text)
+        placed.extend(cell for _, cell in islice(following, text.count(MARK)))
+        return text
+
+    def place_part(part: dict) -> str:
+        content = read_part(part)
+        if isinstance(content, str):
+            return place(content)
+        if not content:
+            named = part.get("index")
+            for at, cell in islice(following, 1):
+                need(named in (None, at), f"names image {named!r:.20} of the row where the next is {at}; order them so")
+                content = [cell]
+        placed.extend(content)
+        return MARK
+
+    if isinstance(prompt, str):
+        prompt = place(prompt)
+    elif isinstance(prompt, list):
+        messages = []
+        for i, message in enumerate(prompt):
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, str):
+                message = {**message, "content": place(content)}
+            elif isinstance(content, list):
+                texts = []
+                for j, part in enumerate(content):
+                    with refusing(UserError, f"message {i}, part {j}"):
+                        texts.append(place_part(part))
+                message = {**message, "content": "".join(texts)}
+            messages.append(message)
+        prompt = messages
+    return prompt, placed + [cell for _, cell in following]
+
+
+def read_part(part: object) -> str | list:
+    """A content part as OpenAI and Hugging Face write it -> its text, or [its image], or [] for the row's next image.
+
+    A struct column gives None to fields that a part lacks. OpenAI's `detail` is left out: --max-pixels is for that.
+    """
+    need(isinstance(part, dict), f"is a {type(part).__name__}, expected an object such as {{'type': 'text', ...}}")
+    kind = part.get("type")
+    fields = {k: v for k, v in part.items() if v not in NOTHING and k not in ("type", "detail", "index")}
+    if kind in TEXTS:
+        text = fields.pop("text", "")
+        need(isinstance(text, str), f"has a {type(text).__name__} for its text")
+        need(not fields, f"is a text with fields that the format cannot hold: {', '.join(map(str, fields))}")
+        return text
+    need(kind in IMAGES, f"has type {kind!r:.80}; there are {', '.join(TEXTS + IMAGES)}")
+    need(fields or kind == "image", f"has type {kind!r} and no image")
+    held = len(fields) <= 1 and fields.keys() <= set(HELD_BY)
+    need(held, f"has fields {', '.join(map(str, fields))}; an image has one of {', '.join(HELD_BY)}")
+    for name, value in fields.items():
+        if isinstance(value, dict) and "url" in value:
+            value = value["url"]
+        need(value, f"has no image in its {name}")
+        if name == "base64" and not str(value).startswith("data:"):
+            value = f"data:;base64,{value}"
+        return [value]
+    return []
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+def template_parts(template: str) -> Iterator[tuple[str, str | None]]:
+    r"""The texts of a --prompt-template, each with the column behind it, or None. `\n` is a new line, {{ a brace."""
+    told = f"--prompt-template {template!r}: write columns as {{name}}, and {{{{ and }}}} for braces"
+    with refusing(ValueError, told):
+        for text, name, form, conversion in Formatter().parse(template.replace("\\n", "\n")):
+            need(name != "" and not form and not conversion, f"{{{name}}} is no name of a column")
+            yield text, name
+
+
+def template_columns(template: str) -> list[str]:
+    return [name for _, name in template_parts(template) if name is not None]
+
+
+def fill_template(template: str, record: dict) -> str:
+    """The template with a row's values. Marks are the template's alone: UserError if a column brings one along."""
+    parts = list(template_parts(template))
+    text = "".join(chain.from_iterable((text, cell_text(record, name)) for text, name in parts))
+    own, found = (len(re.findall(MARK, NATIVE.sub(MARK, t))) for t in ("".join(text for text, _ in parts), text))
+    told = f"a column brings {found - own} image marks into --prompt-template, where only the template may have them"
+    need(own == found, f"{told}; --prompt-key takes a column's text with its marks")
+    return text
+
+
+def cell_text(record: dict, name: str | None) -> str:
+    """A value as a template shows it: texts as they are, lists an item a line, all else as JSON."""
+    if name is None:
+        return ""
+    value = record.get(name)
+    told = f"no value in column {name!r} of --prompt-template; the row has {', '.join(map(str, record))}"
+    need(value is not None, told)
+    need(not isinstance(value, bytes), f"column {name!r} of --prompt-template holds bytes, no text")
+    items = value if isinstance(value, list) else [value]
+    with refusing((TypeError, ValueError), f"column {name!r} of --prompt-template"):
+        return "\n".join(item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for item in items)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def row_truth(record: dict, answer_key: str) -> str:
+    """The ground truth of a row: a column, or several as one JSON object without those that are empty."""
+    names = named_columns(answer_key, record)
+    found = {name: record.get(name) for name in names if record.get(name) not in (None, "")}
+    return to_truth(record.get(names[0]) if len(names) == 1 else found or None)
+
+
+def to_truth(value: object) -> str:
+    """Ground truth as a string: strings stay, everything else becomes JSON."""
+    empty = value is None or not str(value).strip()
+    need(not empty, "no ground truth: the answer is missing or empty; --answer-key names its column")
+    if isinstance(value, str):
+        return value
+    with refusing((TypeError, ValueError), f"ground truth {value!r} is neither a string nor JSON"):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def too_deep(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested further than our own and others' recursion can be trusted with."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return levels == 0 or any(too_deep(v, levels - 1) for v in inner)
+
+
+def drop_none(value: object) -> object:
+    """Without the None fields that a struct column gives to rows that lack a field."""
+    if isinstance(value, list):
+        return [drop_none(v) for v in value]
+    return {k: drop_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value

@@ -1,0 +1,233 @@
+"""Stages of a run: which examples, in which order, and what rewards are told.   pytest tests/test_curriculum.py"""
+
+import json
+import random
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from test_train import flags, kill_after, rows, run, without_time, write_parquet
+
+from errors import UserError
+from prepare_data import Example
+from reward import Stage
+from rewards.curriculum import Curriculum, batch_of, parts_of, read_lessons
+from tasks import geospot
+
+
+def examples(n=40):
+    """Of two tasks in turn, with a difficulty and a type."""
+    made = []
+    for i in range(n):
+        extra = {"difficulty": (i * 7) % 10, "answer_type": "count" if i % 4 < 2 else "colour"}
+        made.append(Example(f"u{i}", ("shapes", "hiyouga/geometry3k")[i % 2], [], [], "1", extra))
+    return made
+
+
+def curriculum(tmp_path, *stages, per_step=4, n=40, seed=0):
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps({"stages": list(stages)}))
+    return Curriculum(str(file), examples(n), per_step, seed)
+
+
+def uids(batch):
+    return [example.uid for example in batch]
+
+
+def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(capsys):
+    given = examples()
+    plain = Curriculum(None, given, 4, seed=3)
+    for step in range(25):
+        assert uids(plain.batch(step, step, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
+    assert plain.stage(0) == plain.last() == Stage() and plain.metrics(0, {}) == {} and capsys.readouterr().out == ""
+    assert plain.after_step({}, {"u1": 1.0}) == {}
+
+
+def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
+    easy = {"name": "easy", "from": 0, "where": {"answer_type": "count", "difficulty": {"least": 2, "most": 5}}}
+    task = {"name": "geo", "from": 10, "where": {"data_source": ["geo3k"]}, "reward": {"geo3k": {"strict": True}}}
+    of = curriculum(tmp_path, easy, task, {"from": 20})
+    seen = {step: of.batch(step, step, {}) for step in range(30)}
+    fits = {e.uid for e in examples() if e.extra["answer_type"] == "count" and 2 <= e.extra["difficulty"] <= 5}
+    assert {e.uid for step in range(10) for e in seen[step]} == fits and len(fits) == 8
+    assert {e.data_source for step in range(10, 20) for e in seen[step]} == {"hiyouga/geometry3k"}
+    assert len({e.uid for step in range(20, 30) for e in seen[step]}) > 30
+    again = curriculum(tmp_path, easy, task, {"from": 20})  # resumed: nothing but the step and position is needed
+    for step in random.Random(0).sample(range(30), 30):
+        assert uids(again.batch(step, step, {})) == uids(seen[step])
+    assert [of.number(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
+    assert of.stage(0) == Stage("easy", 0, {}) and of.stage(12) == Stage("geo", 1, {"geo3k": {"strict": True}})
+    told = capsys.readouterr().out
+    assert told.count("\n") == 2 and "stage 0 of 3, easy: 8 of 40" in told and '{"geo3k": {"strict": true}}' in told
+    of.stage(13)
+    assert capsys.readouterr().out == "" and of.last() == Stage("", 2, {})
+    assert of.metrics(12, {}) == {"curriculum/stage": 1.0}
+
+
+def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
+    of = curriculum(tmp_path, {"from": 0, "where": {"data_source": "shapes"}})
+    for epoch in range(3):
+        batches = [uids(of.batch(step, step, {})) for step in range(5 * epoch, 5 * epoch + 5)]
+        assert len(set(chain(*batches))) == 20 == sum(map(len, batches))
+
+
+@pytest.mark.parametrize(("shares", "n"), [({"shapes": 3, "geo3k": 1}, (6, 2)), ({"shapes": 1, "geo3k": 1}, (4, 4))])
+def test_a_mix_holds_in_each_batch(tmp_path, shares, n):
+    of = curriculum(tmp_path, {"from": 0, "mix": shares}, per_step=8)
+    for step in range(20):
+        count = Counter(e.data_source for e in of.batch(step, step, {}))
+        assert (count["shapes"], count["hiyouga/geometry3k"]) == n
+
+
+def test_shares_are_whole_and_add_up():
+    for total in range(1, 50):
+        for weights in ([1, 1, 1], [0.2, 0.5, 0.3], [5, 1], [1e-6, 1]):
+            parts = parts_of(total, dict(enumerate(weights)))
+            assert sum(parts.values()) == total
+            exact = [total * w / sum(weights) for w in weights]
+            assert all(abs(a - b) < 1 for a, b in zip(parts.values(), exact, strict=True))
+
+
+@pytest.mark.parametrize("order", ["difficulty", "-difficulty"])
+def test_an_order_by_a_column_is_kept_and_begins_anew(tmp_path, order):
+    of = curriculum(tmp_path, {"from": 0, "order": order})
+    first = [e.extra["difficulty"] for step in range(10) for e in of.batch(step, step, {})]
+    assert first == sorted(first, reverse=order.startswith("-")) and len(first) == 40
+    assert uids(of.batch(11, 11, {})) == uids(of.batch(1, 1, {}))
+
+
+def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_path):
+    of = curriculum(tmp_path, {"from": 0, "solved": {"least": 0.1, "most": 0.9}})
+    rates = {}
+    truth = {f"u{i}": (0.0, 0.5, 1.0)[i % 3] for i in range(40)}
+    tries = Counter()
+    for step in range(40):
+        batch = uids(of.batch(step, step, rates))
+        assert len(set(batch)) == 4
+        tries.update(batch)
+        rates = of.after_step(rates, {uid: truth[uid] for uid in batch})
+        rates = json.loads(json.dumps(rates))  # as a checkpoint holds them
+    learnable = {uid for uid, rate in truth.items() if rate == 0.5}
+    assert {uid for uid in truth if tries[uid] == 1} == set(truth) - learnable  # tried once, then known
+    assert max(tries[uid] for uid in learnable) - min(tries[uid] for uid in learnable) <= 1
+    assert of.metrics(0, rates) == {"curriculum/stage": 0, "curriculum/tried": 40, "curriculum/solved": 0.4875}
+
+
+def test_where_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path):
+    of = curriculum(tmp_path, {"from": 0, "solved": {"most": 0.5}}, n=8)
+    rates = {f"u{i}": [0.3 + 0.1 * i, 1] for i in range(8)}
+    assert set(uids(of.batch(0, 0, rates))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
+
+
+@pytest.mark.parametrize(("order", "first"), [("solved", {"u0", "u1"}), ("-solved", {"u6", "u7"})])
+def test_an_order_by_solve_rate_takes_the_hardest_or_easiest_of_those_tried_as_often(tmp_path, order, first):
+    of = curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
+    rates = {f"u{i}": [i / 8, 2] for i in range(8)}
+    assert set(uids(of.batch(5, 5, rates))) == first
+    rates |= {uid: [rate, 3] for uid, (rate, _) in rates.items() if uid in first}
+    assert not first & set(uids(of.batch(6, 6, rates)))
+
+
+def test_a_running_solve_rate_is_a_mean_first_and_then_forgets(tmp_path):
+    of = curriculum(tmp_path, {"from": 0, "order": "solved"})
+    rates = {}
+    for now in (1.0, 0.0, 0.5):
+        rates = of.after_step(rates, {"u1": now})
+    assert rates["u1"] == [pytest.approx(0.5), 3]
+    for _ in range(20):
+        rates = of.after_step(rates, {"u1": 1.0})
+    assert rates["u1"][0] > 0.99 and rates["u1"][1] == 23
+
+
+def test_toml_and_json_say_the_same(tmp_path):
+    toml = Path(tmp_path / "a.toml")
+    toml.write_text('''[[stages]]
+name = "easy"
+from = 0
+where.difficulty = { most = 3 }
+mix = { shapes = 1, geo3k = 3 }
+reward.geo3k = { strict = true }
+[[stages]]
+from = 7
+''')
+    stages = [
+        {"name": "easy", "from": 0, "where": {"difficulty": {"most": 3}}, "mix": {"shapes": 1, "geo3k": 3}},
+        {"from": 7},
+    ]
+    stages[0]["reward"] = {"geo3k": {"strict": True}}
+    Path(tmp_path / "a.json").write_text(json.dumps({"stages": stages}))
+    assert read_lessons(str(toml), set()) == read_lessons(str(tmp_path / "a.json"), set())
+
+
+WRONG = {
+    "no list": ({"stage": []}, "expected a list `stages`"),
+    "empty": ({"stages": []}, "expected a list `stages`"),
+    "not 0": ({"stages": [{"from": 5}]}, r"begin at steps \[5\]"),
+    "twice": ({"stages": [{"from": 0}, {"from": 3}, {"from": 3}]}, r"steps \[0, 3, 3\]"),
+    "no from": ({"stages": [{"name": "x"}]}, "stage 0: `from` is None"),
+    "unknown": ({"stages": [{"from": 0, "wher": {}}]}, "stage 0 has wher; known: from, name, where"),
+    "bounds": ({"stages": [{"from": 0, "where": {"difficulty": {"min": 3}}}]}, "`least` and `most`"),
+    "solved": ({"stages": [{"from": 0, "solved": {"most": "high"}}]}, "`least` and `most`"),
+    "share": ({"stages": [{"from": 0, "mix": {"shapes": 0}}]}, "a share above 0"),
+    "options": ({"stages": [{"from": 0, "reward": {"shapes": 3}}]}, "a table of options"),
+    "column": ({"stages": [{"from": 0, "where": {"level": 3}}]}, "no example has a column 'level'"),
+    "order": ({"stages": [{"from": 0, "order": "answer_type"}]}, "example 'u0' has 'count' there"),
+    "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, and a batch takes 4"),
+    "no task": ({"stages": [{"from": 0, "mix": {"vqa": 1}}]}, "has 0 examples of task vqa"),
+    "no row": ({"stages": [{"from": 0, "reward": {"vqa": {}}}]}, "reward of 'vqa', of which there is no example"),
+    "small": ({"stages": [{"from": 0, "mix": {"shapes": 100, "geo3k": 1}}]}, "leaves no example of task geo3k"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_stage_that_cannot_be_is_refused(name, tmp_path):
+    content, told = WRONG[name]
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=told):
+        Curriculum(str(file), examples(), 4, seed=0)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    for name, text in (("a.toml", "[[stages"), ("a.json", "{"), ("a.json", "[" * 100_000)):
+        Path(tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match="neither TOML nor JSON"):
+            Curriculum(str(tmp_path / name), examples(), 4, seed=0)
+    with pytest.raises(UserError, match="--curriculum .*none.toml"):
+        Curriculum(str(tmp_path / "none.toml"), examples(), 4, seed=0)
+
+
+STAGED = '''
+def score(response, example, step, stage):
+    """A different number for each response, and in each stage."""
+    assert stage.options["number"] == stage.number == min(4, step // 2)
+    return (len(response) * 7919 + sum(map(ord, example.uid))) % (5 + stage.number) / 4
+'''
+
+
+@pytest.mark.parametrize("solved", [{}, {"least": 0.05, "most": 0.95}], ids=["by step", "by solve rate"])
+def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
+    data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
+    (tmp_path / "staged.py").write_text(STAGED)
+    stages = []
+    for number, stage in enumerate(geospot.CURRICULUM):
+        options = {**stage["reward"]["geospot"], "number": number}
+        stages.append({"name": stage["name"], "from": 2 * number, "solved": solved, "reward": {"geospot": options}})
+    (tmp_path / "stages.json").write_text(json.dumps({"stages": stages}))
+    more = ["--steps", 10, "--save-every", 1, "--keep", 2, "--curriculum", tmp_path / "stages.json"]
+    more += ["--reward", f"geospot={tmp_path / 'staged.py'}:score", "--no-self-test"]
+    command = {}
+    for name in ("whole", "cut"):
+        command[name] = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / name, *more)]
+    whole = run(command["whole"]).stdout
+    assert [f"from step {2 * i} on stage {i} of 5, {stages[i]['name']}" in whole for i in range(5)] == [True] * 5
+    kill_after(command["cut"], tmp_path / "cut", 7)  # steps 7 and 8 are of stage 3
+    assert len(rows(tmp_path / "cut")) < 10
+    run([*command["cut"], "--resume", "auto"])
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    logged = rows(tmp_path / "whole")
+    assert [row["curriculum/stage"] for row in logged] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    last = [next((tmp_path / name / "checkpoints").glob("*10/model*.safetensors")) for name in ("whole", "cut")]
+    assert last[0].read_bytes() == last[1].read_bytes()

@@ -1,0 +1,431 @@
+"""Rewards of the user's: how they are called, what they may return, and what becomes of those that fail."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_train import TORCHRUN, flags, rows, run, write_parquet
+
+ROOT = Path(__file__).resolve().parent.parent
+import reward  # noqa: E402
+from grpo import Algorithm  # noqa: E402
+from reward import RewardConfig, Rewards, Stage, give_rewards, response_to  # noqa: E402
+from rewards import custom  # noqa: E402
+
+CODE = """
+import functools, math
+def number(response, example): return len(response)
+def parts(response, example): return {"short": 1, "reward": 0.5}
+def no_total(response, example): return {"short": 1}
+def nan(response, example): return {"short": float("nan"), "reward": 1.0}
+def inf(response, example): return math.inf
+def text(response, example): return "1.0"
+def nothing_returned(response, example): pass
+def three(response, example, other): return 1.0
+def three_with_default(response, example, other=2): return other
+def swapped(responses, example): return [1.0] * len(responses)
+def raises(response, example): return int(example.ground_truth) + int(response)
+async def waits(response, example): return len(response)
+async def waits_for_all(responses, examples): return [len(r) for r in responses]
+def all_of_them(responses, examples): return [len(responses)] * len(examples)
+def too_few(responses, examples): return [1.0]
+def some(responses, examples): return [1.0 if r != "bad" else math.nan for r in responses]
+def told(response, example, stage, finish_reason, step):
+    cut = finish_reason == "length"
+    return {"step": step, "number": stage.number, "cut": cut, "reward": stage.options.get("x", -1)}
+def told_all(responses, examples, step, finish_reasons, stage):
+    return [told(r, e, stage, f, step) for r, e, f in zip(responses, examples, finish_reasons)]
+def whatever(response, example, **more): return {**{k: len(str(v)) for k, v in more.items()}, "reward": 1}
+def by_image(response, example): return {"images": [len(response), 1.0][:len(response)]}
+def by_image_total(response, example): return {"images": [1, 2], "reward": 7, "x": 1}
+class Callable:
+    async def __call__(self, response, example, step): return step
+    def method(self, response, example): return 2.0
+as_object, as_method = Callable(), Callable().method
+part_of = functools.partial(three, other=1)
+value = 3
+"""
+
+
+def row(uid="row-7", source="mine", truth="3", images=()):
+    return SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=uid, images=list(images))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load("mine=parts", "number", reward_workers=1) -> Rewards, by default in this process."""
+    path = tmp_path / "mine.py"
+    path.write_text(CODE)
+    made = []
+
+    def go(*specs, **more):
+        where = [re.sub(r"(\w+)$", rf"{path}:\1", spec) for spec in specs]
+        made.append(Rewards(RewardConfig(reward=tuple(where), **{"reward_workers": 0} | more)))
+        return made[-1]
+
+    go.path = path
+    yield go
+    for rewards in made:
+        rewards.pools.close()
+    reward.grader_stats.clear()
+
+
+def grade(rewards, *texts, example=None, **at):
+    return rewards.begin(**at).results([response_to(example or row(), text) for text in texts])
+
+
+# --- how they are called ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("number", [3, 0]), ("waits", [3, 0]), ("waits_for_all", [3, 0]), ("all_of_them", [2, 2]),
+        ("three_with_default", [2, 2]), ("as_object", [5, 5]), ("as_method", [2, 2]), ("part_of", [1, 1]),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1])
+def test_functions_of_all_kinds(load, name, expected, count):
+    assert grade(load(name, reward_workers=count), "abc", "", step=5) == [{"reward": float(n)} for n in expected]
+
+
+@pytest.mark.parametrize("name", ["told", "told_all"])
+def test_a_function_gets_by_name_what_it_asks_for(load, name):
+    """Of the options of a stage only its own task's."""
+    rollouts = [response_to(row(source=s), "abc", f) for s, f in (("a", "stop"), ("me/B", "length"), ("c", "stop"))]
+    stage = Stage("second", 1, {"a": {"x": 10}, "b": {"x": 20}})
+    got = load(name).begin(4, stage).results(rollouts)
+    assert [r["reward"] for r in got] == [10, 20, -1] and [r["cut"] for r in got] == [0, 1, 0]
+    assert {(r["step"], r["number"]) for r in got} == {(4, 1)}
+
+
+def test_keyword_arguments_get_everything(load):
+    assert grade(load("whatever"), "a", step=1234)[0].keys() == {"finish_reason", "step", "stage", "reward"}
+
+
+def test_each_task_has_its_own_function_beside_built_in_ones(load):
+    rewards = load("parts", "geo3k=number", "Some/Go=all_of_them")
+    sources = ["chess", "hiyouga/geometry3k", "go", "go"]
+    got = rewards.begin().results([response_to(row(source=s), "ab") for s in sources])
+    assert [r["reward"] for r in got] == [0.5, 2, 2, 2]
+    mixed = load("mine=number")
+    data = [row(source="mine"), row(source="geo3k"), row("c", "shapes", "red")]
+    data[2].extra["answer_type"] = "colour"
+    assert mixed.check(data) == {"mine": 1, "geo3k": 1, "shapes": 1}
+    got = mixed.begin().results([response_to(e, f"\\boxed{{{e.ground_truth}}}") for e in data])
+    assert [r["reward"] for r in got] == [9, 0.9, 1]
+    with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
+        mixed.check([row(source="chess")])
+    with pytest.raises(reward.UserError, match="nothing could equal"):
+        mixed.check([row(source="geo3k", truth="")])
+    assert load("geo3k=number").check([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
+
+
+def test_a_path_may_hold_an_equals_sign(load, tmp_path):
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    (folder / "mine.py").write_text(CODE)
+    assert custom.split_spec(f"{folder}/mine.py:number") == ("", f"{folder}/mine.py:number")
+    assert custom.split_spec(f"geo3k={folder}/mine.py:number") == ("geo3k", f"{folder}/mine.py:number")
+
+
+def test_paths_are_kept_absolute(load, monkeypatch):
+    monkeypatch.chdir(load.path.parent)
+    assert custom.absolute_spec("geo3k=mine.py:number") == f"geo3k={load.path}:number"
+    assert custom.absolute_spec("mine.py:number") == f"{load.path}:number"
+    assert custom.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
+    assert custom.absolute_option("template=mine.py") == f"template={load.path}"
+    assert [custom.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
+    assert not custom.has_file("a=other.py:f") and custom.has_file("a=mine.py:f")
+
+
+# --- what is wrong with them -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        (["mine.py"], "FILE.py:FUNCTION"),
+        (["mine:number"], "FILE.py:FUNCTION"),
+        (["{dir}/other.py:number"], "there is no file.*other.py"),
+        (["geo3k={dir}/other.py:number"], "there is no file.*other.py"),
+        (["{dir}/mine.py:nothing"], "nothing does not exist.*number, parts"),
+        (["{dir}/mine.py:value"], "value is not a function"),
+        (["{dir}/mine.py:three"], r"three must take .response, example. or .responses, examples., .*'other'"),
+        (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "another one of all tasks, .*mine.py:number; drop one"),
+        (["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "another one of the task 'geo3k'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_at_once(load, specs, message):
+    with pytest.raises(reward.UserError, match=message):
+        Rewards(RewardConfig(reward=tuple(spec.format(dir=load.path.parent) for spec in specs)))
+
+
+def test_a_judges_settings_need_a_judge():
+    with pytest.raises(reward.UserError, match="--judge weight=0.5 needs --judge-url"):
+        Rewards(RewardConfig(judge=("weight=0.5",)))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
+    rewards = load("number", "chess=raises", reward_workers=count)
+    rewards.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
+    with pytest.raises(Exception, match="invalid literal for int") as caught:
+        rewards.try_out()
+    assert caught.value.__notes__[-1] == "this was the trial call before the run" and not +reward.grader_stats
+    assert "'b'" in str(caught.value) + str(caught.value.__notes__) and rewards.try_out(main=False) is None
+    for name, message in (("nan", "row 'b'.*is nan"), ("no_total", "row 'b'.*add a total"), ("text", "'1.0' .str"),
+                          ("nothing_returned", "is None"), ("too_few", ""), ("inf", "is inf")):
+        rewards = load(f"chess={name}", reward_workers=count)
+        rewards.check([row("b", "chess")])
+        if message:
+            with pytest.raises(reward.UserError, match=message):
+                rewards.try_out()
+        else:
+            rewards.try_out()  # one of one
+
+
+def test_a_task_that_no_row_has_is_a_mistake(load):
+    rewards = load("go=number", "number")
+    rewards.check([row(source="chess"), row(source="geo3k")])
+    with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; there are chess, geo3k"):
+        rewards.try_out()
+    rewards.check([row(source="go")])
+    rewards.try_out()
+
+
+# --- what they may return --------------------------------------------------------------------------------------------
+
+
+def test_a_number_for_each_image(load):
+    two = row(images=[b"1", b"2"])
+    assert grade(load("by_image"), "abc", example=two) == [{"image_1": 3.0, "image_2": 1.0, "reward": 2.0}]
+    total = {"image_1": 1.0, "image_2": 2.0, "reward": 7.0, "x": 1.0}
+    assert grade(load("by_image_total"), "abc", example=two) == [total]
+    with pytest.raises(reward.UserError, match="row 'row-7': the reward returned 1 numbers under 'images' for 2 imag"):
+        grade(load("by_image", reward_errors="stop"), "a", example=two)
+    with pytest.raises(reward.UserError, match="add a total"):
+        grade(load("by_image", reward_errors="stop"), "", example=row())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_bad_number_of_a_batch_is_one_failure_and_a_wrong_length_all(load, count):
+    assert grade(load("some", reward_workers=count), "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
+    assert reward.grader_stats == {"reward/errors": 1}
+    with pytest.raises(reward.UserError, match="row 'row-7' and others: the reward returned a list of 1 for 3 resp"):
+        grade(load("too_few", reward_workers=count, reward_errors="stop"), "a", "b", "c")
+    assert grade(load("too_few", reward_workers=count), "a", "b") == [None, None]
+    assert grade(load("swapped"), "a", "b") == [{"reward": 1.0}] * 2
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_failures_are_counted_and_told_and_treated_as_asked(load, capfd, count):
+    texts = ["1", "x", "2", "y", "z"]
+    for errors, instead in (("drop", None), ("zero", {"reward": 0.0})):
+        rewards = load("raises", reward_errors=errors, reward_workers=count)
+        for step in (0, 1):
+            reward.grader_stats.clear()
+            got = grade(rewards, *texts, step=step)
+            assert got == [{"reward": 4.0}, instead, {"reward": 5.0}, instead, instead]
+            assert reward.grader_stats == {"reward/errors": 3}
+            told = capfd.readouterr().err
+            line = f"step {step}: 3 of 5 rewards failed (3 ValueError), as row 'row-7': the reward raised ValueError: "
+            assert told.count(line) == 1
+            in_full = [told.count(text) for text in ("Traceback", "mine.py", "; for the response 'x'\n")]
+            assert in_full == [int(step == 0)] * 3
+            grade(rewards, *texts, step=step)  # a second round of it
+            assert capfd.readouterr().err == ""
+    with pytest.raises(Exception, match="invalid literal for int.*'x'") as caught:
+        grade(load("raises", reward_errors="stop", reward_workers=count), *texts)
+    if count == 0:  # for a debugger: the error itself
+        assert type(caught.value) is ValueError and caught.traceback[-1].path == load.path
+        assert caught.value.__notes__ == ["raised by the reward of row 'row-7' for the response 'x'"]
+    else:
+        assert 'mine.py", line ' in str(caught.value) and "row 'row-7'" in str(caught.value)
+
+
+def test_if_all_fail_it_is_said_loudly(load, capfd):
+    assert grade(load("raises"), "x", "y") == [None, None]
+    assert "warning: ALL of them failed: nothing can be learnt from these responses" in capfd.readouterr().err
+
+
+def test_a_built_in_reward_that_fails_is_no_exception(load, monkeypatch):
+    monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
+
+    @reward.register("fragile")
+    def fragile(response, example, step):
+        return 1 / (len(response) - 1)
+
+    assert grade(load(), "a", "abc", example=row(source="fragile")) == [None, {"reward": 0.5}]
+    with pytest.raises(ZeroDivisionError):
+        reward.score("a", row(source="fragile"))
+
+
+def test_a_dropped_response_counts_for_nothing():
+    from rollout import Rollout
+
+    def made(results, **algo):
+        algo = Algorithm(**{"group_size": 4} | algo)
+        rollouts = [Rollout(None, i % 4, [1] * 20, [True] * 20, [0.0] * 20, "stop", "") for i in range(len(results))]
+        give_rewards(rollouts, results, algo, 20)
+        return rollouts, [algo.counts(r.finish_reason) for r in rollouts]
+
+    results = [{"reward": 1.0, "x": 1.0}, None, {"reward": 0.25, "x": 0.0}, {"reward": 0.1, "x": 0.0}, *[None] * 4,
+               *[{"reward": 0.1}] * 3, None]
+    rollouts, counts = made(results)
+    assert [r.reward for r in rollouts] == [1.0, 0.45, 0.25, 0.1, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1]
+    assert counts == [r is not None for r in results]
+    assert [r.finish_reason == "error" for r in rollouts] == [r is None for r in results]
+    assert rollouts[1].rewards == {"reward": 0.45}
+    rollouts, counts = made(results, truncated="penalise")
+    assert [r.task_reward for r in rollouts[:4]] == [1.0, 0.45, 0.25, 0.1]
+    assert [r.reward for r in rollouts[:4]] == [0.0, pytest.approx(-0.55), -0.75, -0.9]
+    assert {r.task_reward for r in rollouts[8:]} == {0.1}  # no signal
+
+
+# --- a judge ---------------------------------------------------------------------------------------------------------
+
+STAND_IN = '''
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+class JudgeError(Exception): pass
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    model: str = ""
+    tasks: tuple = ()
+    weight: float = 1.0
+    calls: int = 0
+
+def judge_options(pairs):
+    values = dict(pair.split("=") for pair in pairs)
+    return JudgeOptions("", tuple(filter(None, values.get("tasks", "").split(","))),
+                        float(values.get("weight", 1)), int(values.get("calls", 0)))
+
+def find_model(url, options): return options
+
+class Judge:
+    def __init__(self, url, options, cache=None, calls=None):
+        self.counts = Counter(calls=0, failed=0)
+        self.told = (url, options.calls, str(cache), calls)
+
+    async def score(self, response, example):
+        self.counts["calls"] += 1
+        await asyncio.sleep(0.01)
+        if "bad" in response:
+            self.counts["failed"] += 1
+            raise JudgeError(f"no score: {self.told}")
+        return len(response) / 10
+
+    async def close(self): pass
+'''
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_judge_adds_its_score(load, tmp_path, monkeypatch, capfd, count):
+    (tmp_path / "stand_in_judge.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    import stand_in_judge
+
+    monkeypatch.setitem(sys.modules, "rewards.judge", stand_in_judge)
+
+    def judged(*options, world=1):
+        cfg = RewardConfig(reward=(f"mine={load.path}:parts",), judge_url="http://x", judge=options,
+                           reward_workers=count)
+        return Rewards(cfg, tmp_path / "out", 0, world)
+
+    rewards = judged("weight=0.25", "tasks=mine,poem", "calls=5", world=2)
+    data = [row(source="mine"), row(source="poem"), row(source="geo3k")]
+    assert rewards.check(data) == {"mine": 1, "poem": 1, "geo3k": 1}
+    rewards.try_out()
+    reward.grader_stats.clear()
+    rollouts = [response_to(e, text) for e in data for text in ("\\boxed{3}", "bad")]
+    got = rewards.begin().results(rollouts)
+    own = {"accuracy": 1.0, "format": 0.0, "reward": 0.9}
+    assert got[0] == {"short": 1.0, "judge": 0.9, "reward": pytest.approx(0.75 * 0.5 + 0.25 * 0.9)}
+    assert got[2] == {"judge": 0.9, "reward": 0.9} and got[4] == own and got[5]["reward"] == 0.0
+    assert got[1] is None and got[3] is None  # the judge said nothing
+    counts = {name: n for name, n in reward.grader_stats.items() if "/" in name}
+    assert counts == {"judge/calls": 4, "judge/failed": 2, "reward/errors": 2}
+    told = f"no score: ('http://x', 5, '{tmp_path}/out/judge/rank_0.jsonl', 2)"
+    assert told in capfd.readouterr().err
+    rewards.begin().results(rollouts[:1])
+    assert reward.grader_stats["judge/calls"] == 5
+    rewards.pools.close()
+    rewards = judged()
+    assert rewards.begin().results(rollouts[:1])[0] == {"short": 1.0, "judge": 0.9, "reward": 0.9}
+    with pytest.raises(reward.UserError, match="calls=1: less than one for each process"):
+        judged("calls=1", world=2)
+    with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
+        judged("tasks=poem").check([row(source="chess")])
+    rewards.pools.close()
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
+    """What fails is a matter of the response's length, so both ranks see some; the counts are sums."""
+    from tasks.shapes import shapes_rows
+
+    data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
+    (tmp_path / "fails.py").write_text(
+        "import os, time\n"
+        "def score(response, example, step):\n"
+        "    kind = sum(map(ord, response)) % 8\n"
+        "    if step == 1: raise RuntimeError('all of them')\n"
+        "    if kind == 0: raise ValueError(response)\n"
+        "    if kind == 1 and example.uid.endswith('1'): time.sleep(100)\n"
+        "    if kind == 2: return float('nan')\n"
+        "    return kind / 8\n"
+    )
+    out = tmp_path / "out"
+    more = ["--reward", f"shapes={tmp_path}/fails.py:score", "--reward-timeout", 3, "--reward-workers", 2, "--steps", 3,
+            "--prompts-per-step", 4, "--group-size", 6, "--eval-data", data, "--no-self-test"]
+    common = flags(toys["qwen2_5_vl"], data, out)
+    done = run([*TORCHRUN, 2, "train.py", *common[:6], *common[8:], *more])
+    logged = rows(out)
+    steps = [row for row in logged if row["step"] > 0]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert steps[1]["reward/errors"] == 24 and steps[1]["reward/mean"] is None and steps[1]["update/steps"] == 0
+    assert steps[0]["reward/errors"] > 0 and steps[0]["reward/errors"] + steps[0]["reward/timeouts"] < 24
+    assert steps[0]["update/steps"] == 1 and 0 < steps[0]["reward/mean"] < 1
+    said = done.stdout + done.stderr
+    assert "ALL of them failed" in said and "RuntimeError" in said and "rank 1: " in said
+    evaluated = json.loads(next((out / "eval").glob("step_000003.json")).read_text())
+    assert evaluated["failed"] > 0 and "rewards that failed, counted as wrong" in said
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_work(tmp_path):
+    """Each python block of docs/rewards.md, and what the text says of it."""
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text("\n\n".join(blocks))
+    names = re.findall(r"^(?:async )?def (\w+)\(response", "\n".join(blocks), re.MULTILINE)
+    assert len(names) >= 4 and len(set(names)) == len(names)
+    from PIL import Image
+
+    example = row(truth="red")
+    example.pil_images = [Image.new("RGB", (8, 8), "red")]
+    for name in names:
+        rewards = Rewards(RewardConfig(reward=(f"{tmp_path}/my_rewards.py:{name}",), reward_errors="stop"))
+        rewards.check([example])
+        rewards.try_out()
+        good, bad = grade(rewards, "<think>a</think> \\boxed{red}", "blue" * 1000, example=example)
+        assert good["reward"] > bad["reward"], name
+        rewards.pools.close()
+    for flag in re.findall(r"`(--reward[a-z-]*|--judge[a-z-]*)", page):
+        assert flag.lstrip("-").replace("-", "_") in RewardConfig.__dataclass_fields__

@@ -1,0 +1,228 @@
+"""Images that stay in their file: the same bytes as an eager reading, little memory, and no silent changes.
+
+pytest tests/test_lazy.py
+"""
+
+import base64
+import io
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from test_prepare_data import BLUE, RED, encode, save, verl_row
+
+import prepare_data as pd
+from errors import UserError
+from prepare_data import Example, ReadingConfig, decode_image, write_examples
+from sources import lazy
+from sources.lazy import LazyImages
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing kept from another test."""
+    monkeypatch.setattr(lazy, "ROWS", lazy.Rows())
+
+
+def read(path, **settings) -> list[Example]:
+    return pd.read_examples(path, ReadingConfig(**settings))[0]
+
+
+def noise(i: int, side: int = 40) -> bytes:
+    pixels = np.random.default_rng(i).integers(0, 255, (side, side + i % 7, 3), dtype=np.uint8)
+    return encode(Image.fromarray(pixels))
+
+
+def noise_file(path: Path, n: int, **kw) -> list[bytes]:
+    """n rows of one image each, the row's own; returns the images, which pyarrow alone gives back too."""
+    images = [noise(i) for i in range(n)]
+    save(path, [verl_row(i, images=[{"bytes": data, "path": None}]) for i, data in enumerate(images)], **kw)
+    assert [row["images"][0]["bytes"] for row in pq.read_table(path).to_pylist()] == images
+    return images
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("bound", [1, 30_000, 1 << 30])
+def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, bound):
+    """Whatever the size of row groups and of what is kept, in order, backwards, at random and from 4 threads."""
+    monkeypatch.setattr(lazy, "BOUND", bound)
+    images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
+    examples = read(tmp_path / "f.parquet")
+    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROWS.kept
+    shuffled = random.Random(0).sample(range(30), 30)
+    for order in (range(30), range(29, -1, -1), shuffled, [3] * 3):
+        assert [examples[i].images[0] for i in order] == [images[i] for i in order]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda i: examples[i].images[-1], order)) == [images[i] for i in order]
+    kept = lazy.ROWS.kept
+    assert lazy.ROWS.bytes == sum(batch.nbytes for batch in kept.values()) and (
+        lazy.ROWS.bytes <= bound or len(kept) == 1
+    )
+    assert len(kept) == 30 or bound < 1 << 30
+
+
+def test_it_is_a_sequence_of_bytes(tmp_path):
+    row = verl_row(
+        0, prompt="<image><image><image>", images=[{"bytes": b, "path": None} for b in (RED, BLUE, noise(0))]
+    )
+    [example] = read(save(tmp_path / "f.parquet", [row]))
+    images = example.images
+    assert len(images) == 3 and list(images) == [RED, BLUE, noise(0)] == [images[0], images[1], images[2]]
+    assert images[-1] == noise(0) and images[1:] == [BLUE, noise(0)] and images[::-1] == [noise(0), BLUE, RED]
+    assert images == [RED, BLUE, noise(0)] and [RED, BLUE, noise(0)] == images and images != [RED] and images != 3
+    assert BLUE in images and b"" not in images
+    with pytest.raises(IndexError):
+        images[3]
+    assert example.image_sizes == [(8, 6), (8, 6), (40, 40)] and len(repr(images)) < 200
+    pil_images = example.pil_images
+    assert [image.mode for image in pil_images] == ["RGB"] * 3
+    assert [image.tobytes() for image in pil_images] == [decode_image(data).tobytes() for data in images]
+    [text] = read(save(tmp_path / "t.parquet", [verl_row(0, prompt="q?", images=[])]))
+    assert not text.images and list(text.images) == [] == text.image_sizes
+
+
+def test_sizes_are_those_of_the_decoded_image(tmp_path):
+    """A camera's turned file is counted as it is seen; no second look at the file is needed."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encode(Image.new("RGB", (32, 16)), "JPEG", exif=exif)
+    path = save(tmp_path / "f.parquet", [verl_row(0, images=[{"bytes": turned, "path": None}])])
+    [example] = read(path)
+    path.unlink()
+    assert example.image_sizes == [(16, 32)] != [Image.open(io.BytesIO(turned)).size]
+    assert Example("u", "t", [], [turned], "1", {}).image_sizes == [(16, 32)]
+
+
+def test_no_bytes_are_kept_or_sent(tmp_path):
+    noise_file(tmp_path / "f.parquet", 20)
+    examples = read(tmp_path / "f.parquet")
+    sent = pickle.dumps(examples)
+    assert len(noise(0)) > 4000 and len(sent) < 20 * 600
+    back = pickle.loads(sent)
+    assert back == examples and back[3].images[0] == noise(3) and back[3].image_sizes == examples[3].image_sizes
+
+
+def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
+    """Paths are read and base64 is decoded when used; content parts too."""
+    (tmp_path / "a.png").write_bytes(RED)
+    text = base64.b64encode(BLUE).decode()
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}, {"type": "image"}]
+    rows = [
+        verl_row(0, prompt=[{"role": "user", "content": [*parts, {"type": "text", "text": "q"}]}], images=["a.png"])
+    ]
+    rows += [
+        verl_row(
+            1, prompt=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}], images=[text]
+        )
+    ]
+    examples = read(save(tmp_path / "f.parquet", rows))
+    assert [list(e.images) for e in examples] == [[BLUE, RED], [BLUE]]
+    lazy.ROWS.__init__()
+    (tmp_path / "a.png").write_bytes(BLUE)
+    assert examples[0].images[0] == BLUE, "which did not change"
+    with pytest.raises(UserError, match=r"f.parquet row group 0 row 0: image 1: has changed since it was checked"):
+        list(examples[0].images)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UserError, match=r"f.parquet row group 0 row 0: image 1: .*a.png: No such file"):
+        examples[0].images[1]
+
+
+def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
+    path = tmp_path / "f.parquet"
+    noise_file(path, 3)
+    examples, data = read(path), path.read_bytes()
+    path.unlink()
+    with pytest.raises(UserError, match=rf"{path}: gone since its rows were checked.*No such file"):
+        examples[0].images[0]
+    path.write_bytes(data)  # the same, and yet nobody knows
+    with pytest.raises(UserError, match=rf"{path} has changed since its rows were checked"):
+        examples[0].images[0]
+    status = os.stat(path)
+    for change, told in ((lambda d: d.replace(noise(1)[50:60], bytes(10)), "has changed since it was checked"),
+                         (lambda d: bytes(len(d)), "cannot be read; it may have changed")):  # fmt: skip
+        path.write_bytes(data)
+        examples = read(path)
+        status = os.stat(path)
+        path.write_bytes(change(data))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # neither size nor time tells
+        lazy.ROWS.__init__()
+        with pytest.raises(UserError, match=rf"{path} row group 0.*{told}"):
+            examples[1].images[0]
+    path.write_bytes(data)
+    assert read(path)[1].images == [noise(1)], "a new start helps"
+
+
+def test_it_works_in_another_process(tmp_path):
+    images = noise_file(tmp_path / "f.parquet", 4)
+    examples = read(tmp_path / "f.parquet")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(first_image, examples) == images
+
+
+def first_image(example: Example) -> bytes:
+    return example.images[0]
+
+
+def test_a_forked_child_reads_too(tmp_path):
+    """It has none of its parent's threads, the one that reads included."""
+    noise_file(tmp_path / "f.parquet", 4)
+    code = (
+        "import os, signal, sys; from prepare_data import *\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        "first, child = examples[0].images[0], os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(20)\n"
+        "    os._exit(0 if examples[0].images == [first] and len(examples[3].images[0]) > 4000 else 3)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_our_files_have_small_row_groups_and_pages(tmp_path, capsys, monkeypatch):
+    images = [noise(i, 200) for i in range(80)]  # 120 kB each
+    examples = [
+        Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [b], "1", {"uid": f"u{i}"})
+        for i, b in enumerate(images)
+    ]
+    write_examples(examples, tmp_path / "f.parquet")
+    with pq.ParquetFile(tmp_path / "f.parquet") as file:
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    assert max(sizes) < pd.ROW_GROUP_BYTES + 300_000 and len(sizes) == 3
+    assert read(tmp_path / "f.parquet") == examples and "slow" not in capsys.readouterr().out
+    monkeypatch.setattr(lazy, "LARGE_GROUP", 1 << 20)
+    read(tmp_path / "f.parquet")
+    assert re.search(
+        r"f.parquet: row groups of up to \d MiB make reading its images slow; .*--input", capsys.readouterr().out
+    )
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    """What arrow holds at most, while a file of 24 MB is checked and drawn from; and that torch is not needed."""
+    images = [noise(i, 200) for i in range(20)]
+    rows = (
+        Example(f"u{i}", "t", [{"role": "user", "content": "<image>"}], [images[i % 20]], "1", {}) for i in range(200)
+    )
+    write_examples(rows, tmp_path / "f.parquet")
+    code = (
+        "import sys; import pyarrow as pa; from prepare_data import *; from sources import lazy\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        "checked = pa.default_memory_pool().max_memory()\n"
+        "lazy.BOUND = 2 << 20\n"
+        "assert sum(len(e.images[0]) for e in examples) > 23e6\n"
+        "print(checked, pa.default_memory_pool().max_memory(), pa.total_allocated_bytes(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    checked, most, held, torch = done.stdout.split()
+    assert int(checked) < 16 << 20 and int(most) < 16 << 20 and int(held) < 4 << 20 and torch == "False"

@@ -1,0 +1,318 @@
+"""Processes that grade: equal results however many there are, and none that hangs, dies or outlives a run matters."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import reward  # noqa: E402
+from reward import RewardConfig, Rewards, Stage, response_to  # noqa: E402
+from rewards import workers  # noqa: E402
+
+CODE = r'''
+import asyncio, ctypes, os, re, signal, sys, time
+
+def plain(response, example):
+    return {"length": len(response), "reward": len(response) % 7 + example.extra["worth"]}
+
+def batch(responses, examples, finish_reasons, step, stage):
+    return [len(r) + e.extra["worth"] + step + (f == "length") for r, e, f in zip(responses, examples, finish_reasons)]
+
+async def waits(response, example, step):
+    await asyncio.sleep(0.01 * (len(response) % 3))
+    return {"length": len(response), "reward": step + example.extra["worth"]}
+
+def bad(response, example):
+    if "hang" in response: re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter for years
+    if "sleep" in response: time.sleep(60)
+    if "exit" in response: os._exit(3)
+    if "segfault" in response: ctypes.string_at(0)
+    if "killed" in response: os.kill(os.getpid(), signal.SIGKILL)
+    if "sys" in response: sys.exit("no")
+    if "deep" in response: return bad(response, example)
+    return 1.0
+
+async def bad_async(response, example):
+    await asyncio.sleep(0.05)
+    if "blocks" in response: time.sleep(60)
+    if "sleep" in response: await asyncio.sleep(60)
+    if "exit" in response: os._exit(3)
+    return 1.0
+
+together = most = 0
+async def crowd(response, example):
+    global together, most
+    together += 1
+    most = max(most, together)
+    await asyncio.sleep(0.3)
+    together -= 1
+    return {"most": most, "reward": 0.0}
+
+def about(response, example, finish_reason, step, stage):
+    print("said by", response, flush=False)
+    heavy = any(name in sys.modules for name in ("torch", "transformers", "train"))
+    return {"pid": os.getpid() % 100_000, "heavy": heavy, "reward": 0}
+
+def pause(response, example):
+    time.sleep(float(response))
+    return os.getpid() % 100_000
+'''
+
+
+def row(n: int, source: str = "mine", truth: str = "3") -> SimpleNamespace:
+    return SimpleNamespace(data_source=source, ground_truth=truth, extra={"worth": n % 5}, uid=f"row-{n}", images=[])
+
+
+def responses(texts, rows=None):
+    rows = rows or [row(0)]
+    return [response_to(rows[i % len(rows)], text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(function, ...) -> Rewards of that function of CODE, or of several `[TASK=]function`."""
+    (tmp_path / "mine.py").write_text(CODE)
+    made = []
+
+    def go(*names, **more):
+        specs = tuple(f"{n.rpartition('=')[0]}{'=' if '=' in n else ''}{tmp_path}/mine.py:{n.rpartition('=')[2]}"
+                      for n in names)
+        made.append(Rewards(RewardConfig(reward=specs, **more)))
+        return made[-1]
+
+    yield go
+    for rewards in made:
+        rewards.pools.close()
+    reward.grader_stats.clear()
+
+
+def kinds(grading):
+    return {i: failure.kind for i, failure in grading.failed.items()}
+
+
+# --- the number of processes does not matter ------------------------------------------------------------------------
+
+
+def test_results_depend_on_no_number_of_workers_and_no_order(make):
+    rng = random.Random(0)
+    rows = [row(n, source, "5\\sqrt{3}") for n, source in enumerate(["mine", "several", "slow", "geo3k"] * 5)]
+    texts = ["x" * rng.randrange(40) + rng.choice(["\\boxed{5\\sqrt3}", "\\boxed{8.66}", ""]) for _ in range(120)]
+    expected = []
+    for i, text in enumerate(texts):
+        n, worth = len(text), rows[i % 20].extra["worth"]
+        right = float("\\sqrt3" in text)
+        graded = {"accuracy": right, "format": 0.0, "reward": 0.9 * right}
+        batch, slow = {"reward": n + worth + 4 + (i % 2)}, {"length": n, "reward": 4 + worth}
+        expected.append([{"length": n, "reward": n % 7 + worth}, batch, slow, graded][i % 4])
+    for count in (0, 1, 3):
+        rewards = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
+        assert rewards.check(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
+        rewards.try_out()
+        reward.grader_stats.clear()
+        for how in ("in order", "shuffled", "half", "none"):
+            rollouts = responses(texts, rows)
+            for i, r in enumerate(rollouts):
+                r.finish_reason = "length" if i % 2 else "stop"
+            early = rollouts[: {"half": 60, "none": 0}.get(how, 120)]
+            rng.shuffle(early) if how == "shuffled" else None
+            grading = rewards.begin(4, Stage())
+            for r in early:
+                grading.add(r)
+            assert grading.results(rollouts) == expected, (count, how)
+        boxes = sum("boxed" in text for text in texts[3::4])
+        assert reward.grader_stats == {"graded": 4 * boxes, "no_box": 4 * (30 - boxes)}
+        for e, source in enumerate(["mine", "several"]):  # a round of nothing, and one that is given up
+            rewards.begin().add(responses(["a"], [row(e, source)])[0])
+        assert rewards.begin(4).results([]) == []
+
+
+def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
+    rewards = make("about", reward_workers=2)
+    rewards.check([row(0)])
+    assert not rewards.pools.pools
+    pids = set()
+    for _ in range(3):
+        results = rewards.begin().results(responses([str(i) for i in range(40)]))
+        assert not any(r["heavy"] for r in results)
+        pids |= {r["pid"] for r in results}
+    assert 1 <= len(pids) <= 2 and os.getpid() % 100_000 not in pids
+    [pool] = rewards.pools.pools.values()
+    rewards.pools.close()
+    assert not pool.workers and capfd.readouterr().out.count("said by") == 120
+
+
+def test_work_is_shared_and_hidden_behind_what_else_happens(make):
+    rewards = make("pause", reward_workers=2)
+    rewards.begin().results(responses(["0"] * 4))  # they have started
+    grading = rewards.begin()
+    rollouts = responses(["0.01"] * 60)
+    for r in rollouts:
+        grading.add(r)
+        time.sleep(0.01)  # sampling
+    start = time.perf_counter()
+    pids = {r["reward"] for r in grading.results(rollouts)}
+    assert time.perf_counter() - start < 0.25 and len(pids) == 2
+
+
+class Counted(SimpleNamespace):
+    sent = 0
+
+    def __reduce__(self):
+        Counted.sent += 1
+        return SimpleNamespace, (), self.__dict__
+
+
+def test_an_example_is_sent_once_a_prompt(make):
+    rewards = make("plain", reward_workers=1)
+    rows = [Counted(**vars(row(n))) for n in range(3)]
+    for round in (1, 2):
+        assert len(rewards.begin().results(responses(["a"] * 60, rows))) == 60
+        assert Counted.sent == 3 * round
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["hang", "sleep"])
+def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how, capfd):
+    texts = [how if i in (3, 20, 21) else "fine" for i in range(40)]
+    rewards = make("bad", reward_workers=2, reward_timeout=1.0)
+    start = time.perf_counter()
+    grading = rewards.begin(step=7)
+    results = grading.results(responses(texts, [row(n) for n in range(40)]))
+    assert time.perf_counter() - start < 20
+    assert kinds(grading) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
+    assert all((r is None) if i in (3, 20, 21) else (r == {"reward": 1.0}) for i, r in enumerate(results))
+    assert reward.grader_stats["reward/timeouts"] == 3 and reward.grader_stats["reward/errors"] == 0
+    told = capfd.readouterr().err
+    assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
+    assert "step 7: 3 of 40 rewards failed (3 time-out)" in told and "mine.py" in told  # where it was
+    assert rewards.begin().results(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [("exit", "with exit code 3"), ("segfault", "by SIGSEGV"), ("killed", "by SIGKILL"), ("sys", "SystemExit: no"),
+     ("deep", "RecursionError")],
+)
+def test_a_call_that_ends_its_process_has_failed(make, how, told, capfd):
+    texts = [how if i in (0, 11) else "fine" for i in range(30)]
+    grading = make("bad", reward_workers=1, reward_errors="zero").begin()
+    results = grading.results(responses(texts))
+    assert kinds(grading) == {0: "errors", 11: "errors"} and told in capfd.readouterr().err
+    assert [r["reward"] for r in results] == [0.0 if i in (0, 11) else 1.0 for i in range(30)]
+
+
+def test_async_calls_wait_together(make):
+    rewards = make("crowd", reward_workers=1)
+    rewards.begin().results(responses(["a"]))
+    start = time.perf_counter()
+    results = rewards.begin().results(responses(["a"] * 100))
+    assert time.perf_counter() - start < 3.0  # one after another: 30
+    assert 20 < max(r["most"] for r in results) <= 64
+    here = make("crowd", reward_workers=0).begin().results(responses(["a"] * 100))
+    assert max(r["most"] for r in here) == 64
+
+
+@pytest.mark.parametrize("how, kind", [("sleep", "timeouts"), ("exit", "errors"), ("blocks", "timeouts")])
+def test_the_guilty_one_of_many_async_calls_is_found(make, monkeypatch, how, kind):
+    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    texts = [how if i in (2, 17) else "fine" for i in range(40)]
+    grading = make("bad_async", reward_timeout=1.5).begin()
+    results = grading.results(responses(texts))
+    assert kinds(grading) == {2: kind, 17: kind}
+    assert [r for i, r in enumerate(results) if i not in (2, 17)] == [{"reward": 1.0}] * 38
+
+
+def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_path, capfd):
+    rewards = make("plain", reward_workers=2)
+    (tmp_path / "mine.py").write_text("raise OSError('no memory')")
+    grading = rewards.begin()
+    assert grading.results(responses(["a"] * 5)) == [None] * 5
+    told = capfd.readouterr().err
+    assert "no process for rewards could start" in told and "no memory" in told and "ALL of them failed" in told
+    (tmp_path / "mine.py").write_text(CODE)
+    assert rewards.begin().results(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+
+
+def test_an_error_of_ours_ends_the_run(make):
+    rewards = make("plain", reward_workers=1)
+    bad = row(0)
+    bad.extra["worth"] = lambda: None  # cannot be sent
+    with pytest.raises(RuntimeError, match="talks to --reward-workers"):
+        rewards.begin().results(responses(["a"], [bad]))
+
+
+# --- math-verify -----------------------------------------------------------------------------------------------------
+
+HANG = "\\log_{2}{9^{9^{9^9}}}"
+
+
+def test_math_verify_keeps_its_own_time_in_a_worker(make):
+    """Its three seconds are not the call's one; what is late is wrong, not failed."""
+    rewards = make(reward_workers=1, reward_timeout=1.0)
+    texts = [f"\\boxed{{{a}}}" for a in ("\\log_2 8", HANG, "3", "\\log_2 16", HANG)]
+    grading = rewards.begin()
+    results = grading.results(responses(texts, [row(0, "geo3k")]))
+    assert [r["accuracy"] for r in results] == [1, 0, 1, 0, 0] and not grading.failed
+    assert reward.grader_stats["cas"] == 3 and reward.grader_stats["cas_timeout"] == 1  # the second time it is known
+    assert reward.grader_stats["graded"] == 5
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+ENDS = """
+import os, signal, sys, threading, time
+from types import SimpleNamespace as N
+from reward import RewardConfig, Rewards, response_to
+row = N(data_source="mine", ground_truth="3", extra={}, uid="a")
+rewards = Rewards(RewardConfig(reward=(sys.argv[1],), reward_workers=2))
+[first] = rewards.begin().results([response_to(row, "0")])
+[pool] = rewards.pools.pools.values()
+print(*(w.process.pid for w in pool.workers), flush=True)
+"""
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("ending", ["exit", "exit while it hangs", "SIGKILL while it hangs", "os._exit"])
+def test_no_process_outlives_its_trainer(tmp_path, ending):
+    (tmp_path / "mine.py").write_text("import re\ndef f(response, example):\n"
+                                      "    if response == 'hang': re.match('(a+)+$', 'a' * 60 + 'b')\n    return 1.0\n")
+    code = ENDS
+    if "hangs" in ending:
+        code += "rewards.begin().add(response_to(row, 'hang')); time.sleep(0.5)\n"
+    code += {"SIGKILL while it hangs": "os.kill(os.getpid(), 9)", "os._exit": "os._exit(0)"}.get(ending, "")
+    done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/mine.py:f"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)
+    assert done.returncode == (-signal.SIGKILL if "SIGKILL" in ending else 0), done.stderr
+    pids = list(map(int, done.stdout.split()))
+    until = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert pids and not any(map(alive, pids))
+
+
+def test_signals_for_all_of_a_run_leave_the_decision_to_the_trainer(make):
+    rewards = make("pause", reward_workers=1)
+    rewards.begin().results(responses(["0"]))
+    [worker] = rewards.pools.pools[""].workers
+    assert os.getpgid(worker.process.pid) == worker.process.pid != os.getpgid(0)
+    grading = rewards.begin()
+    [slow] = responses(["0.5"])
+    grading.add(slow)
+    time.sleep(0.1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(worker.process.pid, number)
+    assert grading.results([slow]) == [{"reward": worker.process.pid % 100_000}]
