@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export out=out/tasks
-TASKS=${TASKS:-shapes geo3k vqa digits caption geospot}
+TASKS=${TASKS:-shapes geo3k vqa digits caption geospot nlvr2}
 SEEDS=${SEEDS:-0 1 2}
 mkdir -p "$out"
 one() {

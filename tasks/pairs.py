@@ -5,7 +5,6 @@ ordinal, a letter, or where it stands: images stand in a row, left to right, so 
 last of two or three; of more only leftmost and rightmost are clear. A truth may also be `both`, `all` or `none`.
 """
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
 from reward import MAX_ANSWER_CHARS, register, weighted
 from sources.tables import Record, batch_records, data_files
 from tasks._tables import first
-from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, draw_shapes, only_box, png
+from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
 from tasks.vqa import FILLER, LETTERS, answer_of, clean, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
@@ -180,21 +179,28 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
+DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 40}  # of demo.py
+SMALL = 56  # pixels a side: several images are many tokens
+
 
 def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
-    """Endless (png, colour) of one split: the hash of an image's bytes decides which split may have it."""
+    """Endless (png, colour) of one split: a shape in an image of its own."""
     while True:
-        colour = rng.choice(list(COLOURS))
-        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-        draw_shapes(ImageDraw.Draw(image), rng, colour, rng.choice(SHAPES), rng.randint(1, 4))
+        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        image = Image.new("RGB", (SMALL, SMALL), (rng.randint(236, 255),) * 3)
+        x, y = (SMALL / 2 + rng.uniform(-6, 6) for _ in range(2))
+        r = rng.uniform(14, 20)
+        if shape == "circle":
+            ImageDraw.Draw(image).ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
+        else:
+            ImageDraw.Draw(image).polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
         data = png(image)
-        if (hashlib.sha256(data).digest()[0] < 64) == (split == "test"):
+        if in_split(data, split):
             yield data, colour
 
 
-def scenes(split: str, seed: int) -> Iterator[tuple[list[bytes], list[tuple[str, str, str, str]]]]:
-    """Endless (images, [(answer type, prompt, reply, truth), ...]): two images, of ten scenes one has three, one four,
-    each of a colour of its own."""
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless groups of images, each of a colour of its own: eight of ten times two, else three or four."""
     rng = random.Random(f"pairs/{SALT[split]}/{seed}")
     source = drawings(rng, split)
     while True:
@@ -211,11 +217,12 @@ def scenes(split: str, seed: int) -> Iterator[tuple[list[bytes], list[tuple[str,
         asked = rng.randrange(n)
         statement = f"{MARK * n}{INSTRUCTION} Statement: the {ORDINALS[place]} image is {claim}."
         question = f"{MARK * n}{WHICH_INSTRUCTION} Which image is {colours[asked]}?"
+        seen = " ".join(colours)
         yield (
             images,
             [
-                ("statement", statement, f"\\boxed{{{true.lower()}}}", true),
-                ("which", question, f"\\boxed{{{asked + 1}}}", str(asked + 1)),
+                ("statement", statement, boxed(true.lower(), seen), true),
+                ("which", question, boxed(str(asked + 1), seen), str(asked + 1)),
             ],
         )
 
@@ -223,15 +230,6 @@ def scenes(split: str, seed: int) -> Iterator[tuple[list[bytes], list[tuple[str,
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, statements and questions in turn, of different images."""
     need(split in SALT, f"--split {split!r}: pairs has {', '.join(SALT)}")
-    source = scenes(split, seed)
-    for index in range(n):
-        images, asked = next(source)
-        kind, prompt, _, truth = asked[index % len(asked)]
-        uid = f"pairs-{split}-{seed}-{index}"
-        yield {
-            "data_source": {"statement": "nlvr2"}.get(kind, kind),
-            "prompt": [{"role": "user", "content": prompt}],
-            "images": [{"bytes": image, "path": None} for image in images],
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
-        }
+    sources = {"statement": "nlvr2", "which": "which"}
+    for row in rows_of("pairs", n, split, seed, scenes(split, seed), list(sources)):
+        yield row | {"data_source": sources[row["extra_info"]["answer_type"]]}

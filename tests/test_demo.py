@@ -119,7 +119,7 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
 
 # --- every task whose file draws scenes ---------------------------------------------------------------------------
 
-TASKS = ("caption", "digits", "geo3k", "geospot", "shapes", "vqa")
+TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa")
 
 
 def test_each_task_of_ours_has_scenes_and_a_plan():
