@@ -275,7 +275,7 @@ class Workers:
             else:
                 self.suspects.extend(calls)
             unasked = []
-            if not worker.ready and not any(w.ready for w in self.workers):
+            if not worker.ready and not self.workers:
                 unasked = [*self.suspects, *self.waiting]
                 self.suspects.clear()
                 self.waiting.clear()
@@ -308,7 +308,8 @@ def work(fd: int, lifeline: int) -> None:
     except EOFError:
         pass  # the trainer needs no more
     except CAUGHT as error:  # on importing the user's file, say
-        conn.send(("broken", "".join(traceback.format_exception(error))))
+        with suppress(BrokenPipeError):  # nobody listens any more
+            conn.send(("broken", "".join(traceback.format_exception(error))))
 
 
 def die_with(lifeline: int) -> None:
@@ -334,7 +335,8 @@ class Desk:
         self.examples: dict[int, Any] = {}
         self.round = -1
         self.budgets = ExitStack()
-        conn.send(("ready",))
+        with suppress(BrokenPipeError):  # then there will be nothing to take either
+            conn.send(("ready",))
 
     def take(self) -> list[Call]:
         """The calls of a message, with their examples."""

@@ -165,7 +165,7 @@ def test_a_function_that_cannot_be_called_is_told_at_once(load, specs, message):
 
 
 def test_a_judges_settings_need_a_judge():
-    with pytest.raises(reward.UserError, match="--judge weight=0.5 needs --judge-url"):
+    with pytest.raises(reward.UserError, match="--judge needs --judge-url"):
         Rewards(RewardConfig(judge=("weight=0.5",)))
 
 

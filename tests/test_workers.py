@@ -233,7 +233,7 @@ def test_the_guilty_one_of_many_async_calls_is_found(make, monkeypatch, how, kin
 
 
 def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_path, capfd):
-    rewards = make("plain", reward_workers=2)
+    rewards = make("plain", reward_workers=1)
     (tmp_path / "mine.py").write_text("raise OSError('no memory')")
     grading = rewards.begin()
     assert grading.results(responses(["a"] * 5)) == [None] * 5
