@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo of every task on three seeds: does RL lift each toy, and does it look? Writes out/tasks/table.md. CPU, one
-# process a run, JOBS runs at a time, about four minutes a run; what has a summary.json is not run again.
+# process a run, JOBS runs at a time, three to seven minutes a run; what has a summary.json is not run again.
 #   TASKS="vqa digits" SEEDS="0 1" JOBS=1 runs/tasks.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -26,7 +26,7 @@ DIGITS = [str(n) for n in range(10)]
 TEST_SHARE = 0.2
 SIZE = 24  # pixels of a digit, in a cell of 28
 CELLS = 4  # 2 by 2
-DEMO = {"see_steps": 700, "habit_steps": 60, "images": 40, "questions": 1, "steps": 60}  # of demo.py
+DEMO = {"see_steps": 700, "habit_steps": 60, "images": 40, "questions": 1, "steps": 40}  # of demo.py
 
 
 @register("digits", answerable=answerable)
