@@ -132,6 +132,17 @@ def test_page_begins_with_the_accuracy_and_the_comparison():
     assert rollout_page("T", facts | {"blank_images": True}, records, examples).count("blanked for the model") == 4
 
 
+def test_page_shows_under_each_image_what_samples_earned_for_it():
+    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[photo(), photo()])
+    samples = []
+    for credit in ((0.5, 1.0), (0.0, 0.25)):
+        rewards = {"image_1": credit[0], "image_2": credit[1], "reward": 1.0}
+        samples.append({"text": "", "finish_reason": "stop", "tokens": 1, "rewards": rewards})
+    page = rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": samples}], {"u": example})
+    _, first, second = page.split("<img ")
+    assert "image 1: credit 0.5, 0<" in first and "image 2: credit 1, 0.25<" in second and "image 3" not in page
+
+
 def test_page_shows_thumbnails():
     small = next(shapes_rows(1, "test", 0))["images"][0]["bytes"]
     photos = [*2 * [photo(4000, 3000, "JPEG")], photo(1000, 2000, "TIFF"), photo(300, 200, "JPEG"), small]
