@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# GeoSpot's five stages, their first steps divided by 50, on the toy of runs/tasks.sh: one run as it is, one killed in
+# stage 3 and resumed. Are their metrics and weights the same? CPU, a few minutes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+toy=${TOY:-out/tasks/geospot/seed0} # with start and train.parquet
+out=out/geospot_stages
+rm -rf "$out" && mkdir -p "$out"
+python - "$out/stages.json" <<'PY'
+import json, sys
+from tasks.geospot import CURRICULUM
+
+stages = [stage | {"from": stage["from"] // 50} for stage in CURRICULUM]
+json.dump({"stages": stages}, open(sys.argv[1], "w"), indent=1)
+PY
+run() {
+    python train.py --model "$toy/start" --data "$toy/train.parquet" --out "$out/$1" --curriculum "$out/stages.json" \
+        --steps 24 --prompts-per-step 16 --group-size 8 --max-new-tokens 48 --lr 2e-4 --warmup-steps 5 \
+        --micro-tokens 2048 --save-every 3 "${@:2}"
+}
+run whole > "$out/whole.log"
+run cut > "$out/cut.log" 2>&1 &
+until grep -q '"step": 17,' "$out/cut/metrics.jsonl" 2> /dev/null; do sleep 0.05; done
+kill -9 $! && wait $! 2> /dev/null || true
+echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stage 3 (steps 12 to 19, counted from 0)"
+run cut --resume auto > "$out/resumed.log"
+grep -h "curriculum: from\|resumed from" "$out/resumed.log"
+for name in whole cut; do python merge_lora.py "$out/$name" --out "$out/$name-hf" > /dev/null; done
+cmp "$out/whole-hf/model.safetensors" "$out/cut-hf/model.safetensors" && echo "weights: the same, byte for byte"
+python - "$out" <<'PY'
+import json, sys
+from pathlib import Path
+
+
+def rows(name):
+    lines = Path(sys.argv[1], name, "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+
+
+whole, cut = rows("whole"), rows("cut")
+assert whole == cut, "the metrics differ"
+print(f"metrics: {len(whole)} rows of {len(whole[0])} or more numbers, all the same")
+print("\n| stage | steps | reward | country | region | city | coordinates |\n|--:|---|--:|--:|--:|--:|--:|")
+for stage in range(5):
+    of = [row for row in whole if row.get("curriculum/stage") == stage]
+    parts = ("reward", "country", "region", "city", "coordinates")
+    means = [sum(row[f"reward/geospot/{part}"] for row in of) / len(of) for part in parts]
+    print(f"| {stage} | {of[0]['step']} to {of[-1]['step']} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+PY
