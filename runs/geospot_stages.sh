@@ -22,7 +22,9 @@ run() {
 run whole > "$out/whole.log"
 run cut > "$out/cut.log" 2>&1 &
 until grep -q '"step": 17,' "$out/cut/metrics.jsonl" 2> /dev/null; do sleep 0.05; done
-kill -9 $! && wait $! 2> /dev/null || true
+pkill -9 -f -- "--out $out/cut --curriculum"
+wait $! || true
+[ ! -d "$out/cut/checkpoints/step_000024" ]
 echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stage 3 (steps 12 to 19, counted from 0)"
 run cut --resume auto > "$out/resumed.log"
 grep -h "curriculum: from\|resumed from" "$out/resumed.log"
