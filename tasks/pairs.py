@@ -179,7 +179,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
-DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 40}  # of demo.py
+DEMO = {"see_steps": 500, "habit_steps": 60, "steps": 40}  # of demo.py
 SMALL = 56  # pixels a side: several images are many tokens
 
 
