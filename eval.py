@@ -282,7 +282,7 @@ def main(cfg: EvalConfig) -> dict:
     for path, processor in zip(paths, processors, strict=True):
         engine = start_engine(cfg, path, processor, examples, ctx)
         asked = (engine, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
-        results.append(Evaluation(*asked).records())
+        results.append(Evaluation(*asked).records(first_step))
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it

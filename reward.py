@@ -245,8 +245,8 @@ class Rewards:
                     if self.own(example) in self.functions or task in stage.options:
                         self.grading(step, stage, "stop", judged=False).results([trial])
 
-    def begin(self, step: int = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
-        """The Grading of one round of responses."""
+    def begin(self, step: int | None = None, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
+        """The Grading of one round of responses; without a step outside of a run."""
         return self.grading(step, stage, self.cfg.reward_errors)
 
 

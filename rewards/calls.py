@@ -69,7 +69,7 @@ class Call:
     round: int
     key: str  # FILE.py:FUNCTION, or the name of a task
     items: Sequence[Item]  # several of a batch function
-    step: int
+    step: int | None
     stage: Stage
 
 
@@ -223,7 +223,7 @@ async def run_async(function: Function, call: Call, limit: float | None) -> list
 def grade_one(own: Callable, response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """One response at once, without a time limit; raises what the reward raises."""
     function = of_task(own)
-    call = Call(0, 0, "", [Item(response, example, finish_reason)], 0, Stage())
+    call = Call(0, 0, "", [Item(response, example, finish_reason)], None, Stage())
     [result] = asyncio.run(run_async(function, call, None)) if function.asynchronous else run(function, call)
     if isinstance(result, Failure):
         raise result.exception()

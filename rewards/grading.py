@@ -80,7 +80,7 @@ class Pools:
 class Grading:
     """Rewards of the responses of one round. `add` begins with one, in any order; `results` waits for all."""
 
-    def __init__(self, rewards: Rewards, step: int, stage: Stage, errors: str, judged: bool = True):
+    def __init__(self, rewards: Rewards, step: int | None, stage: Stage, errors: str, judged: bool = True):
         self.rewards = rewards
         self.judged = judged
         self.step = step
