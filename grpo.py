@@ -113,13 +113,18 @@ def moments(x: torch.Tensor) -> tuple[float, float]:
 
 
 def group_advantages(
-    rewards_PG: torch.Tensor, method: str = "grpo", norm_std: str | None = None, moments: Moments = moments
+    rewards_PG: torch.Tensor,
+    method: str = "grpo",
+    norm_std: str | None = None,
+    moments: Moments = moments,
+    graded_PG: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advantage of each response from the rewards of its group alone; (P, G) in, (P, G) float64 out.
 
     `norm_std` is what the difference is divided by: the std of the group's rewards ("group"), of the differences of all
     of the step ("batch": with method grpo this is REINFORCE++ with baseline), or nothing ("none"); by default as
-    published. `moments` gives (mean, std) of differences over all ranks, where this one holds only a part.
+    published. `moments` gives (mean, std) of differences over all ranks, where this one holds only a part. Responses
+    that are not in `graded_PG` get 0, and the others what they would get in a group without them.
 
     A group whose rewards are all equal gets exactly 0. That is decided by comparing the rewards, because r - mean(r) of
     equal floats need not be 0 and dividing by a tiny std would blow it up.
@@ -133,30 +138,48 @@ def group_advantages(
     if how.grouped and rewards_PG.shape[1] < 2:
         samples = f"method {method!r} compares samples of one prompt, got G={rewards_PG.shape[1]}"
         raise ValueError(f"group_advantages: {samples}; use >= 2")
-    bad = (~torch.isfinite(rewards_PG)).nonzero()
+    graded_PG = torch.ones_like(rewards_PG, dtype=torch.bool) if graded_PG is None else graded_PG
+    bad = (graded_PG & ~torch.isfinite(rewards_PG)).nonzero()
     if len(bad):
         p, g = bad[0].tolist()
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
     rewards = rewards_PG.double()
     # a method that works token by token sees responses of one token here
-    difference = rewards if how.per_token else how.function(rewards)
+    difference = rewards if how.per_token else of_graded(how.function, rewards, graded_PG)
     if how.grouped:
-        difference = difference.masked_fill(constant_groups(rewards), 0.0)
+        difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
     norm_std = norm_std or how.norm_std
     if norm_std == "group":
-        difference = difference / (rewards.std(dim=1, keepdim=True) + 1e-6)
+        difference = difference / (of_graded(group_std, rewards, graded_PG) + 1e-6)
     elif norm_std == "batch":
-        mean, std = moments(difference)
+        mean, std = moments(difference[graded_PG])
         # differences within groups have mean 0; subtracting its rounding would give constant groups an advantage
         difference = whiten(difference, 0.0 if how.grouped else mean, std)
     elif norm_std != "none":
         raise ValueError(f"group_advantages: unknown norm_std {norm_std!r}; known: {', '.join(NORM_STD)}")
-    return difference
+    return difference.masked_fill(~graded_PG, 0.0)
 
 
-def constant_groups(rewards_PG: torch.Tensor) -> torch.Tensor:
+def group_std(rewards_PG: torch.Tensor) -> torch.Tensor:
+    return rewards_PG.std(dim=1, keepdim=True).expand_as(rewards_PG)
+
+
+def of_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
+    """A function of groups, of what is graded of each: 0 elsewhere, and where a single one is left."""
+    if graded_PG.all():
+        return function(rewards_PG)
+    out_PG = torch.zeros_like(rewards_PG)
+    for p, graded_G in enumerate(graded_PG):
+        if graded_G.sum() > 1:
+            out_PG[p, graded_G] = function(rewards_PG[p : p + 1, graded_G])[0]
+    return out_PG
+
+
+def constant_groups(rewards_PG: torch.Tensor, graded_PG: torch.Tensor | None = None) -> torch.Tensor:
     """(P, 1) bool: groups whose rewards are all equal. Compared with each other, their samples teach nothing."""
-    return rewards_PG.amax(dim=1, keepdim=True) == rewards_PG.amin(dim=1, keepdim=True)
+    others_PG = torch.zeros_like(rewards_PG, dtype=torch.bool) if graded_PG is None else ~graded_PG
+    highest = rewards_PG.masked_fill(others_PG, -torch.inf).amax(dim=1, keepdim=True)
+    return highest <= rewards_PG.masked_fill(others_PG, torch.inf).amin(dim=1, keepdim=True)
 
 
 def whiten(x: torch.Tensor, mean: float, std: float) -> torch.Tensor:
@@ -184,39 +207,37 @@ def advantages(
     `tokens` is the packing.TokenBatch of all of this rank's responses, whole groups in the order of rewards_PG; of its
     columns, `values` are read by a method that needs them, and old_logps and ref_logps with --kl-in reward.
     `task_rewards_PG` are the rewards before penalties for length: groups where they are equal have no signal under
-    dynamic sampling. `counted_B`: responses that are trained on; a method per token is divided by their std alone.
+    dynamic sampling. A reward that failed is NaN in both: the others of its group are compared without it. `counted_B`:
+    responses that are trained on; a method per token is divided by their std alone.
     """
     how = ADVANTAGES[algo.adv]
     counts = torch.bincount(tokens.rollout, minlength=rewards_PG.numel())
     penalties_N = torch.zeros(len(tokens.rollout), dtype=torch.float64)
     if kl_coef > 0 and algo.kl_in == "reward":
         penalties_N = kl_coef * kl(tokens.old_logps.double(), tokens.ref_logps.double(), algo.kl)
+    graded_PG = ~rewards_PG.isnan()
     without = torch.zeros_like(rewards_PG[:, :1], dtype=torch.bool)
     if algo.sample_rounds > 1:  # groups kept for want of others: that their lengths differ is no signal
-        without = constant_groups(task_rewards_PG)
+        without = constant_groups(task_rewards_PG, graded_PG)
     if algo.std == "batch" and kl_coef > 0 and algo.kl_in == "reward" and not how.needs_values:
         # where the rewards tell nothing apart only penalties differ; divided by their own std each would be large
         said = rewards_PG.flatten()[counted_B]
         if how.grouped:
-            said = group_advantages(rewards_PG, algo.adv, "none").masked_fill(without, 0.0)
+            said = group_advantages(rewards_PG, algo.adv, "none", graded_PG=graded_PG).masked_fill(without, 0.0)
         if is_rounding(*moments(said)):
             moments = with_std_one(moments)
 
     if not how.per_token:  # one advantage a response: its penalties are summed
         penalties_B = torch.zeros(rewards_PG.numel(), dtype=torch.float64).index_add_(0, tokens.rollout, penalties_N)
-        total_PG = rewards_PG - penalties_B.view_as(rewards_PG)
-
-        def of_groups_with_signal(difference_PG: torch.Tensor) -> tuple[float, float]:
-            return moments(difference_PG.masked_fill(without, 0.0))
-
-        advantages_PG = group_advantages(total_PG, algo.adv, algo.std, of_groups_with_signal)
+        total_PG = (rewards_PG - penalties_B.view_as(rewards_PG)).masked_fill(without, 0.0)
+        advantages_PG = group_advantages(total_PG, algo.adv, algo.std, moments, graded_PG)
         return advantages_PG.masked_fill(without, 0.0).flatten()[tokens.rollout], None
 
     # One a token: the reward comes with the last one, penalties with each
     mask_BT = torch.arange(int(counts.max()) if len(counts) else 1) < counts[:, None]
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     rewards_BT[mask_BT] = -penalties_N
-    rewards_BT[torch.arange(len(counts)), counts - 1] += rewards_PG.flatten()
+    rewards_BT[torch.arange(len(counts)), counts - 1] += rewards_PG.flatten().nan_to_num(0.0)
     values_BT = torch.zeros_like(rewards_BT)
     if how.needs_values:
         values_BT[mask_BT] = tokens.values.double()
@@ -617,5 +638,5 @@ def may_train(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Alg
         return [True] * len(counted)
     if not ADVANTAGES[algo.adv].grouped or algo.needs_reference or algo.entropy_coef > 0:
         return counted
-    moves = group_advantages(rewards_PG, algo.adv, "none").flatten() != 0
+    moves = group_advantages(rewards_PG, algo.adv, "none", graded_PG=~rewards_PG.isnan()).flatten() != 0
     return [bool(m) and c for m, c in zip(moves, counted, strict=True)]

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -234,6 +233,8 @@ class Rewards:
     def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
         """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
         with its first step, so that a broken function or option stops the run before a model loads."""
+        from rewards.calls import function_of
+
         known = ", ".join(sorted(self.first))
         for task in self.custom:
             told = f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}"
@@ -242,11 +243,15 @@ class Rewards:
             for step, stage in stages if main else ():
                 for task, example in self.first.items():
                     trial = response_to(example, f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}")
-                    if self.own(example) in self.functions or task in stage.options:
+                    own = self.own(example)
+                    told = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
+                    reads = own is not None and "stage" in function_of(own, self.functions).takes
+                    need(reads or task not in stage.options, told)
+                    if own in self.functions or task in stage.options:
                         self.grading(step, stage, "stop", judged=False).results([trial])
 
-    def begin(self, step: int | None = None, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
-        """The Grading of one round of responses; without a step outside of a run."""
+    def begin(self, step: int | None = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
+        """The Grading of one round of responses; outside of a run, step None."""
         return self.grading(step, stage, self.cfg.reward_errors)
 
 
@@ -288,8 +293,8 @@ def give_rewards(
 ) -> None:
     """Fills r.rewards of each rollout with named numbers and their total, "reward". `algo` is a grpo.Algorithm.
 
-    One whose reward failed (None) ends in "error", which counts for nothing: its reward is the mean of its group's
-    others, so that theirs stay what they are."""
+    One whose reward failed (None) has none, and ends in "error": nothing of it is trained on, and the others of its
+    group are compared without it."""
     from grpo import overlong_penalty  # here, so that rewards alone need no torch
 
     for r, rewards in zip(rollouts, results, strict=True):
@@ -299,17 +304,3 @@ def give_rewards(
             total = rewards["reward"]
             penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
             r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
-    for start in range(0, len(rollouts), algo.group_size):
-        group = rollouts[start : start + algo.group_size]
-        good = [r for r in group if r.rewards]
-        for r in group:
-            if not r.rewards:
-                r.rewards = {"reward": mean_of(r.reward for r in good)}
-                if algo.truncated == "penalise":
-                    r.rewards["unpenalised"] = mean_of(r.task_reward for r in good)
-
-
-def mean_of(values: Iterable[float]) -> float:
-    """0 of none; of equal ones exactly that, so that a group without a signal stays so."""
-    values = list(values)
-    return values[0] if len(set(values)) == 1 else fmean(values or [0.0])

@@ -6,6 +6,7 @@ report the log-probability of the distribution that they sampled from.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        return self.rewards["reward"]
+        """NaN if its reward failed."""
+        return self.rewards.get("reward", math.nan)
 
     @property
     def accuracy(self) -> float:
@@ -285,9 +287,9 @@ class GroupPool:
         for i, place in enumerate(self.places()):
             groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
-        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in groups.items()}
-        graded = [[r for r in group if r.finish_reason != "error"] for group in groups.values()]
-        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded if group}
+        graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
+        signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
+        solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
         for their_signals, their_solved in self.ctx.gather((signals, solved)):
             self.has_signal |= their_signals
             self.solved |= their_solved

@@ -44,7 +44,7 @@ from report.log import RunLog, Skipped, lock_folder
 from report.metrics import measure_tokens, measure_values, rollout_metrics
 from report.samples import report_samples
 from reward import RewardConfig, Rewards, give_rewards
-from rewards.curriculum import Curriculum, SolveRates
+from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
 from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
@@ -101,7 +101,7 @@ class State:
     position: int = 0  # batches of prompts drawn
     kl_coef: float = 0.0  # adaptive with --kl-target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
-    solve_rates: SolveRates = field(default_factory=dict)  # of examples, where the curriculum asks for them
+    curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
@@ -161,7 +161,7 @@ def absolute(path: str | None) -> str | None:
 
 def next_examples(curriculum: Curriculum, pool: GroupPool, state: State) -> list[Example]:
     """This process's share of the next batch."""
-    batch = curriculum.batch(state.step, pool.position, state.solve_rates)
+    batch = curriculum.batch(state.step, state.position, pool.round, state.curriculum)
     return [batch[place] for place in pool.places()]
 
 
@@ -296,8 +296,8 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
         kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples)
-    rates = curriculum.after_step(state.solve_rates, pool.solved)
-    return State(state.step + 1, pool.position, kl_coef, solve_rates=rates)
+    memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
+    return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def main(cfg: Config) -> None:
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
         metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
         state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
-        metrics |= curriculum.metrics(step, state.solve_rates)
+        metrics |= curriculum.metrics(step, state.curriculum)
         models.after_step(state.step, algo.ref_every)
         if state.step % SAMPLE_EVERY == 0 or state.step == log.start + 1:
             report_samples(out, state.step, batch, metrics, ctx)

@@ -21,14 +21,14 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
     """Means over all processes and rounds of rewards, lengths, and groups without a signal."""
     meter = Meter()
     for group in pool.groups.values():
-        meter.add("reward/constant_groups", len({r.reward for r in group}) == 1)
+        meter.add("reward/constant_groups", len({r.reward for r in group if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
         meter.add("response/tokens", len(r.response))
         meter.add("response/truncated", r.finish_reason == "length")
         meter.sum("rollout/tokens", len(r.response))
         example = r.prompt.example
         task, kind = task_name(example.data_source), example.extra.get("answer_type")
-        if r.finish_reason == "error":  # its reward is none of its own
+        if not r.rewards:  # they failed
             continue
         for name, value in r.rewards.items():  # tasks have different rewards: a mean is over the samples that have it
             meter.add(f"reward/{name}", value)

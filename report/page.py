@@ -91,9 +91,11 @@ def sample_block(sample: dict) -> str:
     if "advantage" in sample:
         notes.append(f"advantage {sample['advantage']:+.3f}")
     notes.append(f"{sample['tokens']} tokens")
+    if sample["finish_reason"] == "error":
+        notes.append("its reward failed")
     if sample["finish_reason"] == "length":
         notes.append("cut at the length limit")
-    verdict = "right" if rewards.get("accuracy", rewards["reward"]) >= 0.5 else "wrong"
+    verdict = "right" if rewards.get("accuracy", rewards.get("reward", 0.0)) >= 0.5 else "wrong"
     text = safe(sample["text"]) or "<span>(empty)</span>"
     return f"<div class='sample {verdict}'><code>{text}</code><div>{' &middot; '.join(notes)}</div></div>"
 

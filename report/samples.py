@@ -1,6 +1,7 @@
 """A step's rollouts, to look at: on the terminal, and as OUT/rollouts/step_*.jsonl and .html."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,4 +45,5 @@ def show(record: dict, example: Example) -> None:
     question = " / ".join(message["content"] for message in example.messages if message["role"] == "user")
     tqdm.write(f"  prompt {example.uid!r}: {question[:160]!r}  truth {example.ground_truth!r}")
     for s in record["samples"][:2]:
-        tqdm.write(f"    {s['text'][:120]!r}  reward {s['rewards']['reward']:.2f}  advantage {s['advantage']:+.2f}")
+        earned = s["rewards"].get("reward", math.nan)
+        tqdm.write(f"    {s['text'][:120]!r}  reward {earned:.2f}  advantage {s['advantage']:+.2f}")

@@ -91,7 +91,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, item: Item) -> "Failure":
         users = isinstance(error, UserError)
-        first = str(error).strip().partition("\n")[0]
+        try:
+            first = str(error).strip().partition("\n")[0]
+        except CAUGHT:  # an exception of the user's, whose text is code too
+            first = "(it has no text)"
         line = first if users else f"row {item.example.uid!r}: the reward raised {type(error).__name__}: {first[:200]}"
         trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
         return cls("errors", type(error).__name__, line, trace, users, error)

@@ -16,6 +16,7 @@ A task may have stages of its own, in the same form: `CURRICULUM` in its file, f
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -111,6 +112,10 @@ def lesson_of(stage: Any, where: str) -> Lesson:
         if isinstance(wanted, dict):
             good = set(wanted) <= BOUNDS and all(is_number(bound) for bound in wanted.values())
             need(good, f"{where}: {column} is {wanted}, expected numbers under `least` and `most`")
+    least, most = lesson.solved.get("least", 0), lesson.solved.get("most", 1)
+    need(0 <= least <= most <= 1, f"{where}: solved is {lesson.solved}, expected shares from 0 to 1, least below most")
+    good = lesson.order.removeprefix("-")[:1] not in ("", "-") or not lesson.order
+    need(good, f"{where}: order is {lesson.order!r}, expected a column, or - and a column")
     good = all(is_number(share) and share > 0 for share in lesson.mix.values())
     need(good, f"{where}: mix is {lesson.mix}, expected a share above 0 for each task")
     good = all(isinstance(options, dict) for options in lesson.reward.values())
@@ -119,7 +124,7 @@ def lesson_of(stage: Any, where: str) -> Lesson:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def column_of(example: Example, name: str) -> Any:
@@ -149,7 +154,9 @@ def parts_of(total: int, shares: Mapping[str, float]) -> dict[str, int]:
     return {name: end - start for name, start, end in zip(shares, [0, *ends], ends, strict=False)}
 
 
-SolveRates = dict[str, list[float]]  # uid -> [running mean accuracy of its groups, how many there were]
+# What a curriculum carries from step to step, as checkpoints keep it: "began", the position of the data where the stage
+# began; "rates", uid -> [running mean accuracy of its groups, how many there were]
+Memory = dict[str, Any]
 
 
 class Curriculum:
@@ -217,26 +224,27 @@ class Curriculum:
         lesson, n = self.lessons[number], sum(len(of) for of, _ in self.shares[number])
         more = {"solved": dict(lesson.solved), "order": lesson.order, "mix": lesson.mix, "reward": lesson.reward}
         told = "".join(f", {name} {json.dumps(value)}" for name, value in more.items() if value)
-        where = f"curriculum: from step {lesson.first_step} on stage {number} of {len(self.lessons)}"
+        where = f"curriculum: after {lesson.first_step} steps stage {number + 1} of {len(self.lessons)}"
         return f"{where}, {lesson.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
 
-    def batch(self, step: int, position: int, rates: SolveRates) -> list[Example]:
-        """The examples of a batch."""
+    def batch(self, step: int, position: int, round: int, memory: Memory) -> list[Example]:
+        """The examples of a round of a step that began at a position of the data."""
         number = self.number(step)
         lesson, chosen = self.lessons[number], []
         for of, n in self.shares[number]:
             if lesson.by_rate:
-                chosen += self._by_rate(lesson, of, n, position, rates)
+                ranked = self._by_rate(lesson, of, position, memory.get("rates", {}))
+                chosen += [ranked[(round * n + k) % len(of)] for k in range(n)]
             elif lesson.order:
-                start = (position - lesson.first_step) * n
+                start = (position + round - memory.get("began", 0)) * n
                 chosen += [of[(start + k) % len(of)] for k in range(n)]
             else:
-                chosen += [of[k] for k in batch_of(position, len(of), n, self.seed)]
+                chosen += [of[k] for k in batch_of(position + round, len(of), n, self.seed)]
         return [self.examples[i] for i in chosen]
 
-    def _by_rate(self, lesson: Lesson, of: list[int], n: int, position: int, rates: SolveRates) -> list[int]:
-        """The n that were tried least often and are solved as often as the stage wants; where these are too few, those
-        that come nearest to it. Equal ones are shuffled."""
+    def _by_rate(self, lesson: Lesson, of: list[int], position: int, rates: dict) -> list[int]:
+        """First those that are solved as often as the stage wants, the ones tried least often in front; then those that
+        come nearest to it. Equal ones are shuffled."""
         order = torch.Generator().manual_seed(derive_seed(self.seed, "order", position))
         ties = torch.randperm(len(of), generator=order).tolist()
         least, most = lesson.solved.get("least", 0.0), lesson.solved.get("most", 1.0)
@@ -246,20 +254,21 @@ class Curriculum:
             off = max(least - rate, rate - most, 0.0) if tries else 0.0
             rank = {SOLVED: rate, f"-{SOLVED}": -rate, "": 0}.get(lesson.order, place)  # else they are in order
             keys.append((off, tries, rank, tie, i))
-        return [i for *_, i in sorted(keys)[:n]]
+        return [i for *_, i in sorted(keys)]
 
-    def after_step(self, rates: SolveRates, solved: Mapping[str, float]) -> SolveRates:
-        """The rates, with the mean accuracy of a step's groups, by uid; {} where no stage needs them."""
+    def after_step(self, memory: Memory, step: int, position: int, solved: Mapping[str, float]) -> Memory:
+        """With the mean accuracy of a step's groups, if a stage asks for it; the position is the next step's."""
+        began = position if self.number(step + 1) != self.number(step) else memory.get("began", 0)
         if not any(lesson.by_rate for lesson in self.lessons):
-            return {}
-        updated = dict(rates)
+            return {"began": began}
+        updated = dict(memory.get("rates", {}))
         for uid, now in sorted(solved.items()):
             rate, tries = updated.get(uid, (now, 0))
             updated[uid] = [rate + (now - rate) * max(NEWEST, 1 / (tries + 1)), tries + 1]
-        return updated
+        return {"began": began, "rates": updated}
 
-
-    def metrics(self, step: int, rates: SolveRates) -> dict[str, float]:
+    def metrics(self, step: int, memory: Memory) -> dict[str, float]:
+        rates = memory.get("rates")
         metrics = {"curriculum/stage": float(self.number(step))} if self.lessons != [Lesson()] else {}
         if rates:
             solved = fmean(rate for rate, _ in rates.values())

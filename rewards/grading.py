@@ -187,4 +187,4 @@ def score_batch(
             f"{len(responses)} responses, {len(examples)} examples and {len(reasons)} finish reasons; give one of each"
         )
     rollouts = list(map(response_to, examples, responses, reasons))
-    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin().results(rollouts)
+    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin(None).results(rollouts)

@@ -239,7 +239,7 @@ class Workers:
             number, outcomes, counts, seconds = told
             self.pace += 0.1 * (max(seconds, 1e-5) - self.pace)
             worker.deadline = time.monotonic() + self.limit
-            del worker.calls[number]
+            worker.calls.pop(number, None)  # a reward that forked answers twice
             worker.alone = worker.alone and bool(worker.calls)
             self._finish(number, outcomes, counts)
 

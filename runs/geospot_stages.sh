@@ -27,7 +27,7 @@ wait $! || true
 [ ! -d "$out/cut/checkpoints/step_000024" ]
 echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stage 3 (steps 12 to 19, counted from 0)"
 run cut --resume auto > "$out/resumed.log"
-grep -h "curriculum: from\|resumed from" "$out/resumed.log"
+grep -h "curriculum: after\|resumed from" "$out/resumed.log"
 for name in whole cut; do python merge_lora.py "$out/$name" --out "$out/$name-hf" > /dev/null; done
 cmp "$out/whole-hf/model.safetensors" "$out/cut-hf/model.safetensors" && echo "weights: the same, byte for byte"
 python - "$out" <<'PY'

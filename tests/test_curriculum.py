@@ -1,6 +1,7 @@
 """Stages of a run: which examples, in which order, and what rewards are told.   pytest tests/test_curriculum.py"""
 
 import json
+import math
 import random
 import sys
 from collections import Counter
@@ -40,27 +41,28 @@ def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(ca
     given = examples()
     plain = Curriculum(None, given, 4, seed=3)
     for step in range(25):
-        assert uids(plain.batch(step, step, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
+        assert uids(plain.batch(step, step, 0, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
     assert plain.stage(0) == plain.last() == Stage() and plain.metrics(0, {}) == {} and capsys.readouterr().out == ""
-    assert plain.after_step({}, {"u1": 1.0}) == {}
+    assert plain.after_step({}, 0, 1, {"u1": 1.0}) == {"began": 0}
 
 
 def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
     easy = {"name": "easy", "from": 0, "where": {"answer_type": "count", "difficulty": {"least": 2, "most": 5}}}
     task = {"name": "geo", "from": 10, "where": {"data_source": ["geo3k"]}, "reward": {"geo3k": {"strict": True}}}
     of = curriculum(tmp_path, easy, task, {"from": 20})
-    seen = {step: of.batch(step, step, {}) for step in range(30)}
+    seen = {step: of.batch(step, step, 0, {}) for step in range(30)}
     fits = {e.uid for e in examples() if e.extra["answer_type"] == "count" and 2 <= e.extra["difficulty"] <= 5}
     assert {e.uid for step in range(10) for e in seen[step]} == fits and len(fits) == 8
     assert {e.data_source for step in range(10, 20) for e in seen[step]} == {"hiyouga/geometry3k"}
     assert len({e.uid for step in range(20, 30) for e in seen[step]}) > 30
     again = curriculum(tmp_path, easy, task, {"from": 20})  # resumed: nothing but the step and position is needed
     for step in random.Random(0).sample(range(30), 30):
-        assert uids(again.batch(step, step, {})) == uids(seen[step])
+        assert uids(again.batch(step, step, 0, {})) == uids(seen[step])
     assert [of.number(step) for step in (0, 9, 10, 19, 20, 99)] == [0, 0, 1, 1, 2, 2]
     assert of.stage(0) == Stage("easy", 0, {}) and of.stage(12) == Stage("geo", 1, {"geo3k": {"strict": True}})
     told = capsys.readouterr().out
-    assert told.count("\n") == 2 and "stage 0 of 3, easy: 8 of 40" in told and '{"geo3k": {"strict": true}}' in told
+    assert told.count("\n") == 2 and "after 0 steps stage 1 of 3, easy: 8 of 40" in told
+    assert '{"geo3k": {"strict": true}}' in told
     of.stage(13)
     assert capsys.readouterr().out == "" and of.last() == Stage("", 2, {})
     assert of.metrics(12, {}) == {"curriculum/stage": 1.0}
@@ -69,7 +71,7 @@ def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
 def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "where": {"data_source": "shapes"}})
     for epoch in range(3):
-        batches = [uids(of.batch(step, step, {})) for step in range(5 * epoch, 5 * epoch + 5)]
+        batches = [uids(of.batch(step, step, 0, {})) for step in range(5 * epoch, 5 * epoch + 5)]
         assert len(set(chain(*batches))) == 20 == sum(map(len, batches))
 
 
@@ -77,7 +79,7 @@ def test_an_epoch_of_a_stage_has_each_of_its_examples_once(tmp_path):
 def test_a_mix_holds_in_each_batch(tmp_path, shares, n):
     of = curriculum(tmp_path, {"from": 0, "mix": shares}, per_step=8)
     for step in range(20):
-        count = Counter(e.data_source for e in of.batch(step, step, {}))
+        count = Counter(e.data_source for e in of.batch(step, step, 0, {}))
         assert (count["shapes"], count["hiyouga/geometry3k"]) == n
 
 
@@ -93,52 +95,68 @@ def test_shares_are_whole_and_add_up():
 @pytest.mark.parametrize("order", ["difficulty", "-difficulty"])
 def test_an_order_by_a_column_is_kept_and_begins_anew(tmp_path, order):
     of = curriculum(tmp_path, {"from": 0, "order": order})
-    first = [e.extra["difficulty"] for step in range(10) for e in of.batch(step, step, {})]
+    first = [e.extra["difficulty"] for step in range(10) for e in of.batch(step, step, 0, {})]
     assert first == sorted(first, reverse=order.startswith("-")) and len(first) == 40
-    assert uids(of.batch(11, 11, {})) == uids(of.batch(1, 1, {}))
+    assert uids(of.batch(11, 11, 0, {})) == uids(of.batch(1, 1, 0, {}))
 
 
 def test_what_is_solved_is_left_out_and_what_was_tried_least_comes_first(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "solved": {"least": 0.1, "most": 0.9}})
-    rates = {}
+    memory = {}
     truth = {f"u{i}": (0.0, 0.5, 1.0)[i % 3] for i in range(40)}
     tries = Counter()
     for step in range(40):
-        batch = uids(of.batch(step, step, rates))
+        batch = uids(of.batch(step, step, 0, memory))
         assert len(set(batch)) == 4
         tries.update(batch)
-        rates = of.after_step(rates, {uid: truth[uid] for uid in batch})
-        rates = json.loads(json.dumps(rates))  # as a checkpoint holds them
+        memory = of.after_step(memory, step, step + 1, {uid: truth[uid] for uid in batch})
+        memory = json.loads(json.dumps(memory))  # as a checkpoint holds it
     learnable = {uid for uid, rate in truth.items() if rate == 0.5}
     assert {uid for uid in truth if tries[uid] == 1} == set(truth) - learnable  # tried once, then known
     assert max(tries[uid] for uid in learnable) - min(tries[uid] for uid in learnable) <= 1
-    assert of.metrics(0, rates) == {"curriculum/stage": 0, "curriculum/tried": 40, "curriculum/solved": 0.4875}
+    assert of.metrics(0, memory) == {"curriculum/stage": 0, "curriculum/tried": 40, "curriculum/solved": 0.4875}
 
 
 def test_where_too_few_are_left_those_nearest_to_the_bounds_fill_the_batch(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "solved": {"most": 0.5}}, n=8)
     rates = {f"u{i}": [0.3 + 0.1 * i, 1] for i in range(8)}
-    assert set(uids(of.batch(0, 0, rates))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
+    assert set(uids(of.batch(0, 0, 0, {"rates": rates}))) == {"u0", "u1", "u2", "u3"}  # u3 has 0.6
 
 
 @pytest.mark.parametrize(("order", "first"), [("solved", {"u0", "u1"}), ("-solved", {"u6", "u7"})])
 def test_an_order_by_solve_rate_takes_the_hardest_or_easiest_of_those_tried_as_often(tmp_path, order, first):
     of = curriculum(tmp_path, {"from": 0, "order": order}, per_step=2, n=8)
     rates = {f"u{i}": [i / 8, 2] for i in range(8)}
-    assert set(uids(of.batch(5, 5, rates))) == first
+    assert set(uids(of.batch(5, 5, 0, {"rates": rates}))) == first
     rates |= {uid: [rate, 3] for uid, (rate, _) in rates.items() if uid in first}
-    assert not first & set(uids(of.batch(6, 6, rates)))
+    assert not first & set(uids(of.batch(6, 6, 0, {"rates": rates})))
 
 
 def test_a_running_solve_rate_is_a_mean_first_and_then_forgets(tmp_path):
     of = curriculum(tmp_path, {"from": 0, "order": "solved"})
-    rates = {}
+    memory = {}
     for now in (1.0, 0.0, 0.5):
-        rates = of.after_step(rates, {"u1": now})
-    assert rates["u1"] == [pytest.approx(0.5), 3]
+        memory = of.after_step(memory, 0, 1, {"u1": now})
+    assert memory["rates"]["u1"] == [pytest.approx(0.5), 3]
     for _ in range(20):
-        rates = of.after_step(rates, {"u1": 1.0})
-    assert rates["u1"][0] > 0.99 and rates["u1"][1] == 23
+        memory = of.after_step(memory, 0, 1, {"u1": 1.0})
+    assert memory["rates"]["u1"][0] > 0.99 and memory["rates"]["u1"][1] == 23
+
+
+@pytest.mark.parametrize("stage", [{"order": "solved"}, {"order": "difficulty"}, {"solved": {"most": 0.9}}, {}])
+def test_rounds_of_a_step_have_other_examples_and_an_order_begins_with_its_stage(tmp_path, stage):
+    of = curriculum(tmp_path, {"from": 0}, {"from": 3, **stage})
+    rates = {f"u{i}": [i / 40, 1] for i in range(40)}
+    memory, position = {"rates": rates}, 0
+    for step, rounds in enumerate((2, 1, 4, 3)):  # dynamic sampling: the position runs ahead of the step
+        drawn = list(chain.from_iterable(uids(of.batch(step, position, round, memory)) for round in range(rounds)))
+        assert len(set(drawn)) == len(drawn) == 4 * rounds or step < 3
+        position += rounds
+        memory = of.after_step(memory, step, position, {}) | {"rates": rates}
+    if stage.get("order") == "difficulty":
+        assert [examples()[int(uid[1:])].extra["difficulty"] for uid in drawn] == [0] * 4 + [1] * 4 + [2] * 4
+    if stage.get("order") == "solved":
+        assert set(drawn) == {f"u{i}" for i in range(12)}
 
 
 def test_toml_and_json_say_the_same(tmp_path):
@@ -175,6 +193,10 @@ WRONG = {
     "column": ({"stages": [{"from": 0, "where": {"level": 3}}]}, "no example has a column 'level'"),
     "order": ({"stages": [{"from": 0, "order": "answer_type"}]}, "example 'u0' has 'count' there"),
     "few": ({"stages": [{"from": 0, "where": {"difficulty": 99}}]}, "has 0 examples, and a batch takes 4"),
+    "percent": ({"stages": [{"from": 0, "solved": {"least": 10, "most": 90}}]}, "shares from 0 to 1"),
+    "turned": ({"stages": [{"from": 0, "solved": {"least": 0.9, "most": 0.1}}]}, "least below most"),
+    "sign": ({"stages": [{"from": 0, "order": "--difficulty"}]}, "expected a column, or - and a column"),
+    "infinite": ({"stages": [{"from": 0, "mix": {"shapes": math.inf}}]}, "a share above 0"),
     "no task": ({"stages": [{"from": 0, "mix": {"vqa": 1}}]}, "has 0 examples of task vqa"),
     "no row": ({"stages": [{"from": 0, "reward": {"vqa": {}}}]}, "reward of 'vqa', of which there is no example"),
     "small": ({"stages": [{"from": 0, "mix": {"shapes": 100, "geo3k": 1}}]}, "leaves no example of task geo3k"),
@@ -222,7 +244,8 @@ def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, to
     for name in ("whole", "cut"):
         command[name] = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / name, *more)]
     whole = run(command["whole"]).stdout
-    assert [f"from step {2 * i} on stage {i} of 5, {stages[i]['name']}" in whole for i in range(5)] == [True] * 5
+    told = [f"after {2 * i} steps stage {i + 1} of 5, {stages[i]['name']}" for i in range(5)]
+    assert [line in whole for line in told] == [True] * 5
     kill_after(command["cut"], tmp_path / "cut", 7)  # steps 7 and 8 are of stage 3
     assert len(rows(tmp_path / "cut")) < 10
     run([*command["cut"], "--resume", "auto"])

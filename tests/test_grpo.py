@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
+import packing
 from errors import UserError
 
 # Loss weights --------------------------------------------------------------------------------------------------------
@@ -76,3 +77,47 @@ def test_responses_are_kept_or_left_out_whole():
         assert keep[rollout == s].tolist() == [expected] * len(ratios)
     assert 0 < keep.sum() < 120
     assert grpo.keep_responses(trainer[:0], engine[:0], rollout[:0], 0.8, 1.2).shape == (0,)
+
+
+@pytest.mark.parametrize("norm_std", ["group", "batch", "none"])
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_a_reward_that_failed_leaves_the_others_what_they_are_without_it(method, norm_std):
+    generator = torch.Generator().manual_seed(0)
+    rewards_PG = torch.randint(0, 5, (6, 4), generator=generator) / 4
+    graded_PG = torch.rand(6, 4, generator=generator) > 0.3
+    graded_PG[0], graded_PG[1], graded_PG[2] = True, False, torch.tensor([False, True, False, False])
+    rewards_PG[3] = torch.tensor([0.1, 0.1, 0.1, 0.7])
+    graded_PG[3] = torch.tensor([True, True, True, False])  # the others are equal
+    apart = []  # each group by itself, as if it had been smaller
+    for reward_G, graded_G in zip(rewards_PG, graded_PG, strict=True):
+        few = graded_G.sum() < 2
+        apart.append(torch.zeros(1) if few else grpo.group_advantages(reward_G[graded_G][None], method, "none")[0])
+    expected = torch.zeros(6, 4, dtype=torch.float64)
+    for p, difference_G in enumerate(apart):
+        expected[p, graded_PG[p]] = difference_G.double() if graded_PG[p].any() else torch.zeros(0).double()
+        if norm_std == "group" and graded_PG[p].sum() > 1:
+            expected[p] /= rewards_PG[p, graded_PG[p]].double().std() + 1e-6
+    if norm_std == "batch":
+        expected /= expected[graded_PG].std()
+    failed_PG = rewards_PG.masked_fill(~graded_PG, math.nan)
+    found = grpo.group_advantages(failed_PG, method, norm_std, graded_PG=graded_PG)
+    assert torch.allclose(found, expected, atol=1e-12) and (found[~graded_PG] == 0).all() and (found[:4][1:] == 0).all()
+    assert grpo.constant_groups(failed_PG, graded_PG)[:, 0].tolist()[1:4] == [True, True, True]
+
+
+@pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+def test_advantages_of_a_step_leave_out_rewards_that_failed(algo):
+    chosen = grpo.Algorithm(algo=algo, **grpo.PRESETS[algo], group_size=3)
+    rewards_PG = torch.tensor([[1.0, 0.0, math.nan], [math.nan, 0.25, 1.0]], dtype=torch.float64)
+    counted = [True, True, False, False, True, True]
+
+    def of(rewards_PG, rollout, counted):
+        tokens = packing.TokenBatch(rollout, torch.zeros(len(rollout)), torch.zeros(len(rollout)))
+        return grpo.advantages(rewards_PG, rewards_PG, tokens, torch.tensor(counted), chosen, 0.0)[0]
+
+    found = of(rewards_PG, torch.arange(6).repeat_interleave(2), counted)
+    without = of(torch.tensor([[1.0, 0.0], [0.25, 1.0]]).double(), torch.arange(4).repeat_interleave(2), [True] * 4)
+    trained = torch.tensor(counted).repeat_interleave(2)
+    assert torch.allclose(found[trained], without, atol=1e-12) and found.isfinite().all()
+    reasons = ["stop" if c else "error" for c in counted]
+    assert grpo.may_train(rewards_PG, reasons, chosen) == ([True] * 6 if chosen.kl_in_reward else counted)

@@ -16,7 +16,7 @@ def rollout(uid, source, kind, images, **rewards):
     example = Example(uid, source, [], [b""] * images, "1", {"answer_type": kind} if kind else {})
     prompt = Prompt(uid, [1], [None] * images, example, [1], [])
     failed = not rewards
-    return Rollout(prompt, 0, [5], [True], [0.0], "error" if failed else "stop", "", rewards or {"reward": 0.9})
+    return Rollout(prompt, 0, [5], [True], [0.0], "error" if failed else "stop", "", rewards)
 
 
 def test_rewards_are_told_by_task_type_and_number_of_images():
