@@ -372,7 +372,7 @@ UNIT = re.compile(
 # Of two answers at once. OR and NO are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
 # Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), sin A, Area of △ABC, nothing. No number of its own, as in `x 47`.
-NAME = r"(?:\\(?:sin|cos|tan)|(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
+NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
 NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|")
 CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})

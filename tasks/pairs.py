@@ -36,7 +36,7 @@ ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing
 MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
 NAMES = {*ALL, *NONE, "one"}
 ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
-WORDS = re.compile(r"[a-z0-9]+")
+WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
 

@@ -166,22 +166,27 @@ LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |righ
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:) ?"
 LEAD += r"|i (?:can |do |would |will )?(?:see|count|saw|counted|think|believe|say|choose|pick) )"
 LEAD = re.compile(LEAD)
-TAIL = re.compile(r" is (?:the )?(?:correct|right)(?: (?:answer|option|choice|one))?$| at all$")
+TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|right)"
+TAIL = re.compile(TAIL + r"(?: (?:answer|option|choice|one))?$| at all$")
 QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
 DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
 IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
-SUBJECT = re.compile(r"((?:the|an?|it|they|this|that|these|those|there)\b.*) (?:is|are|was|were|says?|reads?):? (.+)")
+SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
+SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
-OFFERED = re.compile(r"([a-z]+),? or (?:(?:an?|the|in|on|at) )*([a-z]+)")  # `left or right`, of which one is the answer
+OFFERED = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # one of `left or right` is the answer
+OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
 CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
 ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`
 HINTS = {  # what is asked, and words that then say no more
-    "how much|cost|price|pay|money|worth": "dollar", "how old": "year", "time": "clock watch", "weather": "day sky",
-    "made of": "material", "company|made by|manufacturer|logo": "company brand", "when|date": "year date",
-    "where|located": "location place", "who": "person",
+    "how much|cost|price|pay|money|worth": "dollar cost", "how old": "year", "time": "clock watch",
+    "weather": "day sky", "made of": "material", "company|made by|manufacturer|logo": "company brand manufactured",
+    "when|date": "year date", "where|located": "location place", "who": "person taken written",
+    "rate|share": "percent", "population": "people",
+    "width|height|length|depth|age|weight": "wide tall high long deep old heavy weigh",
 }  # fmt: skip
 SPELLINGS = {"’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": ""}
 SPELLINGS |= {"<answer>": "", "</answer>": "", "°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am"}
@@ -404,8 +409,13 @@ def states(text: str, question: str) -> bool | None:
 EXACT = (Decimal(0), Decimal(0))
 APPROXIMATELY = re.compile(r"^(?:about|around|approximately|approx\.?|roughly|circa|~|≈) ?")
 PLATE = re.compile("(?<=[a-z])(?=[0-9])|(?<=[0-9])(?=[a-z])")  # `abc123` is `abc 123`
+BOTH = re.compile("[a-z]+ and [a-z]+")
+THAN = re.compile("(?<=er) than (the .+)$")
 AND = re.compile(r" ?, (?:and )?| and | ?& ?|, ?")
 BEFORE = re.compile(r"(?:in|on|at|by|from|of|for|between|during|behind|under|above|below|according) ")
+ABOUT = re.compile(r"the (.+?) (?:is|are|was|were) (.+)|(?:there (?:is|are) )?[a-z0-9,-]+ ([a-z]+)")
+QUESTION_WORDS = set("what which who how many".split())
+NEAR = re.compile(r" (?:next to|in front of|behind|near|beside|around|by|on|in|under|above|below|with) ")
 PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to|for) (.+)")  # `under` is half of the answer
 ONE = re.compile(r"^(?:the )?one (?=on |in |at |with )| one$")
 
@@ -508,9 +518,25 @@ def offers(question: str) -> bool:
     return question.partition(" ")[0] in AUXILIARIES or bool(re.search(r" or |/", question))
 
 
+def of_another(text: str, question: str) -> bool:
+    """Whether it is about trucks alone (`the truck is red`, `3 trucks`), of a car next to the truck, or says something
+    of the question's in another place: `the car next to the red truck is blue`, of a blue truck."""
+    found = ABOUT.fullmatch(text)
+    parts = (*(found.groups("") if found else ("", "", "")), *NEAR.split(question, maxsplit=1), "")[:5]
+    subject, told, counted, asked, near = ({root(w) for w in WORD.findall(p) if w not in SAY_NOTHING} for p in parts)
+    if told and told <= asked | near and subject & (asked | near) and not re.search("[0-9]", text):
+        return not offers(question) and not question.rstrip("?").endswith(parts[1].rstrip(END))
+    said = counted if "how many" in question else subject
+    return bool(said and asked - QUESTION_WORDS and not said & asked and said <= near)
+
+
 def without_clause(text: str, question: str) -> str:
     """`in 2015, it was 3` and `3 dogs in 2015` -> `it was 3` and `3 dogs`, if the question has these words in a row."""
     first, _, rest = text.partition(", ")
+    if (compared := THAN.search(text)) and compared[1] in question:  # `the bed is bigger than the sofa`
+        text = text[: compared.start()]
+    for both in BOTH.findall(question):  # `3 cats and dogs` are one number
+        text = text.replace(both, both.replace(" and ", " "))
     if offers(question):
         return text
     if rest and BEFORE.match(first) and f" {first}" in question:
@@ -519,7 +545,8 @@ def without_clause(text: str, question: str) -> str:
     end = 0
     while end < min(len(words), len(asked)) - 1 and words[-1 - end] == asked[-1 - end]:
         end += 1
-    return " ".join(words[: len(words) - end] if end > 1 else words)
+    rest = words[: len(words) - end] if end > 1 else words
+    return " ".join(rest) if rest and rest[-1][-1] not in END else text  # `red, blue bus` are two
 
 
 def without_subject(text: str, asked: Asked) -> str:
@@ -624,7 +651,9 @@ def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool, 
     hints = " ".join(words for hint, words in HINTS.items() if re.search(rf"\b(?:{hint})\b", text))
     known = known_words(question) | set(map(root, hints.split()))
     known -= set(map(root, WORD.findall(clean(" ".join(choices)))))  # what they say is an answer
-    return Asked(known, tolerance, counting or "how many" in text, text)
+    sentence, mark, _ = text.rpartition("?")  # `Answer in \boxed{}.` may stand before it
+    sentence = re.split("[.:!?] ", sentence)[-1] + "?" if mark else text
+    return Asked(known, tolerance, counting or "how many" in text, sentence)
 
 
 def glossed(text: str) -> list[str]:
@@ -635,6 +664,8 @@ def glossed(text: str) -> list[str]:
 
 def read_as(text: str, asked: Asked) -> list[str]:
     """An answer without the subject of its sentence, and without the question's words around it."""
+    if of_another(text, asked.question):
+        return []
     short = without_clause(text, asked.question)
     return [text, without_subject(text, asked), short, without_subject(short, asked), without_known(short, asked.known)]
 
