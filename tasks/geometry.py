@@ -371,8 +371,8 @@ UNIT = re.compile(
 )
 # Of two answers at once. OR and NO are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
-# Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), Area of △ABC, nothing. No number of its own, as in `x 47`.
-NAME = r"(?:(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
+# Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), sin A, Area of △ABC, nothing. No number of its own, as in `x 47`.
+NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
 NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|")
 CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
@@ -545,6 +545,8 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
         return is_choice(text, letter[1])
     if re.fullmatch(r"[A-Za-z][A-Za-z -]{2,}", truth):
         return text.casefold() == truth.casefold()
+    text = re.sub(",? and ", ", ", text) if "," in truth else text  # of a list it is no hedge
+    text = text.replace(" to ", ":") if ":" in truth else text
     if (HEDGE.search(text) and not HEDGE.search(truth)) or ("±" in text and "±" not in truth):
         return False
     return same(text, truth, as_text)

@@ -149,6 +149,7 @@ SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 KINDS = "state province region county prefecture district oblast department governorate autonomous community of".split()
 KINDS += "canton voivodeship krai kray kraj lan republic respublika emirate territory comune regione".split()
 KINDS += "wojewodztwo regiao autonoma bundesland freistaat avtonomnyy okrug departement fylke land".split()
+TAIL = re.compile("(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$")  # also of Korea, Japan and China: Suwon-si
 ALSO = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
     "US": "america|united states of america", "RU": "russia", "TR": "turkey|turkiye", "CZ": "czech republic",
@@ -207,7 +208,7 @@ def country_of(text: str) -> str:
 
 
 def without_kind(name: str) -> str:
-    words = name.split()
+    words = TAIL.sub("", name).split()
     return " ".join([word for word in words if word not in KINDS] or words)
 
 
@@ -250,7 +251,7 @@ def region_of(text: str, country: str) -> str:
 
 
 def city_of(text: str) -> str:
-    return plain(text).removeprefix("city of ").removesuffix(" city")
+    return TAIL.sub("", plain(text).removeprefix("city of "))
 
 
 # --- reading an answer ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from reward import MAX_ANSWER_CHARS, register, weighted
 from sources.tables import Record, batch_records, data_files
 from tasks._tables import first
 from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
-from tasks.vqa import FILLER, LETTERS, answer_of, clean, number_at, vqa
+from tasks.vqa import FILLER, LETTERS, answer_of, clean, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
 WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
@@ -33,7 +33,9 @@ WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing")
 MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
-WORDS = re.compile(r"[a-z0-9]+")
+NAMES = {*ALL, *NONE, "one"}
+ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
+WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
 
@@ -66,15 +68,17 @@ def position(word: str, n: int) -> int | None:
     return place if 0 <= place < n else None
 
 
-def images_named(text: str, n: int) -> frozenset[int] | None:
+def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> frozenset[int] | None:
     """Which of n images a text names, from 0: `2`, `the second image`, `image B`, `left`, `both`, `1 and 3`, `none`.
 
-    None if it names none of them, or says anything that is not a name: `1 or 2`, `not 1`, `1?`.
+    None if it names none of them, or says anything that is not a name, nor of the words `known` from the question:
+    `1 or 2`, `not 1`, `1?`.
     """
     text = clean(text).replace("-hand", " hand").replace("-most", "most")
     if not IMAGE_CHARS.fullmatch(text):
         return None
-    words = [word for word in WORDS.findall(text) if word not in MEANINGLESS]
+    words = [word for word in WORDS.findall(ARTICLE.sub("", text)) if word not in MEANINGLESS]
+    words = [word for word in words if not is_known(word, known) or position(word, 10) is not None or word in NAMES]
     if len(words) > 1 and words[-1] == "one" and words[-2] != "and":  # `the second one`
         words.pop()
     if words[:2] == ["no", "one"] or words in ([word] for word in NONE):
@@ -102,7 +106,10 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images"
     need(truth is not None, f"{told}; write 1 to {n}, both, all or none")
     answer = answer_of(response, finish_reason)
-    named = images_named(answer, n) if answer is not None and len(answer) <= MAX_ANSWER_CHARS else None
+    named = None
+    if answer is not None and len(answer) <= MAX_ANSWER_CHARS:
+        question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
+        named = images_named(answer, n, known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " ")))
     rewards = weighted(named == truth, answer is not None and only_box(response, answer))
     return rewards | {"images": [float(named is not None and (i in named) == (i in truth)) for i in range(n)]}
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from errors import UserError, need
@@ -33,7 +34,7 @@ COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tol
 
 # --- words, as data -----------------------------------------------------------------------------------------------
 
-YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect"
+YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect untrue"
 SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
 NEGATIONS = set("not never cannot neither nor".split())  # and all that ends with n't
 HEDGES = set("or but maybe perhaps possibly unsure either".split())
@@ -42,6 +43,7 @@ FILLER = set("an the is are was were it it's they they're them there there's thi
 FILLER |= set("here in on at of exactly image picture photo shows total number degree made he she his her its".split())
 FILLER |= set("we you my your can be been being seen see visible present shown depicted appears appear seems".split())
 FILLER |= set("seem looks look like to has have only just clearly i'm he's she's there're says say reads read".split())
+FILLER |= set("who with currently contains contain displays display made called named titled located situated".split())
 SHOWN = set("image picture photo".split())  # of FILLER
 SYNONYMS = """
 grey gray
@@ -108,6 +110,9 @@ telephone phone
 airplane plane aeroplane
 refrigerator fridge
 photo photograph
+striped stripe stripes
+checkered chequered checked
+dotted dot dots
 percent % percentage
 dollar buck usd
 euro eur €
@@ -161,18 +166,31 @@ LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |righ
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:) ?"
 LEAD += r"|i (?:can |do |would |will )?(?:see|count|saw|counted|think|believe|say|choose|pick) )"
 LEAD = re.compile(LEAD)
-TAIL = re.compile(r" is (?:the )?(?:correct|right)(?: (?:answer|option|choice|one))?$| at all$")
+TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|right)"
+TAIL = re.compile(TAIL + r"(?: (?:answer|option|choice|one))?$| at all$")
 QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
+DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
 IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
-SUBJECT = re.compile(r"((?:the|an?|it|they|this|that|these|those|there)\b.*) (?:is|are|was|were):? (.+)")
+SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
+SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
+OFFERED = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # one of `left or right` is the answer
+OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
 CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
+FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
-MONEY_ASKED = re.compile(r"how much|\b(?:cost|price|pay|money|worth)\b")
+ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`
+HINTS = {  # what is asked, and words that then say no more
+    "how much|cost|price|pay|money|worth": "dollar cost", "how old": "year", "time": "clock watch",
+    "weather": "day sky", "made of": "material", "company|made by|manufacturer|logo": "company brand manufactured",
+    "when|date": "year date", "where|located": "location place", "who": "person taken written",
+    "rate|share": "percent", "population": "people",
+    "width|height|length|depth|age|weight": "wide tall high long deep old heavy weigh",
+}  # fmt: skip
 SPELLINGS = {"’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": ""}
 SPELLINGS |= {"<answer>": "", "</answer>": "", "°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am"}
-SPELLINGS |= {"p.m.": "pm"}
+SPELLINGS |= {"p.m.": "pm", "miles per hour": "mph", "kilometers per hour": "kmh", "km/h": "kmh", "out of": "of"}
 
 
 def clean(text: str) -> str:
@@ -228,6 +246,7 @@ def known_words(question: str) -> frozenset[str]:
     """Stems that may stand around an answer without being a second one: of the question's words, and a few more."""
     words = set(WORD.findall(clean(question[:4000]))) | FILLER
     words -= HEDGES | NEGATIONS | {"and"} | set(NUMBER_WORDS) | set(SAYS)
+    words -= set(chain(*OFFERED.findall(clean(question))))
     return frozenset(root(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
 
 
@@ -345,6 +364,7 @@ def time_of(text: str) -> tuple[int, int, str] | None:
 
 def says(text: str, known: frozenset[str]) -> bool | None:
     """True for yes, False for no, None for neither or both. A reason may follow, unless it takes the word back."""
+    text = DENIED.sub(lambda found: "true" if found[1] in NO.split() else "false", text)
     first, mark, rest = re.match(r"([a-z]*)([,.;:!]?)(.*)", text).groups()
     said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
@@ -388,8 +408,15 @@ def states(text: str, question: str) -> bool | None:
 
 EXACT = (Decimal(0), Decimal(0))
 APPROXIMATELY = re.compile(r"^(?:about|around|approximately|approx\.?|roughly|circa|~|≈) ?")
+PLATE = re.compile("(?<=[a-z])(?=[0-9])|(?<=[0-9])(?=[a-z])")  # `abc123` is `abc 123`
+BOTH = re.compile("[a-z]+ and [a-z]+")
+THAN = re.compile("(?<=er) than (the .+)$")
 AND = re.compile(r" ?, (?:and )?| and | ?& ?|, ?")
-PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to) (.+)")  # `under` and `behind` are half of the answer
+BEFORE = re.compile(r"(?:in|on|at|by|from|of|for|between|during|behind|under|above|below|according) ")
+ABOUT = re.compile(r"the (.+?) (?:is|are|was|were) (.+)|(?:there (?:is|are) )?[a-z0-9,-]+ ([a-z]+)")
+QUESTION_WORDS = set("what which who how many".split())
+NEAR = re.compile(r" (?:next to|in front of|behind|near|beside|around|by|on|in|under|above|below|with) ")
+PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to|for) (.+)")  # `under` is half of the answer
 ONE = re.compile(r"^(?:the )?one (?=on |in |at |with )| one$")
 
 
@@ -424,7 +451,9 @@ def same(text: str, truth: str, asked: Asked) -> bool:
         if value[1] == number[1]:
             return True
         if not number[1]:  # `50 metres` of 50, but not `50%`, unless they were asked for
-            return root(value[1]) in asked.known or not (asked.counting or value[1] == "percent")
+            wanted = ASKED_UNIT.search(asked.question)
+            other = wanted and stem(wanted[1] or wanted[2]) in UNITS
+            return root(value[1]) in asked.known or not (asked.counting or other or value[1] == "percent")
         return not value[1] and root(number[1]) in asked.known
     (place, what), (other_place, other) = placed(text), placed(truth)
     return same_text(text, truth) or (same_text(what, other) and (not place or not other_place or place == other_place))
@@ -436,6 +465,8 @@ def same_text(text: str, truth: str) -> bool:
     if one == other != "":
         return True
     words, wanted = plain_words(text), plain_words(truth)
+    if PLATE.sub(" ", one) == PLATE.sub(" ", other) != "":
+        return True
     if stem("".join(words)) == stem("".join(wanted)) != "" and not re.search("[0-9]", text):
         return all(len(word) > 1 for word in words + wanted) or "-" in text + truth
     items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
@@ -482,12 +513,50 @@ def answer_of(response: str, finish_reason: str) -> str | None:
     return answer if all(rest.startswith(f"{answer}}}", box.end()) for box in BOX.finditer(rest)) else None
 
 
-def without_subject(text: str, known: frozenset[str]) -> str:
+def offers(question: str) -> bool:
+    """Whether it asks for yes or no, or between answers: its words are an answer then."""
+    return question.partition(" ")[0] in AUXILIARIES or bool(re.search(r" or |/", question))
+
+
+def of_another(text: str, question: str) -> bool:
+    """Whether it is about trucks alone (`the truck is red`, `3 trucks`), of a car next to the truck, or says something
+    of the question's in another place: `the car next to the red truck is blue`, of a blue truck."""
+    found = ABOUT.fullmatch(text)
+    parts = (*(found.groups("") if found else ("", "", "")), *NEAR.split(question, maxsplit=1), "")[:5]
+    subject, told, counted, asked, near = ({root(w) for w in WORD.findall(p) if w not in SAY_NOTHING} for p in parts)
+    if told and told <= asked | near and subject & (asked | near) and not re.search("[0-9]", text):
+        return not offers(question) and not question.rstrip("?").endswith(parts[1].rstrip(END))
+    said = counted if "how many" in question else subject
+    return bool(said and asked - QUESTION_WORDS and not said & asked and said <= near)
+
+
+def without_clause(text: str, question: str) -> str:
+    """`in 2015, it was 3` and `3 dogs in 2015` -> `it was 3` and `3 dogs`, if the question has these words in a row."""
+    first, _, rest = text.partition(", ")
+    if (compared := THAN.search(text)) and compared[1] in question:  # `the bed is bigger than the sofa`
+        text = text[: compared.start()]
+    for both in BOTH.findall(question):  # `3 cats and dogs` are one number
+        text = text.replace(both, both.replace(" and ", " "))
+    if offers(question):
+        return text
+    if rest and BEFORE.match(first) and f" {first}" in question:
+        text, question = rest, question.replace(f" {first}", "")
+    asked, words = words_of(question.rstrip("?")), text.rstrip(END).split()
+    end = 0
+    while end < min(len(words), len(asked)) - 1 and words[-1 - end] == asked[-1 - end]:
+        end += 1
+    rest = words[: len(words) - end] if end > 1 else words
+    return " ".join(rest) if rest and rest[-1][-1] not in END else text  # `red, blue bus` are two
+
+
+def without_subject(text: str, asked: Asked) -> str:
     """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
     if found := IT_IS.fullmatch(text):
         return found[1]
     found = SUBJECT.fullmatch(" ".join(words_of(text)) if "n't" in text else text)
-    return found[2] if found and all_known(found[1].split()[1:], known) else text
+    if not found or all_known(found[1].split()[1:], asked.known):
+        return found[2] if found else text
+    return found[2] if found[1] in asked.question and not offers(asked.question) else text
 
 
 def without_known(text: str, known: frozenset[str]) -> str:
@@ -495,9 +564,11 @@ def without_known(text: str, known: frozenset[str]) -> str:
     words = text.rstrip(END).split()
     if not all(word[0].isalnum() and word[-1].isalnum() for word in words):
         return text
-    new = [i for i, word in enumerate(words) if not is_known(word, known)]
-    rest = " ".join(words[new[0] : new[-1] + 1]) if new else ""
-    return text if rest in ARTICLES else rest  # `a dog` is not choice A
+    # An article is the next word's, so that neither `a dog` nor `car a` is choice A; in `A B` there is none.
+    said = [w for w, after in zip_longest(words, words[1:], fillvalue="") if w not in ARTICLES or len(after) < 2]
+    new = [i for i, word in enumerate(said) if not is_known(word, known)]
+    rest = " ".join(said[new[0] : new[-1] + 1]) if new else ""
+    return text if rest in ARTICLES else rest
 
 
 @lru_cache(4096)  # a truth is met once for each of its samples
@@ -557,7 +628,8 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     answer = answer_of(response, finish_reason)
     if answer is None or "?" in answer and "?" not in example.ground_truth:  # `Red?` asks
         return weighted(0.0, 0.0)
-    asked = asked_of(question, EXACT if choices else tolerance, kind_of(example) in COUNTING)
+    tolerance = EXACT if choices else tolerance
+    asked = asked_of(question, tolerance, kind_of(example) in COUNTING, tuple(map(str, choices)))
     if "\n" in answer.strip():  # lines are no sentence
         asked = asked._replace(known=frozenset())
 
@@ -566,18 +638,22 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
             return choice_of(text, choices, asked) == choice_of(truth, choices)
         return same(text, truth, asked)
 
-    readings = [read_as(text, asked.known, bool(choices)) for text in glossed(clean(answer))]
+    readings = [read_as(text, asked) for text in glossed(clean(answer))]
     hits = sum(all(any(is_right(text, truth) for text in texts) for texts in readings) for truth in truths)
     accuracy = min(hits / max(1, min(3, len(truths))), 1.0)
     return weighted(accuracy, only_box(response, answer))
 
 
 @lru_cache(1024)
-def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool) -> Asked:
-    text = clean(question[:4000].replace(MARK, " ").replace(INSTRUCTION, " "))
-    known = known_words(question)
-    known |= {root("dollar")} if MONEY_ASKED.search(text) else set()
-    return Asked(known, tolerance, counting or "how many" in text, text)
+def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool, choices: tuple[str, ...]) -> Asked:
+    text = question[:4000].replace(MARK, " ").replace(INSTRUCTION, " ")
+    text = clean(FIRST_CHOICE.split(text)[0] if choices else text)
+    hints = " ".join(words for hint, words in HINTS.items() if re.search(rf"\b(?:{hint})\b", text))
+    known = known_words(question) | set(map(root, hints.split()))
+    known -= set(map(root, WORD.findall(clean(" ".join(choices)))))  # what they say is an answer
+    sentence, mark, _ = text.rpartition("?")  # `Answer in \boxed{}.` may stand before it
+    sentence = re.split("[.:!?] ", sentence)[-1] + "?" if mark else text
+    return Asked(known, tolerance, counting or "how many" in text, sentence)
 
 
 def glossed(text: str) -> list[str]:
@@ -586,10 +662,12 @@ def glossed(text: str) -> list[str]:
     return [" ".join(f"{found[1]} {found[3]}".split()), found[2]] if found else [text]
 
 
-def read_as(text: str, known: frozenset[str], choices: bool) -> list[str]:
+def read_as(text: str, asked: Asked) -> list[str]:
     """An answer without the subject of its sentence, and without the question's words around it."""
-    texts = [text, without_subject(text, known)]
-    return texts if choices else [*texts, without_known(text, known)]  # choices are the question's words
+    if of_another(text, asked.question):
+        return []
+    short = without_clause(text, asked.question)
+    return [text, without_subject(text, asked), short, without_subject(short, asked), without_known(short, asked.known)]
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

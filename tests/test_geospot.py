@@ -197,6 +197,7 @@ def test_regions(truth, given):
         ("São Paulo", "Sao Paulo"),
         ("St. Louis", "Saint Louis"),
         ("New York City", "New York"),
+        ("Suwon", "Suwon-si"),
         ("Łódź", "Lodz"),
         ("Washington, D.C.", "Washington DC"),
         ("Paris", "Paris, France"),
@@ -209,6 +210,7 @@ def test_cities(truth, given):
 
 
 SAME_REGIONS = """
+JP Osaka, Osaka-fu | KR Gyeonggi-do, Gyeonggi Province | CN Beijing, Beijing Shi | JP Tokyo, Tokyo Metropolis
 DE Bavaria, Bayern, BY, DE-BY | DE Lower Saxony, Niedersachsen | DE Hesse, Hessen
 IT Tuscany, Toscana | IT Lombardy, Lombardia | IT Sicily, Sicilia | ES Catalonia, Catalunya, Cataluña, CT
 ES Andalusia, Andalucía | ES Basque Country, País Vasco, Euskadi | ES Principality of Asturias, Asturias
@@ -460,7 +462,8 @@ def test_truths_that_are_read_and_stages_that_are_not():
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
+    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(0.6)  # of step 0
+    assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
     for stage in (-1, 5):
         with pytest.raises(UserError, match=f"stage {stage}: there are 0 to 4"):

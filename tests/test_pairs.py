@@ -58,6 +58,16 @@ NAMED = [(n, answer.strip(), wanted) for n, table in NAMES.items() for key, want
          for answer in key.split(" ; ")]  # fmt: skip
 
 
+def test_words_of_the_question_may_stand_around_a_name():
+    asked = "<image><image>Which image shows a larger red dog? " + pairs.WHICH_INSTRUCTION
+    for answer, wanted in (
+        ("Image 2 shows a larger red dog.", 1), ("It's image 2.", 1), ("The red dog on the right is larger.", 1),
+        ("Image 2 does not show a larger red dog.", 0), ("Image 2 shows a smaller dog.", 0), ("2 is larger than 1", 0),
+        ("The red dog is larger.", 0), ("Image 1 or image 2 shows a red dog.", 0), ("Image 1 shows a red dog.", 0),
+    ):  # fmt: skip
+        assert pairs.which(answer, row("2", prompt=asked), "stop")["accuracy"] == wanted, answer
+
+
 @pytest.mark.parametrize("n, answer, wanted", NAMED)
 def test_answers_that_name_images(n, answer, wanted):
     if answer in ("all three", "all two"):
@@ -92,7 +102,10 @@ def test_a_truth_that_names_no_image_is_refused():
 
 TRUE = ["true", "True.", "yes", "\\boxed{True}", "The statement is true.", "It is true", "correct", "Answer: true"]
 FALSE = ["false", "False.", "no", "\\boxed{no}", "The statement is false.", "That's false", "incorrect"]
+TRUE += ["The statement is correct.", "It is not false.", "Yes, it is true."]
+FALSE += ["It is not true.", "The statement isn't correct.", "No, it is not true.", "untrue"]
 NEITHER = ["true or false", "true, false", "not sure", "", "\\boxed{}", "\\boxed{true} \\boxed{false}", "left", "dogs"]
+NEITHER += ["No, it is correct.", "Yes, it is not true.", "It is not certain that it is true."]
 NEITHER += ["The left image has two dogs.", "true and false", "maybe true", "true?", "yes and no", "tru", "ｔｒｕｅ"]
 
 

@@ -190,8 +190,19 @@ x: 48 | x = 48
 x:y | \\frac{x}{y}
 \\left\\{4, 3\\right\\} | 3, 4
 \\arcsin(1) | \\frac{\\pi}{2}
+\\sin A = \\frac{5}{13} | \\frac{5}{13}
+\\tan \\angle ABC = \\frac12 | 0.5
+\\sin(30^\\circ) = \\frac12 | \\frac{1}{2}
+x = 4 \\text{ and } y = 7 | x = 4, y = 7
+3 \\text{ to } 5 | 3:5
 """
 WRONG = """
+\\sin 30 | 30
+\\sin A = \\frac{5}{13} = \\frac{12}{13} | \\frac{5}{13}
+4 \\text{ and } 7 | 4
+4 \\text{ and } 7 | 4, 7, 11
+4 \\text{ and } 7 | (4, 7)
+3 \\text{ to } 5 | 3
 3 \\text{ or } 4 | 3
 3 \\text{ or } 4 | 4
 3; 4 | 3
