@@ -106,7 +106,7 @@ class ReadingConfig:
     image_key: str = setting("images", "column of the images, or several: left,right ('' if there are none)")
     answer_key: str = setting(TRUTH, "column of the answer; several, country,city, become one JSON object")
     data_source: str | None = setting(None, "task of all rows, e.g. geo3k, whatever the rows themselves say")
-    instruction: str = setting("", "text behind prompts that lack it; geo3k: the text of that task")
+    instruction: str = setting("", "text behind prompts that lack it; the name of a task stands for that task's text")
     bad_rows: str = setting("error", "what to do with unreadable rows", choices=("error", "skip"))
 
     # Settings only of making a file, see FileConfig
@@ -131,7 +131,7 @@ class ReadingConfig:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
         for flag, keys in named.items():
             for column in ("reward_model" if key == TRUTH else key for key in keys):
-                told = f"{file}: no column {column!r}; it has {', '.join(columns)}. {flag_of(flag)} names the right one"
+                told = f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_of(flag)}"
                 need(column in columns, told)
 
 
@@ -218,7 +218,8 @@ def to_messages(prompt: object, system: str = "", instruction: str = "") -> list
     told = "the last message is the assistant's (an answer left in the prompt?); it must be the user's"
     need(messages[-1]["role"] != "assistant", told)
     if not questions[-1]["content"].endswith(instruction):
-        questions[-1]["content"] += f" {instruction}"
+        content = questions[-1]["content"]
+        questions[-1]["content"] += instruction if content.endswith("\n") else f" {instruction}"
     for i, m in enumerate(messages):
         if found := SPECIAL.search(m["content"]):
             raise UserError(f"message {i} contains {found[0]!r}, a special token to tokenizers; write it otherwise")

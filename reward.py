@@ -39,16 +39,16 @@ grader_stats: Counter[str] = Counter()
 class RewardConfig:
     """Reward"""
 
-    reward: tuple[str, ...] = setting((), "functions instead of the tasks' own rewards, for all rows or one task's",
+    reward: tuple[str, ...] = setting((), "instead of the tasks' own, for all rows or one task's: docs/rewards.md",
                                       metavar="[TASK=]FILE.py:FUNCTION")
     reward_errors: str = setting("drop", "a reward that fails: leave the response out, give it 0, or end the run",
                                  choices=("drop", "zero", "stop"))
     reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
     reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
-    curriculum: str | None = setting(None, "stages: which examples, and options of rewards (default: the task's)",
-                                     metavar="FILE")
+    curriculum: str | None = setting(None, "stages: which examples, options of rewards; docs/curriculum.md (default: "
+                                     "the task's)", metavar="FILE")
     judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL")
-    judge: tuple[str, ...] = setting((), "how it judges, see rewards/judge.py", metavar="KEY=VALUE")
+    judge: tuple[str, ...] = setting((), "model, template, weight, tasks, calls; docs/judge.md", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Rollout:
     finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
     text: str
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
-    turns: int = 1
+    turns: int = 1  # of an episode
 
     @property
     def reward(self) -> float:
@@ -57,7 +57,7 @@ class Rollout:
 
     @property
     def accuracy(self) -> float:
-        """Its total where a task's reward has no such part."""
+        """Or the total, of a reward that has no such part."""
         return self.rewards.get("accuracy", self.task_reward)
 
     @property

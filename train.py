@@ -36,7 +36,7 @@ from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, PromptsOf, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
-from parallel.resume import Saver, changed_settings, find_start, resumed_settings
+from parallel.resume import Saver, absolute, changed_settings, find_start, resumed_settings
 from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, Example, ReadingConfig
@@ -150,11 +150,6 @@ def resolve(cfg: Config, device: torch.device) -> Config:
     return Config.of(settings)
 
 
-def absolute(path: str | None) -> str | None:
-    """Of what is there; anything else (a hub id, a glob) stays as it is."""
-    return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The stages of a step
 
@@ -167,7 +162,7 @@ def next_examples(curriculum: Curriculum, pool: GroupPool, state: State) -> list
 
 def sampling(cfg: Config, step: int, round: int) -> Sampling:
     """The randomness of a sample is a function of (seed, step, round), its prompt and its place in the group. A first
-    round has the same name with and without dynamic sampling."""
+    round has the same seed with and without dynamic sampling."""
     seed = derive_seed(cfg.run.seed, "sample", step, *([round] if round else []))
     return Sampling(cfg.rollout.max_new_tokens, cfg.rollout.temperature, seed=seed)
 
@@ -350,7 +345,7 @@ def main(cfg: Config) -> None:
         engine, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed
     )
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(out, stage, state.step))
+        log.evaluation(state.step, evaluation.run(out, stage, state.step) | stage.pop())
 
     by_uid = {example.uid: example for example in train_set}
 
@@ -370,7 +365,7 @@ def main(cfg: Config) -> None:
                 rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):
                 give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
-            pool.add(rollouts)  # with the other ranks: after the stage, so that one whose reward hangs is named
+            pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
         engine.sleep()  # the update needs its memory
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses

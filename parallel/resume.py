@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def resumed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
+
+
+def absolute(path: str | None) -> str | None:
+    """Of what is there, also in a comma list or by a glob; anything else (a hub id) stays as it is."""
+    parts = (path or "").split(",")
+    found = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
+    return ",".join(found) if path else path
 
 
 def holds_run(out: Path) -> bool:

@@ -161,7 +161,7 @@ class Grading:
             if (failure.kind, failure.what) not in rewards.told:
                 rewards.told.add((failure.kind, failure.what))
                 say(f"{rewards.rank}{failure.line}; for the response {rollouts[i].text[:MAX_TOLD]!r}\n{failure.trace}"
-                    f"The first of its kind (--reward-errors {self.errors})")
+                    f"The first failure of its kind; with --reward-errors {self.errors} the run goes on")
         if failed and self.step not in rewards.told:
             rewards.told = {t for t in rewards.told if isinstance(t, tuple)} | {self.step}
             kinds = Counter(failure.what for failure in failed.values())
@@ -169,7 +169,7 @@ class Grading:
             told = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {next(iter(failed.values())).line}"
             if len(failed) == len(rollouts):
                 told += "\nwarning: ALL of them failed: nothing can be learnt from these responses"
-            say(f"{rewards.rank}step {self.step}: {told}")
+            say(f"{rewards.rank}{told}")
 
 
 def say(text: str) -> None:

@@ -452,7 +452,7 @@ class Judge:
         """A call of the budget. Noted before it is made: it counts also if the run is killed during it."""
         if self.left <= 0:
             if not self.told:
-                print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows is not judged",
+                print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows fails",
                       file=sys.stderr, flush=True)
             self.told = True
             raise OverBudget("over budget")

@@ -42,7 +42,7 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
         found = file.glob() if isinstance(file, RemoteFile) else map(Path, sorted(glob.glob(name)))
         files = [p for p in found if p.is_file()]
     of_split = f" of --split {split}" if split else ""
-    need(files, f"{name}: no such file or folder of parquet files{of_split}; check --data or --input")
+    need(files, f"{name}: no such file, nor folder of parquet files{of_split}, nor glob of either")
     return files
 
 

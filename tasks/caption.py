@@ -265,7 +265,8 @@ def caption_record(record: dict, cfg: TaskConfig) -> Record:
     names = (cfg.answer_key, *CAPTIONS)
     try:
         references = as_list(first([record.get(name) for name in names]))
-        truth = {"references": references, "keywords": as_list(record.get("keywords"), comma=True)}
+        keywords = [word for word in as_list(record.get("keywords"), comma=True) if str(word).strip()]
+        truth = {"references": references, "keywords": keywords}
         text = json.dumps(truth, ensure_ascii=False, default=str)
         read_truth(text)
     except UserError as error:

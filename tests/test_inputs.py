@@ -333,7 +333,7 @@ def test_tables_and_images_of_a_store(store, tmp_path):
 
 def test_what_a_store_lacks_is_told(store, tmp_path):
     flags = ("--data-source", "t", "--out", tmp_path / "o.parquet", "--url-tries", 1)
-    with pytest.raises(UserError, match="s3://bucket/gone.jsonl: no such file or folder"):
+    with pytest.raises(UserError, match="s3://bucket/gone.jsonl: no such file"):
         run("jsonl", "--input", "s3://bucket/gone.jsonl", *flags)
     put(store, "/bucket/q.jsonl", json.dumps({"prompt": "<image>a?", "images": "s3://bucket/no.png", "answer": "1"}))
     with pytest.raises(

@@ -164,7 +164,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file or folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file, nor folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -372,7 +372,7 @@ def test_file_errors(tmp_path):
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file or folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file, nor folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -912,7 +912,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("geo3k", "--out", "."), "--out is ."),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
-            "a: no such file or folder of parquet files; check --data or --input",
+            "a: no such file, nor folder of parquet files, nor glob of either",
         ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
@@ -921,7 +921,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("jsonl", "--url-tries", "0", "--input", "a", "--out", "x.parquet"), "--url-tries 0: must be at least 1"),
         (("inspect", "x.parquet", "--limit", "0"), "--limit 0: must be at least 1"),
         (("geo3k",), "--out is missing"),
-        (("jsonl", "--out", "x.parquet"), "no such file or folder of parquet files; check --data or --input"),
+        (("jsonl", "--out", "x.parquet"), "no such file, nor folder of parquet files, nor glob of either"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, argv, reason):
