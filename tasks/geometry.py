@@ -545,7 +545,7 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
         return is_choice(text, letter[1])
     if re.fullmatch(r"[A-Za-z][A-Za-z -]{2,}", truth):
         return text.casefold() == truth.casefold()
-    text = re.sub(",? and ", ", ", text) if "," in truth else text  # of a list it is no hedge
+    text = re.sub(",? and ", ", ", text) if re.search("=.*,.*=", truth) else text  # `x = 4 and y = 7` is no hedge
     text = text.replace(" to ", ":") if ":" in truth else text
     if (HEDGE.search(text) and not HEDGE.search(truth)) or ("±" in text and "±" not in truth):
         return False

@@ -415,7 +415,7 @@ AND = re.compile(r" ?, (?:and )?| and | ?& ?|, ?")
 BEFORE = re.compile(r"(?:in|on|at|by|from|of|for|between|during|behind|under|above|below|according) ")
 ABOUT = re.compile(r"the (.+?) (?:is|are|was|were) (.+)|(?:there (?:is|are) )?[a-z0-9,-]+ ([a-z]+)")
 QUESTION_WORDS = set("what which who how many".split())
-NEAR = re.compile(r" (?:next to|in front of|behind|near|beside|around|by|on|in|under|above|below|with) ")
+NEAR = re.compile(r" (?:next to|in front of|behind|near|around|by|on|in|under|above|below|with) ")
 PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to|for) (.+)")  # `under` is half of the answer
 ONE = re.compile(r"^(?:the )?one (?=on |in |at |with )| one$")
 
