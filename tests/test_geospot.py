@@ -462,7 +462,7 @@ def test_truths_that_are_read_and_stages_that_are_not():
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(0.6)  # of step 0
+    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # of no step: the last stage
     assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
     for stage in (-1, 5):
