@@ -540,7 +540,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
     commands = {name: (about, FileConfig, {"answer_key": key}) for name, (_, key, about) in TABLES.items()}
     for name, task in find_tasks().items():
         config = TaskConfig if hasattr(task, "toy") else FileConfig
-        commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
+        about = (task.__doc__ or name).partition("\n")[0] if TASKS[name].name == name else f"The same as {TASKS[name].name}."
+        commands[name] = (about, config, getattr(task, "DEFAULTS", {}))
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
         command = sources.add_parser(name, help=about, description=about)
