@@ -540,11 +540,12 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
     commands = {name: (about, FileConfig, {"answer_key": key}) for name, (_, key, about) in TABLES.items()}
     for name, task in find_tasks().items():
         config = TaskConfig if hasattr(task, "toy") else FileConfig
-        about = (task.__doc__ or name).partition("\n")[0] if TASKS[name].name == name else f"The same as {TASKS[name].name}."
-        commands[name] = (about, config, getattr(task, "DEFAULTS", {}))
+        commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
-        command = sources.add_parser(name, help=about, description=about)
+        other = TASKS[name].name if name in TASKS else name
+        listed = about if name == other else f"The same as {other}."
+        command = sources.add_parser(name, help=listed, description=about)
         for group in config.__mro__[:-1]:
             add_settings(command, group)
         for action in command._actions:
