@@ -117,7 +117,8 @@ GR ionian islands = ionia nisia
 PT lisbon = lisboa
 PT azores|acores = acores
 PT oporto = porto
-RU moscow = moskva
+RU moscow|federal city of moscow = moskva
+RU moscow oblast|moscow region = moskovskaya
 RU saint petersburg = sankt peterburg
 RU buryatia = buryatiya
 RU sakha|yakutia = saha
@@ -156,7 +157,11 @@ ID west java = jawa barat
 ID east java = jawa timur
 ID central java = jawa tengah
 ID jakarta = jakarta raya
-US washington dc|washington d c = district of columbia
+US dc|washington dc|washington d c = district of columbia
+AR provincia de buenos aires = buenos aires
+AR autonomous city of buenos aires|city of buenos aires|buenos aires city|caba = ciudad autonoma de buenos aires
+UA kiev = kyiv
+UA kyiv oblast|kiev oblast|kyiv region = kyivska
 """
 
 REGION_NAMES: dict[str, list[tuple[str, str]]] = {}  # by country: (other name, name)

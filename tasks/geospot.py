@@ -148,7 +148,7 @@ LETTERS = str.maketrans(LETTERS)
 SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 KINDS = "state province region county prefecture district oblast department governorate autonomous community of".split()
 KINDS += "canton voivodeship krai kray kraj lan republic respublika emirate territory comune regione".split()
-KINDS += "wojewodztwo regiao autonoma bundesland freistaat avtonomnyy okrug departement fylke land".split()
+KINDS += "wojewodztwo regiao autonoma bundesland freistaat avtonomnyy okrug departement fylke land commonwealth".split()
 TAIL = re.compile("(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$")  # also of Korea, Japan and China: Suwon-si
 ALSO = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
@@ -223,14 +223,14 @@ def region_names(country: str) -> dict[str, str]:
         variants = [plain(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if plain(part)]
         names |= {without_kind(name): without_kind(variants[0]) for name in variants}
     for other, name in REGION_NAMES.get(country, ()):
-        names[without_kind(other)] = names.get(without_kind(name), without_kind(name))
+        names[other] = names.get(without_kind(name), without_kind(name))
     return names
 
 
 @cache
 def all_region_names() -> dict[str, str]:
     """Those of REGION_NAMES in one, for a truth without a country; not those that two countries have."""
-    pairs = [(without_kind(other), without_kind(name)) for other, name in chain(*REGION_NAMES.values())]
+    pairs = [(other, without_kind(name)) for other, name in chain(*REGION_NAMES.values())]
     often = Counter(other for other, _ in pairs)
     return {other: name for other, name in pairs if often[other] == 1}
 
@@ -245,9 +245,9 @@ def region_of(text: str, country: str) -> str:
         code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
         found = pycountry.subdivisions.get(code=f"{country}-{code}")
         name = plain(re.split(r"[\[/,]", found.name)[0]) if found else name
-    name = without_kind(name)
     names = region_names(country) if len(country) == 2 else all_region_names()
-    return names.get(name, name)
+    short = without_kind(name)
+    return names.get(name) or names.get(short, short)  # `moscow oblast` is not `moscow`
 
 
 def city_of(text: str) -> str:

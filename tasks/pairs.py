@@ -35,6 +35,7 @@ ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing
 MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
 NAMES = {*ALL, *NONE, "one"}
 ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
+COUNTED = re.compile(r"([a-z0-9]+) (?:of (?:the|these) )?(?:images|photos|pictures|figures)\b")
 WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
@@ -72,14 +73,15 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     """Which of n images a text names, from 0: `2`, `the second image`, `image B`, `left`, `both`, `1 and 3`, `none`.
 
     None if it names none of them, or says anything that is not a name, nor of the words `known` from the question:
-    `1 or 2`, `not 1`, `1?`.
+    `1 or 2`, `not 1`, `1?`, `2 images`.
     """
     text = clean(text).replace("-hand", " hand").replace("-most", "most")
-    if not IMAGE_CHARS.fullmatch(text):
+    counted = any(word not in NONE and number_at([word]) for word in COUNTED.findall(text))
+    if not IMAGE_CHARS.fullmatch(text) or counted:  # `2 images` is how many
         return None
     words = [word for word in WORDS.findall(ARTICLE.sub("", text)) if word not in MEANINGLESS]
     words = [word for word in words if not is_known(word, known) or position(word, 10) is not None or word in NAMES]
-    if len(words) > 1 and words[-1] == "one" and words[-2] != "and":  # `the second one`
+    if len(words) > 1 and words[-1] == "one" and words[-2] != "and" and not number_at(words[-2:-1]):  # `the second one`
         words.pop()
     if words[:2] == ["no", "one"] or words in ([word] for word in NONE):
         return frozenset()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
-from reward import BOX, MAX_ANSWER_CHARS, extract_boxed, register, weighted
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
 from sources.tables import data_files
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
@@ -37,7 +37,9 @@ COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tol
 YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect untrue"
 SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
 NEGATIONS = set("not never cannot neither nor".split())  # and all that ends with n't
-HEDGES = set("or but maybe perhaps possibly unsure either".split())
+HEDGES = set("or but maybe perhaps possibly probably unsure either".split())
+MODALS = set("could might may would".split())  # hedge too, unless the question has them
+CERTAIN = set("definitely certainly absolutely clearly obviously exactly".split())
 ARTICLES = ("a", "an", "the")
 FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
 FILLER |= set("here in on at of exactly image picture photo shows total number degree made he she his her its".split())
@@ -179,6 +181,8 @@ OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-
 CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
+BRACKETS = re.compile(r"^[(\[]([^()\[\]]+)[)\]]$")
+LABELLED = re.compile(r"([a-z' ]+): ([a-z0-9.,-]+)")
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
 ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`
 HINTS = {  # what is asked, and words that then say no more
@@ -362,7 +366,7 @@ def time_of(text: str) -> tuple[int, int, str] | None:
     return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or ""
 
 
-def says(text: str, known: frozenset[str]) -> bool | None:
+def says(text: str, asked: "Asked") -> bool | None:
     """True for yes, False for no, None for neither or both. A reason may follow, unless it takes the word back."""
     text = DENIED.sub(lambda found: "true" if found[1] in NO.split() else "false", text)
     first, mark, rest = re.match(r"([a-z]*)([,.;:!]?)(.*)", text).groups()
@@ -371,19 +375,42 @@ def says(text: str, known: frozenset[str]) -> bool | None:
         return None
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
     other = any(SAYS.get(word, said) != said for word in words) or (said and negated)
-    if other or HEDGES & set(words) - NEGATIONS or not (mark or all_known(set(words) - NEGATIONS, known)):
+    hedged = HEDGES & set(words) - NEGATIONS or MODALS & set(words) - set(words_of(asked.question))
+    expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
+    if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
         return None
-    return said
+    words = re.findall(r"[^\s.,!?;:]+", re.sub("'(?:s|re)(?![a-z])", " is", rest))
+    return said if negated or gives_reason(said, words, bool(mark), words_of(asked.question)) else None
 
 
 AUXILIARIES = set("is are was were does do did has have can will would could".split())
 PRONOUNS = set("there it he she they this that these those".split())
+ASKS = re.compile(rf"(?:{'|'.join(AUXILIARIES)}) (?:the|{'|'.join(PRONOUNS)}) ")  # `is the statement true`
 SAY_NOTHING = AUXILIARIES | PRONOUNS | SHOWN | set("a an the any be seen visible present here in on of".split())
 
 
 def words_of(text: str) -> list[str]:
     """`There isn't one.` -> there, is, not, one"""
     return re.sub("n't(?![a-z])", " not", text).rstrip(END).split()
+
+
+def gives_reason(yes: bool, words: list[str], apart: bool, asked: list[str]) -> bool:
+    """Whether what stands after yes or no, `apart` by a comma or not, agrees with it, as far as the words tell.
+
+    `Yes, just kidding` has nothing of the question's, `No, there is a dog` says yes, and `no sofa` denies something
+    else than the dog on the sofa that was asked for.
+    """
+    content, wanted = ([root(w) for w in of if w not in SAY_NOTHING] for of in (words, asked))
+    if yes:
+        plain = SAY_NOTHING | CERTAIN | set(NUMBER_WORDS) | set(SAYS)
+        return not words or any(w in plain or w.isdecimal() or root(w) in wanted for w in words)
+    if not content or "no" in words:
+        return states(" ".join(words), " ".join(asked)) is not True
+    if apart or words[0] in {*PRONOUNS, *ARTICLES}:
+        there = words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
+        return not there and states(" ".join(words), " ".join(asked)) is not True
+    definite = asked[0] not in AUXILIARIES or {"the", *PRONOUNS} & set(asked[1:2]) - {"there"}
+    return bool(definite) or content[0] in map(root, NEAR.split(" ".join(asked))[0].split())
 
 
 def states(text: str, question: str) -> bool | None:
@@ -397,9 +424,13 @@ def states(text: str, question: str) -> bool | None:
         return None
     if len(asked) < 2 or asked[0] not in AUXILIARIES or words[0] in AUXILIARIES or len(words) - len(said) > 1:
         return None
+    if MODALS & set(said) - set(asked):
+        return None
     content = [root(word) for word in said if word not in SAY_NOTHING]
     wanted = [root(word) for word in asked if word not in SAY_NOTHING]
-    subject = words[0] in PRONOUNS and (asked[1] == words[0] or asked[1] not in PRONOUNS)
+    it_is = asked[1] == "there" and len(words) == len(said)  # `it is not` may be about anything
+    named = asked[1] not in PRONOUNS - {"this", "that", "these", "those"}
+    subject = words[0] in PRONOUNS and (asked[1] == words[0] or named or it_is)
     short = subject and said[1] == asked[0] and set(content) <= {root("one")}
     whole = content == wanted and words[0] in {*PRONOUNS, *ARTICLES, asked[1]}
     pronoun = words[0] in PRONOUNS - {"there"} and 0 < len(content) < len(wanted) and wanted[-len(content) :] == content
@@ -438,7 +469,7 @@ UNASKED = Asked()
 def same(text: str, truth: str, asked: Asked) -> bool:
     """Whether a cleaned answer means a cleaned truth."""
     if truth in SAYS:
-        said = says(text, asked.known)
+        said = says(text, asked)
         return (states(text, asked.question) if said is None else said) == SAYS[truth]
     if IS_TIME.search(truth) and (time := time_of(truth)):
         given = time_of(text)
@@ -468,7 +499,7 @@ def same_text(text: str, truth: str) -> bool:
     if PLATE.sub(" ", one) == PLATE.sub(" ", other) != "":
         return True
     if stem("".join(words)) == stem("".join(wanted)) != "" and not re.search("[0-9]", text):
-        return all(len(word) > 1 for word in words + wanted) or "-" in text + truth
+        return all(len(word) > 2 for word in words + wanted) or "-" in text + truth  # `base ball`, but not `gr ay`
     items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
     return items[0] == items[1] and len(items[1]) > 1
 
@@ -499,10 +530,11 @@ def choice_of(text: str, choices: Sequence[str], asked: Asked = UNASKED) -> int 
 def answer_of(response: str, finish_reason: str) -> str | None:
     """What the last box holds; of a response without a box, all of it, except for its thinking.
 
-    None if thinking or the box does not end, if boxes hold different answers, and if a plain answer was cut off.
+    None if thinking or the box does not end, if boxes hold different answers, if a plain answer was cut off, and with a
+    special token.
     """
     rest = response.rpartition("</think>")[2]
-    if "<think>" in rest:
+    if "<think>" in rest or SPECIAL_TOKEN.search(rest):
         return None
     if not BOX.search(rest):
         answer = rest.strip() if finish_reason == "stop" else None
@@ -626,7 +658,8 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
         told = f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it"
         need(choice_of(truth, choices) is not None, told)
     answer = answer_of(response, finish_reason)
-    if answer is None or "?" in answer and "?" not in example.ground_truth:  # `Red?` asks
+    other = re.search(r"\?|[0-9] ?!", answer or "")  # `Red?` asks, and `3!` is 6
+    if answer is None or other and other[0][-1] not in example.ground_truth:
         return weighted(0.0, 0.0)
     tolerance = EXACT if choices else tolerance
     asked = asked_of(question, tolerance, kind_of(example) in COUNTING, tuple(map(str, choices)))
@@ -636,9 +669,10 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     def is_right(text: str, truth: str) -> bool:
         if choices:
             return choice_of(text, choices, asked) == choice_of(truth, choices)
-        return same(text, truth, asked)
+        return same(text, truth, asked) and not (truth in SAYS and ASKS.match(said))
 
-    readings = [read_as(text, asked) for text in glossed(clean(answer))]
+    said = clean(answer)
+    readings = [read_as(text, asked) for text in glossed(said if choices else without_label(said, asked.counting))]
     hits = sum(all(any(is_right(text, truth) for text in texts) for texts in readings) for truth in truths)
     accuracy = min(hits / max(1, min(3, len(truths))), 1.0)
     return weighted(accuracy, only_box(response, answer))
@@ -656,6 +690,14 @@ def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool, 
     return Asked(known, tolerance, counting or "how many" in text, sentence)
 
 
+def without_label(text: str, counting: bool) -> str:
+    """`dogs: 3` -> `3 dogs` where dogs are counted, `statement: true` -> `true statement`, `(3)` -> `3`"""
+    text = BRACKETS.sub(r"\1", text)
+    found = LABELLED.fullmatch(text)
+    labelled = found and (found[2] in SAYS or counting and number_at([found[2]]))
+    return f"{found[2]} {found[1]}" if labelled else text
+
+
 def glossed(text: str) -> list[str]:
     """`3 (three) dogs` says it twice, and both have to be right; anything else once."""
     found = GLOSS.fullmatch(text)
@@ -667,7 +709,9 @@ def read_as(text: str, asked: Asked) -> list[str]:
     if of_another(text, asked.question):
         return []
     short = without_clause(text, asked.question)
-    return [text, without_subject(text, asked), short, without_subject(short, asked), without_known(short, asked.known)]
+    rest = without_known(short, asked.known)
+    rest = short if rest == "no" else rest  # `no sofa` is judged as a whole
+    return [text, without_subject(text, asked), short, without_subject(short, asked), rest]
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

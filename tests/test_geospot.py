@@ -216,6 +216,9 @@ IT Tuscany, Toscana | IT Lombardy, Lombardia | IT Sicily, Sicilia | ES Catalonia
 ES Andalusia, Andalucía | ES Basque Country, País Vasco, Euskadi | ES Principality of Asturias, Asturias
 PL Masovian Voivodeship, Mazowieckie | CZ Prague, Praha | SE Skåne County, Scania, Skåne län | GR Crete, Kríti
 AT Vienna, Wien | FR Brittany, Bretagne | BE Flanders, Vlaams Gewest | US NY, New York, US-NY, State of New York
+US Virginia, Commonwealth of Virginia, State of Virginia, VA | RU Moscow Oblast, Moskovskaya oblast', Moscow Region
+US Washington DC, District of Columbia, DC, US-DC | UA Kyiv, Kiev | AR Buenos Aires, Provincia de Buenos Aires
+AR Ciudad Autónoma de Buenos Aires, Autonomous City of Buenos Aires, CABA, Buenos Aires City | RU Moscow, Moskva, MOW
 CH Canton of Zürich, Zurich, ZH | PT Lisbon, Lisboa | MX Mexico City, CDMX | NL North Holland, Noord-Holland
 """
 
@@ -231,6 +234,8 @@ def test_regions_have_several_names(line):
 def test_regions_of_a_truth_without_a_country():
     assert right('{"region": "Bavaria"}', {"region": "Bayern"}) == "region"
     assert right('{"region": "Bavaria"}', {"region": "Sachsen"}) == ""
+    assert right('{"region": "DC"}', {"region": "District of Columbia"}) == "region"
+    assert right('{"region": "Moscow Oblast"}', {"region": "Moscow"}) == ""
 
 
 def test_names_of_regions_are_those_of_iso_3166():
@@ -250,7 +255,9 @@ def test_names_of_regions_are_those_of_iso_3166():
 def test_different_regions_stay_different():
     for country, one, other in (("DE", "Saxony", "Lower Saxony"), ("DE", "Saxony", "Saxony-Anhalt"), ("DE", "BY", "BW"),
                                 ("US", "Virginia", "West Virginia"), ("AT", "Upper Austria", "Lower Austria"),
-                                ("US", "Washington", "Washington, D.C."), ("ES", "Catalonia", "Aragon")):  # fmt: skip
+                                ("US", "Washington", "Washington, D.C."), ("ES", "Catalonia", "Aragon"),
+                                ("RU", "Moscow Oblast", "Moscow"), ("UA", "Kyiv Oblast", "Kyiv"),
+                                ("AR", "Buenos Aires", "Ciudad Autónoma de Buenos Aires")):  # fmt: skip
         assert right(json.dumps({"region": one}), {"country": country, "region": other}) == ""
 
 
@@ -462,7 +469,7 @@ def test_truths_that_are_read_and_stages_that_are_not():
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
     assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # of no step: the last stage
+    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
     assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
     for stage in (-1, 5):

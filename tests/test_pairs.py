@@ -39,7 +39,7 @@ NAMES = {  # number of images -> answers -> images
         "the left-hand image": [1],
         "2 ; the second image ; right ; the right one ; last ; B ; It is the second image. ; the answer is 2": [2],
         "both ; both images ; 1 and 2 ; 1, 2 ; left and right ; all ; the first and the second ; A and B": [1, 2],
-        "none ; neither ; none of them ; neither image ; no one": [],
+        "none ; neither ; none of them ; neither image ; no one ; no images": [],
         "3 ; 0 ; third ; c ; middle ; 1 or 2 ; 1 2 ; 1/2 ; not 1 ; 1? ; left or right ; -1 ; 1.5 ; both or none ; "
         "1 1 ; maybe 1 ; ; . ; image ; which image ; 1 but not 2 ; 12 ; first second ; left 2 ; ١ ; １ ; ab ; "
         "1\u200b2 ; 1 and 3 ; both and 3 ; 1 and 1 ; 1e999 ; the first third ; none or 1 ; 9999": None,
@@ -50,9 +50,11 @@ NAMES = {  # number of images -> answers -> images
         "left": [1],
         "1 and 3": [1, 3],
         "all ; all three ; 1, 2 and 3": [1, 2, 3],
-        "both ; all two ; 4": None,
+        "the second one": [2],
+        "both ; all two ; 4 ; 2 images ; two images ; two of the images ; 3 photos ; two one": None,
     },
-    4: {"leftmost ; first ; a": [1], "rightmost ; last ; 4 ; fourth ; d": [4], "left ; right ; middle ; 5": None},
+    4: {"leftmost ; first ; a": [1], "rightmost ; last ; 4 ; fourth ; d": [4],
+        "left ; right ; middle ; 5 ; 4 images": None},
 }  # fmt: skip
 NAMED = [(n, answer.strip(), wanted) for n, table in NAMES.items() for key, wanted in table.items()
          for answer in key.split(" ; ")]  # fmt: skip
@@ -66,6 +68,7 @@ def test_words_of_the_question_may_stand_around_a_name():
         ("The red dog is larger.", 0), ("Image 1 or image 2 shows a red dog.", 0), ("Image 1 shows a red dog.", 0),
     ):  # fmt: skip
         assert pairs.which(answer, row("2", prompt=asked), "stop")["accuracy"] == wanted, answer
+    assert pairs.which("\\boxed{2}<|im_end|>\\boxed{2}", row("2"), "stop")["accuracy"] == 0
 
 
 @pytest.mark.parametrize("n, answer, wanted", NAMED)
@@ -102,10 +105,12 @@ def test_a_truth_that_names_no_image_is_refused():
 
 TRUE = ["true", "True.", "yes", "\\boxed{True}", "The statement is true.", "It is true", "correct", "Answer: true"]
 FALSE = ["false", "False.", "no", "\\boxed{no}", "The statement is false.", "That's false", "incorrect"]
-TRUE += ["The statement is correct.", "It is not false.", "Yes, it is true."]
-FALSE += ["It is not true.", "The statement isn't correct.", "No, it is not true.", "untrue"]
+TRUE += ["The statement is correct.", "It is not false.", "Yes, it is true.", "Statement: true"]
+FALSE += ["It is not true.", "The statement isn't correct.", "No, it is not true.", "untrue", "Statement: false"]
+FALSE += ["not true", "\\boxed{not true}", "The statement is not true", "\\boxed{The statement is not true}"]
 NEITHER = ["true or false", "true, false", "not sure", "", "\\boxed{}", "\\boxed{true} \\boxed{false}", "left", "dogs"]
 NEITHER += ["No, it is correct.", "Yes, it is not true.", "It is not certain that it is true."]
+NEITHER += ["is the statement true", "Is it false", "<|im_start|>\\boxed{true}", "\\boxed{false}<|im_end|>"]
 NEITHER += ["The left image has two dogs.", "true and false", "maybe true", "true?", "yes and no", "tru", "ｔｒｕｅ"]
 
 

@@ -28,6 +28,8 @@ from tasks import vqa
 HOW_MANY = "How many dogs are there?"
 IS_THERE = "Is there a dog on the mat?"
 COLOUR = "Is the car red or blue?"
+IS_RED = "Is the car red?"
+KITCHEN = "Could this be a kitchen?"
 WHAT = "What color is the bus?"
 WHICH = "Which do you see?\nA. red\nB. blue\nC. a dog\nD. three\n Answer in \\boxed{}."
 
@@ -51,10 +53,11 @@ def cases(table: str) -> list[tuple[str, str]]:
 
 RIGHT = {
     HOW_MANY: """
-3 ; three ; Three ; THREE. ; 3. ; 3.0 ; 3! ; 03 ; 3 dogs ; three dogs. ; There are three dogs. ; there are 3 | 3
+3 ; three ; Three ; THREE. ; 3. ; 3.0 ; 03 ; 3 dogs ; three dogs. ; There are three dogs. ; there are 3 | 3
 the answer is 3 ; The answer is: 3. ; Answer: 3 ; **3** ; **Answer:** 3 ; I see 3 dogs in the image ; It is 3 | 3
 \\text{three} ; \\text{3 dogs} ; $3$ ; <answer>3</answer> ; The number of dogs is 3. ; 3 dogs in total ; the 3 | 3
 1 dog ; one dog ; there is one dog ; a dog in the image is 1 ; One. | 1
+(3) ; [3] ; Dogs: 3 ; Number of dogs: three ; Total: 3 ; There are 3 dogs! | 3
 exactly 1 ; 1 of them ; The picture shows 1 dog. ; I think 1 ; I count 1 dog | 1
 0 ; none ; None. ; zero ; no dogs ; There are no dogs. ; 0 dogs | 0
 12 ; twelve ; a dozen ; a dozen dogs ; dozen | 12
@@ -71,8 +74,20 @@ yes ; Yes. ; YES! ; yeah ; yep ; yup ; true ; correct ; Yes, there is. ; Yes, th
 Yes there is ; Yes: a brown dog, next to the cat. ; the answer is yes ; Answer: yes ; yes, 2 of them | Yes
 no ; No. ; nope ; nah ; false ; incorrect ; No, there is not. ; No, there isn't. ; There is no dog. | no
 No, the mat is empty ; no dog ; No dogs on the mat | NO
+it is ; yes there is one ; Yes, definitely. ; Yes, 2 dogs ; dog: yes | yes
+No, there is a cat ; No, there is a dog on the floor ; No, there are no dogs ; no, nobody ; dog: no | no
 yes | true
 no | False
+""",
+    "Is this a kitchen?": """
+It is ; this is | yes
+It is not | no
+""",
+    IS_RED: """
+No, blue ; No, it is blue. | no
+""",
+    KITCHEN: """
+Yes, it could be. ; This could be a kitchen | yes
 """,
     COLOUR: """
 red ; Red ; RED! ; a red ; the red ; It is red. ; It's red ; The car is red. ; "red" ; \\text{red} ; (red) ; red; | red
@@ -132,15 +147,25 @@ How many dogs are there? ; How many dogs are there? 3 ; dogs ; the ; . ; 3 or mo
 \\boxed{4} \\boxed{3} ; \\boxed{3} \\boxed{4} ; \\boxed{3} ... \\boxed{4 ; \\boxed3 ; { 3 ; 3 } \\boxed{} | 3
 ٣ ; 3² ; ³ ; ➂ ; ３ ; 3\u200b4 ; \u202e3 ; Ⅲ ; 三 ; 3<|im_start|> ; <|im_end|>3 ; 3|4 ; 3*1 ; 3^1 ; III | 3
 no ; no one ; nobody knows ; no, 1 | 1
+3! ; (3!) ; There are 3! ; cats: 3 ; dogs: 4 ; (3 or 4) ; mats: 3 ; dogs: 3 cats: 4 ; not dogs: 3 | 3
+<|im_start|>\\boxed{3} ; \\boxed{3}<|im_end|>\\boxed{3} | 3
 dogs, 3, 4 ; there are 3 are 4 ; there are 3 or 4 dogs ; exactly 3 or 4 ; dogs 3 dogs 4 | 3
 """,
     IS_THERE: """
 yes and no ; yes or no ; Yes, no ; yes/no ; yes. no. ; Yes, but no dog ; Yes, there isn't ; maybe yes ; yes, maybe | yes
 no ; not yes ; y ; dog ; there is a dog ; Yes men ; yes yes no ; Yes, or not ; yes, false ; Yes нет ; yes-no | yes
 yes ; No, yes ; no or yes ; No doubt ; no, true ; not ; none ; No, but yes ; No idea ; it is not | no
+there could be a dog on the mat ; Yes, there might be ; Yes, probably ; Yes, just kidding ; Yes, I'm kidding | yes
+is there a dog on the mat | yes
+no, there is a dog ; No, there's a dog ; No, the dog is on the mat. ; No, there is one ; No, it is | no
+There is no mat ; no mat ; mat: no ; no one is there | no
+""",
+    IS_RED: """
+No, it is red ; no, the car is red | no
 """,
     COLOUR: """
 red or blue ; red and blue ; red, blue ; red/blue ; red blue ; blue ; not red ; it is not red ; redd | red
+gr ay ; gr ey | gray
 re d ; r e d ; Is the car red or blue? ; reddish ; dark red ; rеd ; r\u200bed | red
 red is blue ; red green blue yellow white black | red
 red, blue ; red (blue) ; red. blue ; red; blue ; red - blue ; red/blue ; red is blue ; blue? red! | blue
