@@ -38,8 +38,8 @@ CODE_LINES = {  # each file's size when this was written, and a few percent
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
-    "tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER",
-    "tasks/caption.py": "image picture photo",
+    "tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER|NEAR = ",
+    "tasks/pairs.py": "COUNTED = ", "tasks/caption.py": "image picture photo",
 }
 
 
