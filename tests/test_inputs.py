@@ -175,7 +175,7 @@ def test_template_over_columns(tmp_path):
     assert e.messages == [{"role": "user", "content": wanted}] and e.images == [RED]
     assert e.extra["choices"] == ["a", "b"] and e.extra["level"] == 3, "columns of the template are kept"
     with pytest.raises(
-        UserError, match=r"q.jsonl: no column 'question'; it has q, choices, level, image, answer, tags. --pr"
+        UserError, match=r"q.jsonl: no column 'question'; it has q, choices, level, image, answer, tags. Correct --pr"
     ):
         run("jsonl", "--input", tmp_path / "q.jsonl", *flags[2:], "--prompt-template", "{question}?")
     run("parquet", "--input", save(tmp_path / "f.parquet", rows), "--answer-key", "answer", *flags)

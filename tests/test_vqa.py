@@ -462,7 +462,7 @@ def test_csv_and_parquet(tmp_path):
         run("vqa", "--input", tmp_path / "qa.csv", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys)
     with pytest.raises(UserError, match="files that end with png; vqa reads one of"):
         run("vqa", "--input", tmp_path / "a.png", "--out", tmp_path / "2.parquet")
-    with pytest.raises(UserError, match="no column 'answer'; it has .*--answer-key names the right one"):
+    with pytest.raises(UserError, match="no column 'answer'; it has .*Correct --answer-key"):
         run("vqa", "--input", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys[:4])
 
 
