@@ -444,7 +444,7 @@ def test_rows_are_read_as_they_are(tmp_path):
     types = ["counting", "attribute", "multiple choice", "multiple choice", "yes/no", None]
     assert [e.extra.get("answer_type") for e in found] == types and {e.data_source for e in found} == {"vqa"}
     assert found[0].messages[0]["content"] == f"<image>How many? {vqa.INSTRUCTION}"
-    assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n {vqa.INSTRUCTION}"
+    assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n{vqa.INSTRUCTION}"
     assert reward.check_tasks(found) == {"vqa": 6}
     answers = ["three", "red", "blue", "(A)", "yes", "21"]
     scores = [reward.score(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
