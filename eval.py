@@ -10,6 +10,7 @@ Writes eval.json and report.html to --out.
 
 import json
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -225,8 +226,9 @@ def told_of_run(cfg: EvalConfig) -> str:
     """Which settings are other than the defaults because the run had them."""
     run = locate(cfg.model)[2]
     run = {name: tuple(value) if isinstance(value, list) else value for name, value in run.items()}
-    same = [f for f in fields(AsTrained) if run.get(f.name) == getattr(cfg, f.name) != f.default]
-    told = [f"{flag_of(f.name)} {run[f.name]!r}" for f in same]
+    same = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) == getattr(cfg, f.name) != f.default}
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in same.items()}
+    told = [shlex.join([flag_of(name), *map(str, values)]) for name, values in several.items()]
     for spec in run.get("reward") or ():
         if not has_file(spec):
             told.append(f"not --reward {spec!r}, a file that is not here: the task's own reward is used")

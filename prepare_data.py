@@ -575,7 +575,7 @@ def make_file(source: str, cfg: FileConfig) -> None:
     with writing(Path(cfg.out), f"--out {cfg.out}"):
         count = write_examples(good_rows(raws, cfg, bad, cfg.limit), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
-    print(f"wrote {count} rows ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
+    print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
     for line in first_of(bad):
         print("left out:", line)
     if cfg.inspect:

@@ -26,10 +26,11 @@ from errors import Note, UserError, need
 from settings import setting
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
-# Counts since the start or the last `.clear()`: graded, answers compared; cas, sent to math-verify. The others count
-# wrong answers: no_box, no complete box; bad_truth, the truth holds no answer; unreadable, no such expression; refused,
-# too long, deep or large; of math-verify cas_timeout, late, cas_crash, it died, cas_budget, no time was left for it.
-# Names with a slash are metrics: reward/errors and reward/timeouts, rewards that failed; judge/*, of the judge.
+# Counts since the start or the last `.clear()`:
+# graded, answers compared; cas, those sent to math-verify;
+# of wrong answers: no_box, no complete box; bad_truth, the truth holds no answer; unreadable, no such expression;
+# refused, too long, deep or large; cas_timeout, math-verify was late; cas_crash, it died; cas_budget, no time was left;
+# with a slash, metrics: reward/errors and reward/timeouts, rewards that failed; judge/*, what the judge did.
 grader_stats: Counter[str] = Counter()
 
 # --- settings ------------------------------------------------------------------------------------------------------
@@ -62,7 +63,8 @@ class Stage:
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 
-Answerable = Callable[[str, dict[str, float]], bool]  # (truth, what `\boxed{truth}` earns): could any answer equal it?
+# Could any answer equal a truth? Asked before a run with the truth and with what `\boxed{truth}` earns.
+Answerable = Callable[[str, dict[str, float]], bool]
 
 
 class Task(NamedTuple):
@@ -158,12 +160,13 @@ def weighted(accuracy: float, form: float) -> dict[str, float]:
 
 
 class Later(Exception):
-    """Of a reward that waits for a slow helper, so that all questions of a round are asked together."""
+    """A reward has put a question to a slow helper; call it again once the questions of all answers were asked."""
 
 
-# Slow helpers of tasks, added by their own files: `batch(collect, tell)`, a context with a time budget, in which
-# questions are collected and raise `Later` if `collect`, and `tell(seconds)` says that something with a time limit of
-# its own begins and takes so long at most; `ask()`, which answers what was collected; `close()`, which ends processes.
+# Slow helpers of tasks, such as math-verify, added by their own files. Each has
+# batch(collect, tell): a context with a time budget. In it a question that has no answer yet raises `Later` if
+#     `collect`, else is asked at once; `tell(seconds)` says that work with a time limit of its own begins.
+# ask(): answers all that was collected.      close(): ends its processes.
 HELPERS: list[Any] = []
 
 
@@ -206,7 +209,8 @@ class Rewards:
         self.pools = Pools(self.cfg, self.functions, self.judge)
         self.grading = partial(Grading, self)
         self.first: dict[str, Any] = {}  # a row of each task
-        self.told: set = set()  # which failures were told in full, and the last step with a line on them
+        self.told_kinds: set[tuple[str, str]] = set()  # of failures, told in full
+        self.told_step: int | None = -1  # the last one with a line on failures
         self.rank = f"rank {rank}: " if world > 1 else ""
 
     def own(self, example: Any) -> str | None:
@@ -219,7 +223,7 @@ class Rewards:
         judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
         return [key for key in (self.own(example), "judge" if judged else None) if key]
 
-    def otherwise(self, example: Any) -> bool:
+    def graded_elsewhere(self, example: Any) -> bool:
         """Is a row graded by something else than its task's own reward?"""
         own = self.own(example)
         return own in self.functions or (own is None and len(self.graders(example)) > 0)
@@ -228,7 +232,7 @@ class Rewards:
         """Rows per task, before a model loads: `check_tasks` of those that their tasks' own rewards grade."""
         for example in examples:
             self.first.setdefault(task_name(example.data_source), example)
-        return check_tasks(examples, self.otherwise)
+        return check_tasks(examples, self.graded_elsewhere)
 
     def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
         """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
@@ -267,18 +271,20 @@ def uncounted() -> Iterator[None]:
     grader_stats.update(before)
 
 
-def check_tasks(examples: Iterable[Any], otherwise: Callable[[Any], bool] = lambda example: False) -> dict[str, int]:
+def check_tasks(
+    examples: Iterable[Any], graded_elsewhere: Callable[[Any], bool] = lambda example: False
+) -> dict[str, int]:
     """Rows per task. Scores each truth as an answer to itself, so that bad data stops a run before a model loads.
 
     Raises UserError as `score` does, and for a truth that no answer could equal (empty, `°`, `None`, broken LaTeX).
-    Rows that are graded `otherwise` than by their task's own reward are only counted.
+    Rows that are graded by something else than their task's own reward are only counted.
     """
     rows = Counter()
     with uncounted():
         for example in examples:
             rows[task_name(example.data_source)] += 1
             truth = example.ground_truth
-            if otherwise(example):
+            if graded_elsewhere(example):
                 continue
             if not find_task(example).answerable(truth, score(f"\\boxed{{{truth}}}", example)):
                 raise UserError(

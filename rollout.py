@@ -187,6 +187,31 @@ def load_examples(path: str, cfg: ReadingConfig, processor: Processor, rewards: 
 # Engines
 
 
+ENGINES = ("auto", "hf", "vllm")
+VLLM_HELP = (
+    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
+    "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "
+    "default), or nothing (2)"
+)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Rollout"""
+
+    prompts_per_step: int = setting(16, "P, over all processes", least=1)
+    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
+    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
+
+    def check(self, world: int, minibatches: int) -> None:
+        share = world * minibatches
+        need(self.prompts_per_step % share == 0,
+             f"--prompts-per-step {self.prompts_per_step} does not divide into {world} processes x {minibatches} "
+             f"--minibatches; use a multiple of {share}")
+
+
 NOT_FINITE = (
     "the {what} are not finite, so nothing can be sampled: weights hold NaN or infinity, or values too large for "
     "--dtype; check --model, or continue from an earlier checkpoint with a lower --lr"
@@ -231,31 +256,6 @@ class Engine:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A step's batch of groups
-
-
-ENGINES = ("auto", "hf", "vllm")
-VLLM_HELP = (
-    "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
-    "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "
-    "default), or nothing (2)"
-)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Rollout"""
-
-    prompts_per_step: int = setting(16, "P, over all processes", least=1)
-    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
-    temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
-    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
-
-    def check(self, world: int, minibatches: int) -> None:
-        share = world * minibatches
-        need(self.prompts_per_step % share == 0,
-             f"--prompts-per-step {self.prompts_per_step} does not divide into {world} processes x {minibatches} "
-             f"--minibatches; use a multiple of {share}")
 
 
 class GroupPool:

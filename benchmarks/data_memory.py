@@ -1,7 +1,7 @@
 """Memory and time of reading data: does it grow with the size of the file?
 
     python benchmarks/data_memory.py                              # 512 and 2048 MiB, in a temporary folder
-    python benchmarks/data_memory.py --mib 64 --keep /tmp/data    # smaller; the files stay for another run
+    python benchmarks/data_memory.py --mib 64 --keep out/data    # smaller; the files stay for another run
 
 Each file, written by prepare_data, holds noise: JPEG and PNG images of 100 to 300 kB, one a row. In a process of its
 own, without torch, its rows are read and checked, then --batches batches of 16 random ones are decoded by 4 threads,

@@ -96,7 +96,8 @@ class Failure:
         except CAUGHT:  # an exception of the user's, whose text is code too
             first = "(it has no text)"
         line = first if users else f"row {item.example.uid!r}: the reward raised {type(error).__name__}: {first[:200]}"
-        trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+        in_a_line = users or getattr(error, "in_a_line", False)
+        trace = "" if in_a_line else "".join(traceback.format_exception(error))[-MAX_TRACE:]
         return cls("errors", type(error).__name__, line, trace, users, error)
 
     @classmethod
@@ -193,7 +194,7 @@ def outcome(result: Any, item: Item) -> Outcome:
     try:
         with noted([item]):
             return checked(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
-    except Exception as error:
+    except CAUGHT as error:  # its numbers are the user's objects too
         return Failure.of(error, item)
 
 

@@ -38,8 +38,8 @@ BOUNDS = {"least", "most"}
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A stage, as the file has it; `name` of a run without a curriculum is empty."""
+class StageSpec:
+    """A stage, as the file has it; one of a run without a curriculum has no name."""
 
     name: str = ""
     first_step: int = 0
@@ -48,6 +48,7 @@ class Lesson:
     order: str = ""
     mix: Mapping[str, float] = field(default_factory=dict)
     reward: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options by task
+    told: str = field(default="", compare=False)  # which one of what, for messages
 
     @property
     def by_rate(self) -> bool:
@@ -65,62 +66,65 @@ class Lesson:
         return all(fits(column_of(example, column), wanted) for column, wanted in self.where.items())
 
 
-def read_lessons(file: str | None, tasks: set[str]) -> list[Lesson]:
+def read_specs(file: str | None, tasks: set[str]) -> list[StageSpec]:
     """The stages of --curriculum, or those of the only one of `tasks` that has some, or one that changes nothing."""
     if file is None:
         found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
         own = [name for name in found if name in tasks]
         several = f"the tasks {' and '.join(own)} each have stages of their own; write both into one --curriculum FILE"
         need(len(own) < 2, several)
-        return [lesson_of(stage, f"task {own[0]}") for stage in found[own[0]]] if own else [Lesson()]
-    text = ""
+        return specs_of(found[own[0]], f"the curriculum of task {own[0]}") if own else [StageSpec()]
     with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}"):
         text = Path(file).read_text()
     with refusing((ValueError, RecursionError), f"--curriculum {file}: neither TOML nor JSON"):
         read = json.loads(text) if file.endswith(".json") else tomllib.loads(text)
     stages = read.get("stages") if isinstance(read, dict) and set(read) == {"stages"} else None
     need(isinstance(stages, list) and stages, f"--curriculum {file}: expected a list `stages` and nothing else")
-    lessons = [lesson_of(stage, f"--curriculum {file}: stage {i}") for i, stage in enumerate(stages)]
-    steps = [lesson.first_step for lesson in lessons]
+    return specs_of(stages, f"--curriculum {file}")
+
+
+def specs_of(stages: Sequence[Any], of: str) -> list[StageSpec]:
+    specs = [spec_of(stage, f"{of}: stage {number}") for number, stage in enumerate(stages, 1)]
+    steps = [spec.first_step for spec in specs]
     rising = steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
-    need(rising, f"--curriculum {file}: stages begin at steps {steps}; the first must be 0, and each after the last")
-    return lessons
+    need(rising, f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
+    return specs
 
 
-def stage_of(lessons: Sequence[Lesson], number: int) -> Stage:
-    return Stage(lessons[number].name, number % len(lessons), lessons[number].reward)
+def stage_of(specs: Sequence[StageSpec], number: int) -> Stage:
+    return Stage(specs[number].name, number % len(specs), specs[number].reward)
 
 
 def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
     """With its first step. For evaluations: the same at all steps of a run, so that their figures compare."""
-    lessons = read_lessons(file, {task_name(example.data_source) for example in examples})
-    return lessons[-1].first_step, stage_of(lessons, -1)
+    specs = read_specs(file, {task_name(example.data_source) for example in examples})
+    return specs[-1].first_step, stage_of(specs, -1)
 
 
-def lesson_of(stage: Any, where: str) -> Lesson:
-    """One stage of a file, its form checked; `where` is for messages."""
-    need(isinstance(stage, dict), f"{where} is {stage!r}, expected a table")
-    names = {"from": "first_step"} | {f.name: f.name for f in fields(Lesson) if f.name != "first_step"}
+def spec_of(stage: Any, told: str) -> StageSpec:
+    """One stage, its form checked."""
+    need(isinstance(stage, dict), f"{told} is {stage!r}, expected a table")
+    names = {"from": "first_step"} | {f.name: f.name for f in fields(StageSpec) if f.name not in ("first_step", "told")}
     unknown = sorted(set(stage) - set(names))
-    need(not unknown, f"{where} has {', '.join(unknown)}; known: {', '.join(names)}")
-    lesson = Lesson(**{names[key]: value for key, value in stage.items()})
-    need("from" in stage and type(lesson.first_step) is int, f"{where}: `from` is {stage.get('from')!r}, not a step")
-    need(isinstance(lesson.name, str) and isinstance(lesson.order, str), f"{where}: name and order must be text")
+    need(not unknown, f"{told} has {', '.join(unknown)}; known: {', '.join(names)}")
+    spec = StageSpec(**{names[key]: value for key, value in stage.items()}, told=told)
+    need("from" in stage and type(spec.first_step) is int, f"{told}: `from` is {stage.get('from')!r}, not a step")
+    need(isinstance(spec.name, str) and isinstance(spec.order, str), f"{told}: name and order must be text")
     for name in ("where", "solved", "mix", "reward"):
-        need(isinstance(getattr(lesson, name), dict), f"{where}: {name} is {getattr(lesson, name)!r}, expected a table")
-    for column, wanted in {SOLVED: lesson.solved, **lesson.where}.items():
+        need(isinstance(getattr(spec, name), dict), f"{told}: {name} is {getattr(spec, name)!r}, expected a table")
+    for column, wanted in {SOLVED: spec.solved, **spec.where}.items():
         if isinstance(wanted, dict):
             good = set(wanted) <= BOUNDS and all(is_number(bound) for bound in wanted.values())
-            need(good, f"{where}: {column} is {wanted}, expected numbers under `least` and `most`")
-    least, most = lesson.solved.get("least", 0), lesson.solved.get("most", 1)
-    need(0 <= least <= most <= 1, f"{where}: solved is {lesson.solved}, expected shares from 0 to 1, least below most")
-    good = lesson.order.removeprefix("-")[:1] not in ("", "-") or not lesson.order
-    need(good, f"{where}: order is {lesson.order!r}, expected a column, or - and a column")
-    good = all(is_number(share) and share > 0 for share in lesson.mix.values())
-    need(good, f"{where}: mix is {lesson.mix}, expected a share above 0 for each task")
-    good = all(isinstance(options, dict) for options in lesson.reward.values())
-    need(good, f"{where}: reward is {lesson.reward}, expected a table of options for each task")
-    return lesson
+            need(good, f"{told}: {column} is {wanted}, expected numbers under `least` and `most`")
+    least, most = spec.solved.get("least", 0), spec.solved.get("most", 1)
+    need(0 <= least <= most <= 1, f"{told}: solved is {spec.solved}, expected shares from 0 to 1, least below most")
+    good = spec.order.removeprefix("-")[:1] not in ("", "-") or not spec.order
+    need(good, f"{told}: order is {spec.order!r}, expected a column, or - and a column")
+    good = all(is_number(share) and share > 0 for share in spec.mix.values())
+    need(good, f"{told}: mix is {spec.mix}, expected a share above 0 for each task")
+    good = all(isinstance(options, dict) for options in spec.reward.values())
+    need(good, f"{told}: reward is {spec.reward}, expected a table of options for each task")
+    return spec
 
 
 def is_number(value: Any) -> bool:
@@ -165,24 +169,24 @@ class Curriculum:
     def __init__(self, file: str | None, examples: Sequence[Example], per_step: int, seed: int):
         self.examples = examples
         self.seed = seed
-        self.lessons = read_lessons(file, {task_name(example.data_source) for example in examples})
-        self.told: Lesson | None = None  # the stage that was printed last
+        self.specs = read_specs(file, {task_name(example.data_source) for example in examples})
+        self.told: StageSpec | None = None  # the stage that was printed last
         self.shares: list[list[tuple[list[int], int]]] = []  # of each stage: (examples, how many of them in a batch)
-        for number, lesson in enumerate(self.lessons):
-            self.shares.append(self._shares(lesson, f"--curriculum {file}: stage {number}", per_step))
+        for spec in self.specs:
+            self.shares.append(self._shares(spec, spec.told, per_step))
 
-    def _shares(self, lesson: Lesson, told: str, per_step: int) -> list[tuple[list[int], int]]:
+    def _shares(self, spec: StageSpec, told: str, per_step: int) -> list[tuple[list[int], int]]:
         tasks = [task_name(example.data_source) for example in self.examples]
-        for column in (*lesson.where, *lesson.ordered_by):
+        for column in (*spec.where, *spec.ordered_by):
             known = column == "data_source" or any(column in example.extra for example in self.examples)
             need(known, f"{told}: no example has a column {column!r} in its extra_info")
-        for task in lesson.reward:
+        for task in spec.reward:
             need(task in tasks, f"{told}: options for the reward of {task!r}, of which there is no example")
-        chosen = [i for i, example in enumerate(self.examples) if lesson.takes(example)]
-        if lesson.ordered_by:
-            chosen = self._sorted(chosen, lesson.order, told)
+        chosen = [i for i, example in enumerate(self.examples) if spec.takes(example)]
+        if spec.ordered_by:
+            chosen = self._sorted(chosen, spec.order, told)
         shares = []
-        for task, n in parts_of(per_step, lesson.mix or {"": 1.0}).items():
+        for task, n in parts_of(per_step, spec.mix or {"": 1.0}).items():
             of = [i for i in chosen if task in ("", tasks[i])]
             of_task = f" of task {task}" if task else ""
             need(n > 0, f"{told}: --prompts-per-step {per_step} leaves no example{of_task}; raise it or the share")
@@ -201,65 +205,65 @@ class Curriculum:
 
     def number(self, step: int) -> int:
         """Of the stage that a step, counted from 0, belongs to."""
-        return sum(lesson.first_step <= step for lesson in self.lessons) - 1
+        return sum(spec.first_step <= step for spec in self.specs) - 1
 
     def stage(self, step: int) -> Stage:
         """What rewards are told; `options` by task. A new stage is printed."""
         number = self.number(step)
-        lesson = self.lessons[number]
-        if lesson is not self.told and lesson != Lesson():
+        spec = self.specs[number]
+        if spec is not self.told and spec != StageSpec():
             print0(self._described(number))
-        self.told = lesson
-        return stage_of(self.lessons, number)
+        self.told = spec
+        return stage_of(self.specs, number)
 
     def stages(self) -> list[tuple[int, Stage]]:
         """Each with its first step."""
-        return [(lesson.first_step, stage_of(self.lessons, i)) for i, lesson in enumerate(self.lessons)]
+        return [(spec.first_step, stage_of(self.specs, i)) for i, spec in enumerate(self.specs)]
 
     def last(self) -> Stage:
         """For evaluations: the same at all steps, so that their figures compare."""
-        return stage_of(self.lessons, -1)
+        return stage_of(self.specs, -1)
 
     def _described(self, number: int) -> str:
-        lesson, n = self.lessons[number], sum(len(of) for of, _ in self.shares[number])
-        more = {"solved": dict(lesson.solved), "order": lesson.order, "mix": lesson.mix, "reward": lesson.reward}
+        spec, n = self.specs[number], sum(len(of) for of, _ in self.shares[number])
+        more = {"solved": dict(spec.solved), "order": spec.order, "mix": spec.mix, "reward": spec.reward}
         told = "".join(f", {name} {json.dumps(value)}" for name, value in more.items() if value)
-        where = f"curriculum: after {lesson.first_step} steps stage {number + 1} of {len(self.lessons)}"
-        return f"{where}, {lesson.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
+        where = f"curriculum: after {spec.first_step} steps stage {number + 1} of {len(self.specs)}"
+        return f"{where}, {spec.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
 
     def batch(self, step: int, position: int, round: int, memory: Memory) -> list[Example]:
         """The examples of a round of a step that began at a position of the data."""
         number = self.number(step)
-        lesson, chosen = self.lessons[number], []
+        spec, chosen = self.specs[number], []
         for of, n in self.shares[number]:
-            if lesson.by_rate:
-                ranked = self._by_rate(lesson, of, position, memory.get("rates", {}))
+            if spec.by_rate:
+                ranked = self._by_rate(spec, of, position, memory.get("rates", {}))
                 chosen += [ranked[(round * n + k) % len(of)] for k in range(n)]
-            elif lesson.order:
+            elif spec.order:
                 start = (position + round - memory.get("began", 0)) * n
                 chosen += [of[(start + k) % len(of)] for k in range(n)]
             else:
                 chosen += [of[k] for k in batch_of(position + round, len(of), n, self.seed)]
         return [self.examples[i] for i in chosen]
 
-    def _by_rate(self, lesson: Lesson, of: list[int], position: int, rates: dict) -> list[int]:
+    def _by_rate(self, spec: StageSpec, of: list[int], position: int, rates: dict) -> list[int]:
         """First those that are solved as often as the stage wants, the ones tried least often in front; then those that
         come nearest to it. Equal ones are shuffled."""
         order = torch.Generator().manual_seed(derive_seed(self.seed, "order", position))
         ties = torch.randperm(len(of), generator=order).tolist()
-        least, most = lesson.solved.get("least", 0.0), lesson.solved.get("most", 1.0)
+        least, most = spec.solved.get("least", 0.0), spec.solved.get("most", 1.0)
         keys = []
         for place, (i, tie) in enumerate(zip(of, ties, strict=True)):
             rate, tries = rates.get(self.examples[i].uid, (0.0, 0))
             off = max(least - rate, rate - most, 0.0) if tries else 0.0
-            rank = {SOLVED: rate, f"-{SOLVED}": -rate, "": 0}.get(lesson.order, place)  # else they are in order
+            rank = {SOLVED: rate, f"-{SOLVED}": -rate, "": 0}.get(spec.order, place)  # else they are in order
             keys.append((off, tries, rank, tie, i))
         return [i for *_, i in sorted(keys)]
 
     def after_step(self, memory: Memory, step: int, position: int, solved: Mapping[str, float]) -> Memory:
         """With the mean accuracy of a step's groups, if a stage asks for it; the position is the next step's."""
         began = position if self.number(step + 1) != self.number(step) else memory.get("began", 0)
-        if not any(lesson.by_rate for lesson in self.lessons):
+        if not any(spec.by_rate for spec in self.specs):
             return {"began": began}
         updated = dict(memory.get("rates", {}))
         for uid, now in sorted(solved.items()):
@@ -269,7 +273,7 @@ class Curriculum:
 
     def metrics(self, step: int, memory: Memory) -> dict[str, float]:
         rates = memory.get("rates")
-        metrics = {"curriculum/stage": float(self.number(step))} if self.lessons != [Lesson()] else {}
+        metrics = {"curriculum/stage": float(self.number(step))} if self.specs != [StageSpec()] else {}
         if rates:
             solved = fmean(rate for rate, _ in rates.values())
             metrics |= {"curriculum/tried": float(len(rates)), "curriculum/solved": solved}

@@ -158,12 +158,12 @@ class Grading:
         rewards, failed = self.rewards, self.failed
         grader_stats.update(f"reward/{failure.kind}" for failure in failed.values())
         for i, failure in failed.items():
-            if (failure.kind, failure.what) not in rewards.told:
-                rewards.told.add((failure.kind, failure.what))
+            if (failure.kind, failure.what) not in rewards.told_kinds:
+                rewards.told_kinds.add((failure.kind, failure.what))
                 say(f"{rewards.rank}{failure.line}; for the response {rollouts[i].text[:MAX_TOLD]!r}\n{failure.trace}"
                     f"The first failure of its kind; with --reward-errors {self.errors} the run goes on")
-        if failed and self.step not in rewards.told:
-            rewards.told = {t for t in rewards.told if isinstance(t, tuple)} | {self.step}
+        if failed and self.step != rewards.told_step:
+            rewards.told_step = self.step
             kinds = Counter(failure.what for failure in failed.values())
             kinds = ", ".join(f"{n} {what}" for what, n in kinds.most_common(3))
             told = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {next(iter(failed.values())).line}"

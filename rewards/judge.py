@@ -58,6 +58,8 @@ T = TypeVar("T")
 class JudgeError(Exception):
     """The judge gave a response no score. The text says why, on one line, and never holds the key."""
 
+    in_a_line = True  # a traceback would add nothing
+
 
 class Again(JudgeError):
     """One call failed, and another may not; `after`: the seconds that the server asks to wait."""

@@ -43,7 +43,8 @@ def print_statistics(examples: list, processor: Any = None) -> None:
     """Counts and distributions over rows; with a processor also of their prompts' tokens."""
     print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
     for key in ("split", "answer_type"):
-        print(f"{key}:", dict(Counter(str(e.extra.get(key)) for e in examples).most_common()))
+        if counts := Counter(str(e.extra[key]) for e in examples if key in e.extra):
+            print(f"{key}:", dict(counts.most_common()))
     print("images per row:", dict(sorted(Counter(len(e.images) for e in examples).items())))
     sizes = [e.image_sizes for e in examples]
     if flat := list(chain.from_iterable(sizes)):

@@ -19,8 +19,9 @@ def any_rows(cfg: TaskConfig, images: tuple[str, ...] = IMAGES) -> Iterator[Raw]
     need(cfg.input, "--input: give CSV, JSONL or parquet files, or draw rows with --toy")
 
     def records(file: File, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
-        kind = file.suffix.removeprefix(".").lower()
-        need(kind in TABLES, f"{file}: expected a file that ends in .{', .'.join(TABLES)}")
+        ending = file.suffix.removeprefix(".").lower()
+        kind = {"json": "jsonl"}.get(ending, ending)  # NLVR2's .json has a row a line
+        need(kind in TABLES, f"{file}: expected a file that ends in .json, .{', .'.join(TABLES)}")
         image = ""  # of a parquet file's binary columns only those that are named are read
         if kind == "parquet":
             named = dict.fromkeys((*named_columns(cfg.image_key, ()), *images))

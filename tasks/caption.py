@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw
@@ -31,11 +32,13 @@ SIGMA = 6.0  # of CIDEr's penalty on a length that differs
 BETA = 1.2  # of ROUGE-L: how much more recall counts than precision
 ROOM = 1.5  # lengths up to this times the longest reference's, and down to the shortest's divided by it, are free
 WEIGHTS = {"cider": 0.04, "bleu4": 0.1, "rouge_l": 0.3, "keywords": 0.2, "length": -0.5, "repetition": -0.5}
-STOP_WORDS = (
-    "a an the this that these those some of in on at to by for from with without into onto over under near between "
-    "and or but as is are was were be been being has have had do does it its he she they his her their there here "
-    "which who what while very up down out off image picture photo photograph drawing"
-).split()
+STOP_WORDS = set(
+    (
+        "a an the this that these those some of in on at to by for from with without into onto over under near between "
+        "and or but as is are was were be been being has have had do does it its he she they his her their there here "
+        "which who what while very up down out off image picture photo photograph drawing"
+    ).split()
+)
 
 Words = tuple[str, ...]
 
@@ -101,11 +104,11 @@ class Corpus:
         """Count a row."""
         self.size += 1
         for n in range(1, MAX_N + 1):
-            self.frequency.update({gram for reference in references for gram in ngrams(reference, n)})
+            self.frequency.update(set().union(*(ngrams(reference, n) for reference in references)))
 
     def of(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
-        grams = {gram for n in range(1, MAX_N + 1) for reference in references for gram in ngrams(reference, n)}
+        grams = set().union(*(ngrams(reference, n) for reference in references for n in range(1, MAX_N + 1)))
         return {" ".join(gram): self.frequency[gram] for gram in sorted(grams) if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:
@@ -176,7 +179,7 @@ def read_truth(text: str) -> Truth:
     references, keywords = ([words for words in map(split_words, lines) if words] for lines in lists)
     need(references, f"{told} with a word in it")
     if not keywords:
-        often = Counter(word for reference in references for word in set(reference) if word not in STOP_WORDS)
+        often = Counter(chain.from_iterable(set(reference) - STOP_WORDS for reference in references))
         keywords = [(word,) for word, count in sorted(often.items()) if 2 * count >= len(references)]
     size, frequency = fields.get("documents"), fields.get("frequency") or {}
     counts = [size, *frequency.values()] if isinstance(frequency, dict) else [None]

@@ -132,7 +132,7 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     image = first([here, by_id, *(record.get(name) for name in IMAGES)])
     if image is None:
         return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
-    used = {*IMAGES, cfg.image_key, cfg.prompt_key, *(name for columns in COLUMNS.values() for name in columns)}
+    used = {*IMAGES, cfg.image_key, cfg.prompt_key, *chain.from_iterable(COLUMNS.values())}
     return {name: value for name, value in record.items() if name not in used} | {
         "data_source": "geospot",
         cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{INSTRUCTION}"),

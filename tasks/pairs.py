@@ -8,20 +8,16 @@ last of two or three; of more only leftmost and rightmost are clear. A truth may
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from errors import need, refusing
-from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
+from errors import need
+from prepare_data import MARK, Raw, TaskConfig
 from reward import MAX_ANSWER_CHARS, register, weighted
-from sources.tables import Record, batch_records, data_files
-from tasks._tables import first
+from tasks._tables import any_rows, first
 from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
 from tasks.vqa import FILLER, LETTERS, answer_of, clean, is_known, known_words, number_at, vqa
 
@@ -128,26 +124,10 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     files that NLVR2 names by the identifier, `dev-850-0-img0.png` of `dev-850-0-1`, below --image-root. A row with a
     `question` and an `answer` instead of a sentence and a label asks which image.
     """
-    need(cfg.input, "--input: give JSONL, CSV or parquet files, or draw rows with --toy")
-    for raw in table_rows(data_files(cfg.input, cfg.split), cfg, records):
+    for raw in any_rows(cfg, SIDES[0] + SIDES[1]):
         if isinstance(raw.record, dict):
             raw.record = pair_record(raw.record, raw.root, cfg)
         yield raw
-
-
-def records(file: Path, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
-    kind = {"json": "jsonl"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())  # NLVR2's .json has a row a line
-    need(kind in TABLES, f"{file}: expected a file that ends in .json, .{', .'.join(TABLES)}")
-    if kind != "parquet":
-        yield from TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=""))
-        return
-    with refusing((pa.ArrowException, OSError), f"{file} is no parquet file"):
-        table = pq.ParquetFile(file)
-    done = 0
-    for batch in table.iter_batches(32):  # two images a row
-        for i, record in enumerate(batch_records(batch), done):
-            yield f"{file} row {i}", record
-        done += len(batch)
 
 
 @cache
@@ -176,7 +156,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     asked = f"{marks}Statement: {text}" if statement is not None else f"{marks}{text}"
     instruction = INSTRUCTION if statement is not None else WHICH_INSTRUCTION
     used = {cfg.image_key, cfg.prompt_key, cfg.answer_key, "sentence", "question", "label", "answer"}
-    used |= {name for side in SIDES for name in side}
+    used.update(*SIDES)
     return {name: value for name, value in record.items() if name not in used} | {
         "data_source": "nlvr2" if statement is not None else "which",
         "answer_type": "statement" if statement is not None else "which",

@@ -14,7 +14,7 @@ from test_train import flags, kill_after, rows, run, without_time, write_parquet
 from errors import UserError
 from prepare_data import Example
 from reward import Stage
-from rewards.curriculum import Curriculum, batch_of, parts_of, read_lessons
+from rewards.curriculum import Curriculum, batch_of, parts_of, read_specs
 from tasks import geospot
 
 
@@ -176,7 +176,7 @@ from = 7
     ]
     stages[0]["reward"] = {"geo3k": {"strict": True}}
     Path(tmp_path / "a.json").write_text(json.dumps({"stages": stages}))
-    assert read_lessons(str(toml), set()) == read_lessons(str(tmp_path / "a.json"), set())
+    assert read_specs(str(toml), set()) == read_specs(str(tmp_path / "a.json"), set())
 
 
 WRONG = {
@@ -184,8 +184,8 @@ WRONG = {
     "empty": ({"stages": []}, "expected a list `stages`"),
     "not 0": ({"stages": [{"from": 5}]}, r"begin at steps \[5\]"),
     "twice": ({"stages": [{"from": 0}, {"from": 3}, {"from": 3}]}, r"steps \[0, 3, 3\]"),
-    "no from": ({"stages": [{"name": "x"}]}, "stage 0: `from` is None"),
-    "unknown": ({"stages": [{"from": 0, "wher": {}}]}, "stage 0 has wher; known: from, name, where"),
+    "no from": ({"stages": [{"name": "x"}]}, "stage 1: `from` is None"),
+    "unknown": ({"stages": [{"from": 0, "wher": {}}]}, "stage 1 has wher; known: from, name, where"),
     "bounds": ({"stages": [{"from": 0, "where": {"difficulty": {"min": 3}}}]}, "`least` and `most`"),
     "solved": ({"stages": [{"from": 0, "solved": {"most": "high"}}]}, "`least` and `most`"),
     "share": ({"stages": [{"from": 0, "mix": {"shapes": 0}}]}, "a share above 0"),

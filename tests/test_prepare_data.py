@@ -582,7 +582,7 @@ def test_jsonl_bad_lines(tmp_path, capsys):
     assert "count from 0" not in str(e.value), "lines count from 1"
     said = capsys.readouterr().out
     assert (
-        "wrote 1 rows" in said
+        "wrote 1 row " in said
         and "left out 8" in said
         and said.count("left out: ") == 6
         and "left out: ... and 3 more" in said
@@ -1337,4 +1337,4 @@ def test_values_that_python_cannot_hold_are_bad_rows(tmp_path, capsys):
     source.write_bytes(f'prompt,images,answer\nq?,"{deep}",1\nq?,,1\n'.encode() + b"q?,,\xff\n")
     run("csv", "--input", source, "--data-source", "t", "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     said = capsys.readouterr().out
-    assert "wrote 1 rows" in said and "line 2: image 0 '[[[[" in said and "line 4: text is not UTF-8" in said
+    assert "wrote 1 row " in said and "line 2: image 0 '[[[[" in said and "line 4: text is not UTF-8" in said
