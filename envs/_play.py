@@ -286,7 +286,7 @@ class Play(Responses):
         self.processor = of.processor
         self.sampling = sampling
         self.on_rollout = on_rollout
-        self.images: dict[str, tuple[Image.Image, ImageInput]] = {}  # each is resized and cut into patches once
+        self.images: dict[str, Future] = {}  # each is resized and cut into patches once
         self.changed = threading.Condition()
         self.answers: list[tuple[int, Said | Failed | None]] = []  # by episode; None: it has begun
         self.failed: list[Failed] = []
@@ -417,10 +417,15 @@ class Play(Responses):
         """As the model sees it; one that other episodes saw too is the same object."""
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"
-        if key not in self.images:
-            opened = decode_image(image) if isinstance(image, bytes) else image.convert("RGB")
-            self.images[key] = seen(opened, self.processor, blank)
-        return self.images[key]
+        mine: Future = Future()
+        future = self.images.setdefault(key, mine)  # the first of all threads prepares it, the others wait
+        if future is mine:
+            try:
+                opened = decode_image(image) if isinstance(image, bytes) else image.convert("RGB")
+                mine.set_result(seen(opened, self.processor, blank))
+            except BaseException as error:
+                mine.set_exception(error)
+        return future.result()
 
     def _be_patient(self) -> None:
         """Wait for environments that have just begun, see PATIENCE; with the lock held."""

@@ -160,7 +160,7 @@ class Grading:
             return parts
         turns = sum(rollout.turn_rewards)
         total = rollout.discount * parts.get("reward", 0.0) + turns
-        return rollout.earned | parts | {"turns": turns, "reward": total}
+        return rollout.earned | parts | {"environment": turns, "reward": total}
 
     def _tell(self, rollouts: Sequence[Any]) -> None:
         """Count what failed; print the first of each kind in full, then at most a line a step."""
