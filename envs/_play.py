@@ -316,8 +316,9 @@ class Play(Responses):
             if not self.answers and wait and not self.over:
                 self.changed.wait(wait)
             answers, self.answers = self.answers, []
+            answers += self._late({number for number, _ in answers})
         ready = []
-        for number, answer in sorted(answers + self._late(), key=lambda pair: pair[0]):
+        for number, answer in sorted(answers, key=lambda pair: pair[0]):
             episode = self.episodes[number]
             episode.asked = False
             if not episode.rollout.ended_by and (asked := self._go_on(episode, answer)) is not None:
@@ -368,6 +369,8 @@ class Play(Responses):
         episode.job = threads().submit(work)
 
     def _read(self, episode: Episode, response: str | None, said: Callable[[], Any]) -> None:
+        if episode.rollout.ended_by:  # it came too late
+            return
         try:
             answer = self._beginning(episode, said()) if response is None else self._said(episode, said())
         except CAUGHT as error:
@@ -438,10 +441,11 @@ class Play(Responses):
             self.environments.quick = left > 0
             self.changed.wait(max(left, 0.0))
 
-    def _late(self) -> list[tuple[int, Failed]]:
+    def _late(self, answered: set[int]) -> list[tuple[int, Failed]]:
         late = []
         for e in self.episodes:
-            if e.asked and e.began and time.monotonic() - e.began > self.cfg.env_timeout:
+            thinks = e.asked and e.began and e.number not in answered
+            if thinks and time.monotonic() - e.began > self.cfg.env_timeout:
                 told = f"took longer than --env-timeout {self.cfg.env_timeout:g} s"
                 late.append((e.number, Failed("timeouts", "time-out", told)))
                 threads().give_up(e.job) if e.future is None else e.future.cancel()
