@@ -156,7 +156,7 @@ class Grading:
                 score, weight = outcome["reward"], self.rewards.judge.weight
                 outcome = {"judge": score, "reward": (1 - weight) * parts.get("reward", score) + weight * score}
             parts |= outcome
-        if rollout.ended_by in ("", "response"):
+        if not rollout.is_episode:
             return parts
         turns = sum(rollout.turn_rewards)
         total = rollout.discount * parts.get("reward", 0.0) + turns

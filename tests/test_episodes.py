@@ -157,7 +157,8 @@ def test_an_episode_is_what_was_sampled_and_what_the_template_writes_in_between(
     rollouts, processor = play(loaded, "qwen2_5_vl", [2, 3, 4])
     for r in rollouts:
         policy = [m["content"] for m in r.messages if m["role"] == "assistant"]
-        assert len(policy) == r.turns and policy[-1] == r.text and len(r.messages) == 2 * r.turns - 1
+        assert len(policy) == r.turns and policy[-1] == r.text and len(r.messages) == 2 * r.turns
+        r.messages.pop()  # what is said at the end is for readers
         written, ids = [], iter(r.response)
         for produced, of in itertools.groupby(r.response_mask):
             stretch = list(itertools.islice(ids, len(list(of))))
@@ -380,8 +381,11 @@ def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
     for r in rollouts:
         r.prompt.example.extra["answer_type"] = "count"
     results = played.begin(0).results(rollouts)
-    assert results[:11] == [None if errors == "drop" else {"reward": 0.0}] * 11 and "accuracy" in results[11]
-    assert {r.finish_reason for r in rollouts[:11]} == {"error" if errors == "drop" else "stop"}
+    assert results[:10] == [None if errors == "drop" else {"reward": 0.0}] * 10 and "accuracy" in results[11]
+    assert {r.finish_reason for r in rollouts[:10]} == {"error" if errors == "drop" else "stop"}
+    assert results[10] is None and rollouts[10].response == []  # there is nothing of it
+    Packer(1000, processor.image_token_id).pack(rollouts)
+    assert len(token_batch(rollouts)) == sum(sum(r.response_mask) for r in rollouts)
     grader_stats.clear()
 
 
