@@ -119,7 +119,8 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
 
 # --- every task whose file draws scenes ---------------------------------------------------------------------------
 
-TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa")
+ENVS = ("calculator", "guess_the_place", "look_closer")  # here only their last responses
+TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa", *ENVS)
 
 
 def test_each_task_of_ours_has_scenes_and_a_plan():

@@ -212,7 +212,8 @@ def test_sizes_have_limits_and_a_pixel_is_the_mean_of_those_it_stands_for():
     assert view.size == (20, 10) and part.size == (10, 10)
     for x, y, band in itertools.product(range(10), range(10), range(3)):
         block = [image.getpixel((4 * x + i, 4 * y + j))[band] for i in range(4) for j in range(4)]
-        assert view.getpixel((x, y))[band] == part.getpixel((x, y))[band] == pytest.approx(sum(block) / 16, abs=1.01)  # rounded twice
+        rounded_twice = pytest.approx(sum(block) / 16, abs=1.01)
+        assert view.getpixel((x, y))[band] == part.getpixel((x, y))[band] == rounded_twice
     assert look_closer.fit(image, 80) is image and look_closer.fit(noise(300, 2), 100).size == (100, 1)
 
 
