@@ -160,7 +160,7 @@ QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
 QUESTION = "What is in the {} frame?"
 USUAL = {"pattern": boxed("rows")}
-ENV = {"max_turns": 2, "settings": ("view=28", "crop=56")}  # of demo.py
+ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
 DEMO = {"see_steps": 500, "habit_steps": 60, "images": 16, "questions": 4, "steps": 40}
 
 
