@@ -10,11 +10,11 @@ never written anew: turn k + 1 goes on from turn k's prompt, the tokens that wer
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -23,6 +23,7 @@ from envs import Environment, Observation  # noqa: F401  what an environment is
 from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
+from packing import Arrived
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import Rewards
 from settings import setting
@@ -69,11 +70,12 @@ class Rollout:
     text: str  # of an episode its last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1  # how many responses
-    ended_by: str = ""  # of an episode that is over, see envs/_play.py
+    ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
     pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
+    discount: float = 1.0  # of the reward that comes after the last turn
     earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
     separate: list[Turn] = field(default_factory=list)  # if the chat template rewrites what was said before
 
@@ -163,6 +165,18 @@ def make_prompts(
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
+
+
+def remake(
+    arrived: Arrived, by_uid: Mapping[str, Example], processor: Processor, opened: Open | None = None
+) -> dict[Any, list[Rollout]]:
+    """Groups that another process sampled, with what did not travel: prompts, and patches of images."""
+    prompts = make_prompts([by_uid[uid] for uid, _ in arrived.values()], processor, opened=opened)
+    groups = {}
+    for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
+        of = [replace(r, prompt=prompt, images=[seen(image, processor)[1] for image in r.pil_images]) for r in rollouts]
+        groups[key] = of
+    return groups
 
 
 SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
@@ -268,15 +282,23 @@ def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
     return f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token {at}"
 
 
+WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
+
+
 class Responses:
     """What an engine is to sample: rollouts that a response is added to. Of single responses all are there at once;
     envs/_play.py has those of episodes."""
 
     over = True  # no more will come than the next `take` gives
 
-    def __init__(self, rollouts: Sequence[Rollout], on_rollout: OnRollout | None):
+    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout | None):
         self.waiting = list(rollouts)
+        self.sampling = sampling
         self.on_rollout = on_rollout or (lambda rollout: None)
+
+    def room(self, rollout: Rollout) -> int:
+        """How many tokens the next response may have."""
+        return self.sampling.max_new_tokens - len(rollout.response)
 
     def take(self, wait: float = 0.0) -> list[Rollout]:
         """Those that came since the last call. Without any it may wait, so many seconds at most."""
@@ -285,6 +307,7 @@ class Responses:
 
     def added(self, rollout: Rollout) -> None:
         """The engine calls this as soon as it has added a response, in any order."""
+        rollout.ended_by = "response"
         self.on_rollout(rollout)
 
 
@@ -305,7 +328,7 @@ class Engine:
         """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
         soon as it is finished, in any order."""
         rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
-        self.sample(Responses(rollouts, on_rollout), sampling)
+        self.sample(Responses(rollouts, sampling, on_rollout), sampling)
         return rollouts
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:
@@ -340,6 +363,11 @@ class EnvConfig:
     env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
                               choices=("drop", "zero", "stop"))
     env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
+
+
+# How an episode ended: its environment said so; its last response was the last one allowed; or that was cut off; the
+# environment's answer and a token more would have been over --max-new-tokens; its environment failed
+ENDS = ("done", "max_turns", "length", "room", "error")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

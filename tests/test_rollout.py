@@ -13,7 +13,7 @@ import engines.hf
 import engines.vllm
 import model as M
 from engines.choose import image_limits, make_engine
-from engines.hf import HFEngine, KVCache, logits_of, sample_tokens
+from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
 from engines.vllm import VLLMEngine, parameter_names
 from errors import UserError
 from packing import Packer
@@ -232,14 +232,27 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
 
 
 def test_cache_grows_and_keeps_rows():
-    cache, chunks = KVCache(), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+    cache, chunks = KVCache(3), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+
+    def update(chunk, rows, lengths, n_rows):
+        cache.place = Place(rows, n_rows, lengths, chunk.shape[2], torch.device("cpu"))
+        return cache.update(chunk, -chunk, 0)
+
+    length = 0
     for chunk in chunks:
-        keys, values = cache.update(chunk, -chunk, 0)
-        cache.length += chunk.shape[2]
-    assert torch.equal(keys, torch.cat(chunks, dim=2)) and torch.equal(values, -keys)
+        keys, values = update(chunk, range(3), [length] * 3, 3)
+        length += chunk.shape[2]
+    whole = torch.cat(chunks, dim=2)
+    assert torch.equal(keys, whole) and torch.equal(values, -keys)
     cache.take(torch.tensor([2, 0, 2]))
-    keys, _ = cache.update(chunks[2], chunks[2], 0)
-    assert torch.equal(keys[:, :, :-1], torch.cat(chunks, dim=2)[[2, 0, 2]])
+    keys, _ = update(chunks[2], range(3), [length] * 3, 3)
+    assert torch.equal(keys[:, :, :-1], whole[[2, 0, 2]])
+    # rows 0 and 2 alone go on, from different places
+    keys, _ = update(chunks[1][:2], [0, 2], [length + 1, 7], 3)
+    assert torch.equal(keys[0, :, length + 1 :], chunks[1][0]) and torch.equal(keys[1, :, 7:47], chunks[1][1])
+    assert torch.equal(keys[1, :, :7], whole[2, :, :7]) and torch.equal(keys[0, :, :length], whole[2])
+    keys, _ = update(chunks[0], range(3), [3, 1, 2], 3)
+    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[0, :, :1])
 
 
 def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
