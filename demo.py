@@ -61,6 +61,7 @@ class Plan:
     habit_steps: int = 80  # of the warm start, with a lazy annotator's
     images: int = 32  # of a step of the warm start
     questions: int = 8  # about an image, at most, in such a step
+    lazy: float = 0.7  # of the lazy annotator's answers are the usual one, given without a look
     steps: int = 60  # of RL
     eval_every: int = 10  # of them
 
@@ -247,9 +248,6 @@ def make_model(
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
-LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
-
-
 class Annotator(Engine):
     """Plays the episodes of an environment's toys: what an expert does, or, where it is lazy, the usual reply."""
 
@@ -340,7 +338,7 @@ def warm_start(
             return annotator.play([next_scene() for _ in range(share)], lazy)
         return list(chain.from_iterable(answered(next_scene(), lazy) for _ in range(share)))
 
-    for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
+    for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, plan.lazy, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
         bar = tqdm(range(steps), desc=f"warm start: {name}", disable=None if ctx.main else True)
         for step in bar:

@@ -161,7 +161,7 @@ TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
 QUESTION = "What is in the {} frame?"
 USUAL = {"pattern": boxed("rows")}
 ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
-DEMO = {"see_steps": 500, "habit_steps": 60, "images": 16, "questions": 4, "steps": 40}
+DEMO = {"see_steps": 300, "habit_steps": 50, "images": 16, "questions": 2, "lazy": 0.9, "steps": 25, "eval_every": 5}
 
 
 @cache
