@@ -283,10 +283,8 @@ class Annotator(Engine):
         example = rollout.prompt.example
         if id(example) in self.lazy:
             return self.usual[example.extra["answer_type"]]
-        said: dict[bool, list[str]] = {True: [], False: []}
-        for message in rollout.messages:
-            said[message["role"] == "assistant"].append(message["content"])
-        return self.expert(example, said[True], said[False])
+        said = [message["content"] for message in rollout.messages]
+        return self.expert(example, said[::2], said[1::2])
 
 
 def warm_start(

@@ -161,16 +161,15 @@ TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
 QUESTION = "What is in the {} frame?"
 USUAL = {"pattern": boxed("rows")}
 ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
-DEMO = {"see_steps": 300, "habit_steps": 50, "images": 16, "questions": 2, "lazy": 0.9, "steps": 25, "eval_every": 5}
+DEMO = {"see_steps": 250, "habit_steps": 50, "images": 16, "questions": 3, "lazy": 0.9, "steps": 25, "eval_every": 5}
 
 
 @cache
-def ink(pattern: str, right: int, down: int) -> Image.Image:
-    """Where it is black: stripes two pixels wide, or squares, moved a little."""
+def ink(pattern: str) -> Image.Image:
+    """Where it is black: stripes two pixels wide, or squares."""
     mask = Image.new("1", (QUADRANT - 2 * FRAME,) * 2)
     for x, y in product(range(mask.width), repeat=2):
-        a, b = x + right, y + down
-        along = {"rows": b, "columns": a, "diagonals": a + b, "checks": 2 * (a // 2 + b // 2)}[pattern]
+        along = {"rows": y, "columns": x, "diagonals": x + y, "checks": 2 * (x // 2 + y // 2)}[pattern]
         mask.putpixel((x, y), along % 4 < 2)
     return mask
 
@@ -180,7 +179,7 @@ def draw_frames(rng: random.Random, colours: Sequence[str], patterns: Sequence[s
     image = Image.new("RGB", (2 * QUADRANT, 2 * QUADRANT))
     for i, (colour, pattern) in enumerate(zip(colours, patterns, strict=True)):
         left, top = QUADRANT * (i % 2), QUADRANT * (i // 2)
-        mask = ink(pattern, rng.randint(0, 3), rng.randint(0, 3))
+        mask = ink(pattern)
         inside = Image.new("RGB", mask.size, (rng.randint(215, 255),) * 3)
         inside.paste((rng.randint(0, 40),) * 3, mask=mask)
         image.paste(COLOURS[colour], (left, top, left + QUADRANT, top + QUADRANT))
