@@ -153,24 +153,26 @@ class LookCloser(Environment):
 
 # --- toy ----------------------------------------------------------------------------------------------------------
 
-QUADRANT = 56  # pixels; four of them in an image, and all of it in the view of 28
-FRAME = 12  # pixels, three in the view
+WIDTH = 2  # pixels, of a stripe; the view has one for four
+QUADRANT = 28 * WIDTH  # pixels; four of them in an image
+FRAME = 2 * WIDTH  # pixels
 PATTERNS = ("rows", "columns", "diagonals", "checks")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
 QUESTION = "What is in the {} frame?"
 USUAL = {"pattern": boxed("rows")}
 ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
-DEMO = {"see_steps": 250, "habit_steps": 50, "images": 16, "questions": 3, "lazy": 0.9, "steps": 25, "eval_every": 5}
+DEMO = {"see_steps": 360, "habit_steps": 40, "images": 16, "questions": 4, "lazy": 0.9, "steps": 25, "eval_every": 5}
 
 
 @cache
 def ink(pattern: str) -> Image.Image:
-    """Where it is black: stripes two pixels wide, or squares."""
+    """Where it is black: half of each block of 2 by 2 WIDTHs."""
     mask = Image.new("1", (QUADRANT - 2 * FRAME,) * 2)
     for x, y in product(range(mask.width), repeat=2):
-        along = {"rows": y, "columns": x, "diagonals": x + y, "checks": 2 * (x // 2 + y // 2)}[pattern]
-        mask.putpixel((x, y), along % 4 < 2)
+        squares = WIDTH * (x // WIDTH + y // WIDTH)
+        along = {"rows": y, "columns": x, "diagonals": x + y, "checks": squares}[pattern]
+        mask.putpixel((x, y), along % (2 * WIDTH) < WIDTH)
     return mask
 
 

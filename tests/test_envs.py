@@ -254,8 +254,9 @@ def test_patterns_are_what_they_are_called():
         image = Image.open(io.BytesIO(e.images[0])).convert("RGB")
         [colour] = [COLOURS[name] for name in COLOURS if f"the {name} frame" in e.messages[0]["content"]]
         left, top = next((56 * i, 56 * j) for i in (0, 1) for j in (0, 1) if image.getpixel((56 * i, 56 * j)) == colour)
-        dark = {(x, y) for x in range(32) for y in range(32) if image.getpixel((left + 12 + x, top + 12 + y))[0] < 128}
-        inner = list(itertools.product(range(2, 30), repeat=2))
+        places = list(itertools.product(range(4, 52), repeat=2))  # inside of the frame
+        dark = {(x, y) for x, y in places if image.getpixel((left + x, top + y))[0] < 128}
+        inner = [(x, y) for x, y in places if min(x, y) >= 6 and max(x, y) < 50]
         across, down, slant = (
             sum(((x, y) in dark) == ((x + dx, y + dy) in dark) for x, y in inner) / len(inner)
             for dx, dy in ((2, 0), (0, 2), (1, -1))
