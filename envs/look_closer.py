@@ -3,7 +3,7 @@
 `<look>top left</look>` or `<look>0.1 0.2 0.6 0.7</look>` (left, top, right, bottom, of 1) is answered with that part,
 cut from the original; a response without a call ends the episode.
 
-The toy: four coloured frames, each around a pattern of black and white that is half black in every block of 4 by 4
+The toy: four frames, one of them coloured, each around four patterns that are half black in every block of 4 by 4
 pixels. The small view, a quarter as wide, shows even grey: the same bytes, whatever the patterns are.
 """
 
@@ -154,21 +154,22 @@ class LookCloser(Environment):
 # --- toy ----------------------------------------------------------------------------------------------------------
 
 WIDTH = 2  # pixels, of a stripe; the view has one for four
-QUADRANT = 28 * WIDTH  # pixels; four of them in an image
-FRAME = 2 * WIDTH  # pixels
+CELL = 14 * WIDTH  # pixels, four of them in a quadrant: the patterns stand in the order of reading
+FRAME = 4 * WIDTH  # pixels
 PATTERNS = ("rows", "columns", "diagonals", "checks")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
-QUESTION = "What is in the {} frame?"
-USUAL = {"pattern": boxed("rows")}
+QUESTION = "What is in the coloured frame?"
+GREY = (128, 128, 128)  # the other frames
+USUAL = {"patterns": boxed("rows rows rows rows")}
 ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
-DEMO = {"see_steps": 360, "habit_steps": 40, "images": 16, "questions": 4, "lazy": 0.9, "steps": 25, "eval_every": 5}
+DEMO = {"see_steps": 150, "habit_steps": 40, "images": 32, "lazy": 0.9, "steps": 25, "eval_every": 5}
 
 
 @cache
 def ink(pattern: str) -> Image.Image:
     """Where it is black: half of each block of 2 by 2 WIDTHs."""
-    mask = Image.new("1", (QUADRANT - 2 * FRAME,) * 2)
+    mask = Image.new("1", (CELL - FRAME,) * 2)
     for x, y in product(range(mask.width), repeat=2):
         squares = WIDTH * (x // WIDTH + y // WIDTH)
         along = {"rows": y, "columns": x, "diagonals": x + y, "checks": squares}[pattern]
@@ -176,35 +177,36 @@ def ink(pattern: str) -> Image.Image:
     return mask
 
 
-def draw_frames(rng: random.Random, colours: Sequence[str], patterns: Sequence[str]) -> Image.Image:
-    """A quadrant for each: its frame, and its pattern."""
-    image = Image.new("RGB", (2 * QUADRANT, 2 * QUADRANT))
-    for i, (colour, pattern) in enumerate(zip(colours, patterns, strict=True)):
-        left, top = QUADRANT * (i % 2), QUADRANT * (i // 2)
-        mask = ink(pattern)
-        inside = Image.new("RGB", mask.size, (rng.randint(215, 255),) * 3)
-        inside.paste((rng.randint(0, 40),) * 3, mask=mask)
-        image.paste(COLOURS[colour], (left, top, left + QUADRANT, top + QUADRANT))
-        image.paste(inside, (left + FRAME, top + FRAME))
+def draw_frame(rng: random.Random, colour: tuple[int, int, int], patterns: Sequence[str]) -> Image.Image:
+    """A quadrant: four patterns, as dark and as light as each other, in a frame."""
+    image = Image.new("RGB", (2 * CELL, 2 * CELL), colour)
+    dark, light = (rng.randint(0, 40),) * 3, (rng.randint(215, 255),) * 3
+    for i, pattern in enumerate(patterns):
+        left, top = (CELL if second else FRAME for second in (i % 2, i // 2))
+        image.paste(light, (left, top, left + CELL - FRAME, top + CELL - FRAME))
+        image.paste(dark, (left, top), ink(pattern))
     return image
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless frames, no image in two splits; what is in each of them is asked for."""
+    """Endless frames, no image in two splits."""
     rng = random.Random(f"look_closer/{SALT[split]}/{seed}")
+    prompt = f"{MARK}{TOY_INSTRUCTION} {QUESTION}"
     while True:
-        colours, patterns = rng.sample(list(COLOURS), 4), rng.choices(PATTERNS, k=4)
-        data = png(draw_frames(rng, colours, patterns))
+        image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
+        found = [rng.choices(PATTERNS, k=4) for _ in range(4)]
+        for i, patterns in enumerate(found):
+            colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else GREY
+            image.paste(draw_frame(rng, colour, patterns), (2 * CELL * (i % 2), 2 * CELL * (i // 2)))
+        data, truth = png(image), " ".join(found[asked])
         if in_split(data, split):
-            start, found = f"{MARK}{TOY_INSTRUCTION}", dict(zip(colours, patterns, strict=True))
-            asked = [(f"{start} {QUESTION.format(colour)}", found[colour]) for colour in COLOURS]
-            yield [data], [("pattern", prompt, boxed(truth), truth) for prompt, truth in asked]
+            yield [data], [("patterns", prompt, boxed(truth), truth)]
 
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
     need(split in SALT, f"--split {split!r}: look_closer has {', '.join(SALT)}")
-    return rows_of("look_closer", n, split, seed, scenes(split, seed), ["pattern"])
+    return rows_of("look_closer", n, split, seed, scenes(split, seed), ["patterns"])
 
 
 def expert(example: Example, responses: Sequence[str], observations: Sequence[Mapping[str, str] | str]) -> str:
@@ -212,6 +214,6 @@ def expert(example: Example, responses: Sequence[str], observations: Sequence[Ma
     if responses:
         return boxed(example.ground_truth)
     image = original(example.images[0])
-    found = [image.getpixel((QUADRANT * (i % 2), QUADRANT * (i // 2))) for i in range(4)]
-    [colour] = [COLOURS[name] for name in COLOURS if QUESTION.format(name) in example.messages[-1]["content"]]
-    return f"<look>{QUADRANTS[found.index(colour)]}</look>"
+    found = [image.getpixel((2 * CELL * (i % 2), 2 * CELL * (i // 2))) for i in range(4)]
+    [place] = [place for place, colour in zip(QUADRANTS, found, strict=True) if colour != GREY]
+    return f"<look>{place}</look>"
