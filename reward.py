@@ -95,9 +95,10 @@ def register(*names: str, answerable: Answerable = lambda truth, rewards: True) 
 
 @cache
 def load_tasks() -> None:
-    """Import every file of tasks/, which registers what is in it."""
-    for file in sorted(Path(__file__).with_name("tasks").glob("[!_]*.py")):
-        importlib.import_module(f"tasks.{file.stem}")
+    """Import every file of tasks/ and envs/, which registers what is in it."""
+    for folder in ("tasks", "envs"):
+        for file in sorted(Path(__file__).with_name(folder).glob("[!_]*.py")):
+            importlib.import_module(f"{folder}.{file.stem}")
 
 
 def task_name(data_source: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
+from envs import Environment, Observation  # noqa: F401  what an environment is
 from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
@@ -376,30 +377,6 @@ class EnvConfig:
     env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
                               choices=("drop", "zero", "stop"))
     env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
-
-
-@dataclass
-class Observation:
-    """What an environment says to a response."""
-
-    messages: str | Sequence[Mapping[str, str]] = ""  # a user's message, or several, each <image> one of `images`
-    images: Sequence[Image.Image | bytes] = ()
-    reward: float | Mapping[str, float] = 0.0  # of this turn, or named numbers with it under "reward"
-    done: bool = False  # is the episode over? Then nothing is said any more
-
-
-class Environment:
-    """One for each episode. Its methods may be `async`; the others run in threads."""
-
-    images_per_turn = 1  # that an observation has at most
-
-    def reset(self, example: Example) -> tuple[Sequence[Mapping[str, str]], Sequence[Image.Image | bytes]]:
-        """Messages and images of the prompt, the same whenever it is called with this example."""
-        return example.messages, example.images
-
-    def step(self, response: str) -> Observation:
-        """After a response, without its end token."""
-        raise NotImplementedError
 
 
 # ----------------------------------------------------------------------------------------------------------------------

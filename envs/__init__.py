@@ -1,0 +1,55 @@
+"""What an environment is. Files of envs/ are tasks too, and processes that grade import them: nothing here needs torch.
+
+class Env(Environment):
+    def step(self, response):                # after each response of an episode
+        return Observation("Are you sure?")  # a message, images, a reward; done=True ends the episode
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from prepare_data import Example
+
+
+@dataclass
+class Observation:
+    """What an environment says to a response."""
+
+    messages: str | Sequence[Mapping[str, str]] = ""  # a user's message, or several, each <image> one of `images`
+    images: Sequence[Image.Image | bytes] = ()
+    reward: float | Mapping[str, float] = 0.0  # of this turn, or named numbers with it under "reward"
+    done: bool = False  # is the episode over? Then nothing is said any more
+
+
+class Environment:
+    """One for each episode. Its methods may be `async`; the others run in threads."""
+
+    images_per_turn = 1  # that an observation has at most
+
+    def reset(self, example: Example) -> tuple[Sequence[Mapping[str, str]], Sequence[Image.Image | bytes]]:
+        """Messages and images of the prompt, the same whenever it is called with this example."""
+        return example.messages, example.images
+
+    def step(self, response: str) -> Observation:
+        """After a response, without its end token."""
+        raise NotImplementedError
+
+
+def told(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
+    """Messages with an instruction behind the last one, the user's, unless it has the text `unless` already."""
+    *before, last = map(dict, messages)
+    if unless not in last["content"]:
+        last["content"] += f" {instruction}"
+    return [*before, last]
+
+
+def call_in(response: str, tag: str) -> tuple[str | None, str]:
+    """(what stands in the last `<tag>...</tag>` of a response, ""), (None, what is wrong with it), or (None, "") if
+    there is none."""
+    _, opened, rest = response.rpartition(f"<{tag}>")
+    inside, closed, _ = rest.partition(f"</{tag}>")
+    if not opened:
+        return None, ""
+    return (inside, "") if closed else (None, f"<{tag}> has no </{tag}>.")
