@@ -66,10 +66,7 @@ def main(args: argparse.Namespace) -> None:
     for i in range(args.episodes):
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
-    environments = object.__new__(Environments)
-    cfg = EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600)
-    vars(environments).update(cfg=cfg, told="--env sleeper", make=Sleeper, images_per_turn=1, told_kinds=set())
-    vars(environments).update(quick=True, most_opened=0, largest=(0, 0))
+    environments = Environments(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600), Sleeper)
     prompts = make_prompts(rows, processor, opened=environments.opened)
     episodes = Episodes(HFEngine(hf, processor, torch.device("cpu")), environments, processor)
     seconds_of(episodes, prompts, 800)

@@ -67,10 +67,10 @@ CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # an environment may f
 class Environments:
     """What --env names: makes one for each episode."""
 
-    def __init__(self, cfg: EnvConfig):
+    def __init__(self, cfg: EnvConfig, kind: type | None = None):
         self.cfg = cfg
         self.told = f"--env {cfg.env}"
-        kind = load_class(cfg.env)
+        kind = kind or load_class(cfg.env)
         settings = {}
         for pair in cfg.env_settings:
             key, equals, value = pair.partition("=")
