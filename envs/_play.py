@@ -108,7 +108,6 @@ class Environments:
         self.largest = max(self.largest, *sizes, key=math.prod)
         return start
 
-
     def image_limits(self) -> tuple[int, tuple[int, int]]:
         """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
         return self.most_opened + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
