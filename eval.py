@@ -45,7 +45,7 @@ FAILED = "rewards that failed, counted as wrong: {n}"
 class AsTrained(RewardConfig, EnvConfig, ReadingConfig):
     """As in training: a run's own values are its defaults"""
 
-    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
     min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
     max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
@@ -222,7 +222,10 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig:
     for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
-    cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
+    settings = settings_of_run(given["model"]) | given
+    if settings.get("env") is None and "env_settings" not in given:
+        settings.pop("env_settings", None)
+    cfg = read_settings(EvalConfig, settings)
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
@@ -241,7 +244,7 @@ def told_of_run(cfg: EvalConfig) -> str:
     for spec in run.get("reward") or ():
         if not has_file(spec):
             told.append(f"not --reward {spec!r}, a file that is not here: the task's own reward is used")
-    if run.get("env") and cfg.env is None:
+    if run.get("env") and cfg.env is None and not has_file(run["env"]):
         told.append(f"not --env {run['env']}, a file that is not here: single responses, not episodes")
     if run.get("curriculum") and cfg.curriculum is None:
         told.append(f"not --curriculum {run['curriculum']!r}, a file that is not here: rewards are told no stage")

@@ -386,7 +386,8 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
     missing = [image for key, image in unique.items() if layers_of[key] is None]
     # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
     # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
-    batches = [[image] for image in missing] if cache else [missing]
+    # An image of one token goes twice: one row is multiplied as a vector, which rounds by where in memory weights lie.
+    batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
     device = hf.get_input_embeddings().weight.device
     for batch in batches:
         pixels = torch.cat([image.pixel_values for image in batch]).to(device)
@@ -395,7 +396,7 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
         sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
         layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
-        for i, image in enumerate(batch):
+        for i, image in enumerate(dict.fromkeys(batch)):
             layers_of[image.key] = tuple(layer[i] for layer in layers)
             if cache:
                 cache.put(image.key, layers_of[image.key])

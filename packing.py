@@ -81,7 +81,7 @@ def turn_rewards(rollouts: Sequence[Any]) -> Tensor:
     """(N,): of each turn its environment's reward, at the last token that the policy produced before it."""
     rewards_N = []
     for r in rollouts:
-        following = [*r.response_mask[1:], False]
+        following = [*r.response_mask[1:], *([False] if r.response_mask else [])]
         ends = [not after for produced, after in zip(r.response_mask, following, strict=True) if produced]
         rest = iter(r.turn_rewards)
         rewards_N += [next(rest, 0.0) if end else 0.0 for end in ends]
@@ -220,7 +220,8 @@ def turns_of(rollout: Any, first_row: int) -> list[tuple[Sampled, int]]:
     if not rollout.separate:
         start = len(rollout.prompt.token_ids)
         trained = [start + t for t, produced in enumerate(rollout.response_mask) if produced]
-        return [(Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images), first_row)]
+        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images)
+        return [(sampled, first_row)] if trained else []  # an episode whose environment failed at once has none
     found = []
     for ids, n_sampled, n_images in rollout.separate:
         trained = list(range(len(ids) - n_sampled, len(ids)))
@@ -307,7 +308,7 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
     """Forward FLOPs of the rollouts of one prompt."""
     turns = chain.from_iterable(turns_of(r, 0) for r in rollouts)
-    return sequences_flops(rollouts[0].prompt, [turn for turn, _ in turns if turn.trained], rates)
+    return sequences_flops(rollouts[0].prompt, [turn for turn, _ in turns], rates)
 
 
 def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -> float:

@@ -194,7 +194,7 @@ def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[s
 def response_to(example: Any, text: str, finish_reason: str = "stop") -> SimpleNamespace:
     """As much of a Rollout as a reward needs."""
     prompt = SimpleNamespace(example=example)
-    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response")
+    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
 
 
 class Rewards:

@@ -1,6 +1,6 @@
 """Prompts in, rollouts out: the records, how examples become prompts, and what an engine and an environment are.
 
-An engine has four verbs, generate, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
+An engine has four verbs, sample, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
 reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels, and
 report the log-probability of the distribution that they sampled from.
 
@@ -49,6 +49,15 @@ class Prompt:
         return self.opened or self.example
 
 
+ENDS = (  # of an episode
+    "done",  # its environment said so
+    "max_turns",  # after the last turn that was allowed
+    "length",  # a response was cut off
+    "room",  # --max-new-tokens leaves no room for what the environment says and a token more
+    "error",  # its environment failed
+)
+
+
 class Turn(NamedTuple):
     """One response of an episode and all that it was sampled after."""
 
@@ -88,6 +97,11 @@ class Rollout:
     def accuracy(self) -> float:
         """Or the total, of a reward that has no such part."""
         return self.rewards.get("accuracy", self.task_reward)
+
+    @property
+    def is_episode(self) -> bool:
+        """One that is over, rather than a single response."""
+        return self.ended_by in ENDS
 
     @property
     def task_reward(self) -> float:
@@ -257,7 +271,7 @@ class RolloutConfig:
     """Rollout"""
 
     prompts_per_step: int = setting(16, "P, over all processes", least=1)
-    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
     rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
@@ -359,15 +373,10 @@ class EnvConfig:
                               metavar="NAME|FILE.py:CLASS")
     env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE")
     max_turns: int = setting(4, "responses of an episode, at most", least=1)
-    turn_gamma: float = setting(1.0, "a turn's reward counts so many times less than the one's before", above=0, most=1)
+    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
     env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
                               choices=("drop", "zero", "stop"))
     env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
-
-
-# How an episode ended: its environment said so; its last response was the last one allowed; or that was cut off; the
-# environment's answer and a token more would have been over --max-new-tokens; its environment failed
-ENDS = ("done", "max_turns", "length", "room", "error")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import importlib
 import inspect
 import io
 import json
-import math
 import queue
 import sys
 import threading
@@ -27,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +50,11 @@ from rollout import (
 )
 from utils import print0
 
-# Seconds that all episodes wait for environments that have just been asked. Those that answer so fast make no batch
-# depend on time, so that a resumed run is bit for bit the same. Once one took longer, nobody is waited for any more.
-PATIENCE = 0.2
+# Seconds that all episodes wait for an environment that was just asked; all waits of a call of generate together are at
+# most this and WAITS of its time. Environments that answer so fast make no batch depend on time, so that a resumed run
+# is bit for bit the same. Once they are slower, nobody is waited for any more.
+PATIENCE = 0.5
+WAITS = 0.2
 THREADS = 32
 CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # an environment may fail in any way, and the run goes on
 
@@ -94,14 +94,12 @@ class Environments:
         """An example with the messages and images that its episodes begin with."""
         with Note(f"raised by {self.told}, reset, for row {example.uid!r}"):
             said = self.make().reset(example)
-            messages, images = asyncio.run(said) if inspect.isawaitable(said) else said
-            return self.beginning(example, messages, images)
-
-    def beginning(self, example: Example, messages: Any, images: Any) -> Example:
-        messages = checked_messages(messages, f"{self.told}: row {example.uid!r}: reset")
-        if images is not example.images:
-            images = [encoded(image) for image in images]
-        return replace(example, messages=messages, images=images)
+            if inspect.isawaitable(said):
+                said = asyncio.run_coroutine_threadsafe(wait_for(said), event_loop()).result(self.cfg.env_timeout)
+            messages, images = said
+            messages = checked_messages(messages, f"{self.told}: row {example.uid!r}: reset")
+            images = images if images is example.images else list(map(encoded, images))
+            return replace(example, messages=messages, images=images)
 
 
 def load_environments(cfg: EnvConfig) -> Environments | None:
@@ -243,7 +241,7 @@ class Episode:
     number: int
     rollout: Rollout
     env: Any = None
-    asked: bool = False  # is its environment at work?
+    thinks: bool = False  # is its environment at work?
     began: float | None = None  # when it began; None: it waits for a thread
     job: Job | None = None  # in a thread
     future: Future | None = None  # in the event loop
@@ -280,19 +278,22 @@ class Play(Responses):
     """The episodes of one call of generate, as the engine sees them."""
 
     def __init__(self, of: Episodes, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout):
-        self.of = of
+        self.player = of
         self.environments = of.environments
         self.cfg = of.environments.cfg
         self.processor = of.processor
         self.sampling = sampling
         self.on_rollout = on_rollout
-        self.images: dict[str, tuple[Image.Image, ImageInput]] = {}  # each is resized and cut into patches once
+        self.images: dict[str, Future] = {}  # each is resized and cut into patches once
         self.changed = threading.Condition()
         self.answers: list[tuple[int, Said | Failed | None]] = []  # by episode; None: it has begun
         self.failed: list[Failed] = []
+        self.began = time.monotonic()
+        self.answered_at = self.began  # when the last answer came
+        self.waited = 0.0  # for environments, while others could have been sampled
         rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
         self.episodes = [Episode(i, rollout) for i, rollout in enumerate(rollouts)]
-        self.by_asked = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
+        self.by_request = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
         for episode in self.episodes:
             self._ask(episode)
 
@@ -303,29 +304,30 @@ class Play(Responses):
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def room(self, rollout: Rollout) -> int:
-        first = self.by_asked[id(rollout)].rollout.prompt
+        first = self.by_request[id(rollout)].rollout.prompt
         limit = len(first.token_ids) + self.sampling.max_new_tokens
         return limit - len(rollout.prompt.token_ids) - len(rollout.response)
 
     def take(self, wait: float = 0.0) -> list[Rollout]:
-        if self.of.engine.interrupted():
+        if self.player.engine.interrupted():
             for episode in self.episodes:
                 episode.rollout.ended_by = episode.rollout.ended_by or "length"
         with self.changed:
-            self._be_patient()
+            self._be_patient(idle=wait > 0)
             if not self.answers and wait and not self.over:
                 self.changed.wait(wait)
             answers, self.answers = self.answers, []
+            answers += self._late({number for number, _ in answers})
         ready = []
-        for number, answer in sorted(answers + self._late(), key=lambda pair: pair[0]):
+        for number, answer in sorted(answers, key=lambda pair: pair[0]):
             episode = self.episodes[number]
-            episode.asked = False
-            if not episode.rollout.ended_by and (asked := self._go_on(episode, answer)) is not None:
+            episode.thinks = False
+            if not episode.rollout.ended_by and (asked := self._answered(episode, answer)) is not None:
                 ready.append(asked)
         return ready
 
     def added(self, rollout: Rollout) -> None:
-        episode = self.by_asked[id(rollout)]
+        episode = self.by_request[id(rollout)]
         own = episode.rollout
         if rollout is not own:  # a turn that is a sequence of its own
             rollout.ended_by = "response"
@@ -333,7 +335,7 @@ class Play(Responses):
             own.response_mask += rollout.response_mask
             own.logprobs += rollout.logprobs
             own.text, own.finish_reason = rollout.text, rollout.finish_reason
-        if self.of.separate:
+        if self.player.separate:
             ids = rollout.prompt.token_ids + rollout.response
             own.separate.append(Turn(ids, len(rollout.response), len(own.prompt.images) + len(own.images)))
         own.messages.append({"role": "assistant", "content": own.text})
@@ -343,7 +345,7 @@ class Play(Responses):
 
     def _ask(self, episode: Episode, response: str | None = None) -> None:
         """Its answer to a response, or its beginning, comes to `answers` some time."""
-        episode.asked, episode.began, episode.future = True, None, None
+        episode.thinks, episode.began, episode.future = True, None, None
 
         def call() -> Any:
             if response is None:
@@ -368,6 +370,8 @@ class Play(Responses):
         episode.job = threads().submit(work)
 
     def _read(self, episode: Episode, response: str | None, said: Callable[[], Any]) -> None:
+        if episode.rollout.ended_by:  # it came too late
+            return
         try:
             answer = self._beginning(episode, said()) if response is None else self._said(episode, said())
         except CAUGHT as error:
@@ -377,6 +381,7 @@ class Play(Responses):
     def _answer(self, episode: Episode, answer: "Said | Failed | None") -> None:
         with self.changed:
             self.answers.append((episode.number, answer))
+            self.answered_at = time.monotonic()
             self.changed.notify_all()
 
     def _failure(self, episode: Episode, error: BaseException) -> Failed:
@@ -386,20 +391,24 @@ class Play(Responses):
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
         prompt = episode.rollout.prompt
         messages, images = said
-        same = checked_messages(messages, "reset") == list(prompt.shown.messages) and len(images) == len(prompt.images)
+        same = checked_messages(messages, "reset") == list(prompt.shown.messages)
+        if images is not prompt.example.images:
+            same &= list(map(encoded, images)) == list(prompt.shown.images)
         need(same, "reset says something else than before for the same example")
 
     def _said(self, episode: Episode, said: Any) -> Said:
         """An observation, checked, as tokens and patches."""
         need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
-        rewards = dict(said.reward) if isinstance(said.reward, Mapping) else {"reward": said.reward}
-        for name, value in rewards.items():
-            finite = isinstance(value, Real) and math.isfinite(value)
-            need(finite, f"reward {name!r} is {value!r}; expected a finite number")
-        rewards = {str(name): float(value) for name, value in rewards.items()}
-        if said.done:
-            return Said([], [], [], rewards, True)
+        from rewards.calls import checked
+
+        given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
+        rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
+        if said.done:  # its last words are for those who read the episode
+            last = checked_messages(said.messages, "step") if said.messages else []
+            return Said([], [m | {"content": m["content"].replace(IMAGE_MARK, "")} for m in last], [], rewards, True)
         messages = checked_messages(said.messages, "step")
+        roles = [message["role"] for message in messages]
+        need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
         n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
         if n_marks == 0:
             messages[0]["content"] = IMAGE_MARK * len(said.images) + messages[0]["content"]
@@ -417,26 +426,41 @@ class Play(Responses):
         """As the model sees it; one that other episodes saw too is the same object."""
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"
-        if key not in self.images:
-            opened = decode_image(image) if isinstance(image, bytes) else image.convert("RGB")
-            self.images[key] = seen(opened, self.processor, blank)
-        return self.images[key]
+        mine: Future = Future()
+        future = self.images.setdefault(key, mine)  # the first of all threads prepares it, the others wait
+        if future is mine:
+            try:
+                opened = decode_image(image) if isinstance(image, bytes) else image.convert("RGB")
+                mine.set_result(seen(opened, self.processor, blank))
+            except BaseException as error:
+                mine.set_exception(error)
+        return future.result()
 
-    def _be_patient(self) -> None:
-        """Wait for environments that have just begun, see PATIENCE; with the lock held."""
+    def _be_patient(self, idle: bool) -> None:
+        """Wait for environments that were just asked, see PATIENCE; with the lock held. While the engine is idle it
+        costs nothing, as long as some answer: they may be many."""
         while self.environments.quick:
             answered = {number for number, _ in self.answers}
-            thinking = [e for e in self.episodes if e.asked and e.number not in answered]
+            thinking = [e for e in self.episodes if e.thinks and e.number not in answered]
             if not thinking:
                 return
-            left = PATIENCE - max(time.monotonic() - e.began if e.began else 0.0 for e in thinking)
-            self.environments.quick = left > 0
-            self.changed.wait(max(left, 0.0))
+            now = time.monotonic()
+            since = self.answered_at if idle else 0.0
+            left = PATIENCE - max(now - max(e.began, since) if e.began else 0.0 for e in thinking)
+            left = min(left, PATIENCE + WAITS * (now - self.began) - self.waited)
+            if left <= 0:
+                self.environments.quick = False
+                told = "environments take their time: which episodes are sampled together depends on it from here on"
+                print(f"{told}, and a resumed run differs by rounding", flush=True)
+                return
+            self.changed.wait(left)
+            self.waited += 0.0 if idle else time.monotonic() - now
 
-    def _late(self) -> list[tuple[int, Failed]]:
+    def _late(self, answered: set[int]) -> list[tuple[int, Failed]]:
         late = []
         for e in self.episodes:
-            if e.asked and e.began and time.monotonic() - e.began > self.cfg.env_timeout:
+            waits = e.thinks and e.began and e.number not in answered
+            if waits and time.monotonic() - e.began > self.cfg.env_timeout:
                 told = f"took longer than --env-timeout {self.cfg.env_timeout:g} s"
                 late.append((e.number, Failed("timeouts", "time-out", told)))
                 threads().give_up(e.job) if e.future is None else e.future.cancel()
@@ -444,7 +468,7 @@ class Play(Responses):
 
     # --- an answer ---
 
-    def _go_on(self, episode: Episode, answer: "Said | Failed | None") -> Rollout | None:
+    def _answered(self, episode: Episode, answer: "Said | Failed | None") -> Rollout | None:
         """What the engine is to add the next response to; None: the episode is over."""
         r = episode.rollout
         if answer is None:
@@ -456,19 +480,21 @@ class Play(Responses):
         r.turn_rewards.append(r.discount * answer.rewards.get("reward", 0.0))
         for name, value in answer.rewards.items():
             r.earned[name] = r.earned.get(name, 0.0) + value
+        if answer.done:
+            r.messages += answer.messages
         if answer.done or r.finish_reason == "length" or r.turns == self.cfg.max_turns:
-            self._end(r, "done" if answer.done else "length" if r.finish_reason == "length" else "max_turns")
+            self._end(episode, "done" if answer.done else "length" if r.finish_reason == "length" else "max_turns")
             return None
         images = [image for image, _ in answer.images]
         patches = [patch for _, patch in answer.images]
         asked = r
-        if self.of.separate:
+        if self.player.separate:
             messages = [*r.prompt.shown.messages, *r.messages, *answer.messages]
             asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
-            self.by_asked[id(asked)] = episode
+            self.by_request[id(asked)] = episode
         if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
             r.finish_reason = "length"
-            self._end(r, "room")
+            self._end(episode, "room")
             return None
         r.response += answer.tokens
         r.response_mask += [False] * len(answer.tokens)
@@ -487,19 +513,41 @@ class Play(Responses):
         prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
         return Rollout(prompt, r.sample, [], [], [], "", "")
 
-    def _end(self, r: Rollout, why: str) -> None:
-        r.ended_by = why
-        self.on_rollout(r)
+    def _end(self, episode: Episode, why: str) -> None:
+        episode.rollout.ended_by = why
+        self._close(episode)
+        self.on_rollout(episode.rollout)
+
+    def _close(self, episode: Episode) -> None:
+        """An environment may have a `close`, plain or async."""
+        if not hasattr(episode.env, "close"):
+            return
+
+        def work() -> None:
+            try:
+                said = episode.env.close()
+                if inspect.isawaitable(said):
+                    asyncio.run_coroutine_threadsafe(wait_for(said), event_loop())
+            except CAUGHT as error:
+                print(f"{self.environments.told}, close, raised {error!r:.300}", file=sys.stderr, flush=True)
+
+        threads().submit(work)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
         r = episode.rollout
         grader_stats[f"episode/{failed.kind}"] += 1
         failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.told} {failed.line}")
         if self.cfg.env_errors == "stop":
-            raise failed.error or TimeoutError(failed.line)
+            if isinstance(failed.error, UserError) or failed.error is None:
+                raise UserError(failed.line) from failed.error
+            failed.error.add_note(failed.line)
+            raise failed.error
         self.failed.append(failed)
+        r.turn_rewards = []
         r.ended_by = "error"
-        r.finish_reason = "error" if self.cfg.env_errors == "drop" else "stop"
+        # one that failed before its first response has nothing that could be compared or trained on
+        r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
+        self._close(episode)
 
     def tell(self) -> None:
         """Of what failed: the first of each kind in full, then a line."""

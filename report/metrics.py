@@ -49,14 +49,18 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
 
 
 def measure_episode(r: Rollout, meter: Meter) -> None:
-    if r.ended_by in ("", "response"):
+    if not r.is_episode:
+        return
+    for why in ENDS:
+        meter.add(f"episode/ended_by/{why}", r.ended_by == why)
+    meter.sum("episode/errors", 0.0)  # to which grader_stats adds
+    meter.sum("episode/timeouts", 0.0)
+    if r.ended_by == "error":
         return
     meter.add("episode/turns", r.turns)
     meter.add("episode/images", len(r.images))
     meter.add("episode/observed_tokens", len(r.response) - sum(r.response_mask))
     meter.sum("episode/separate_turns", len(r.separate))
-    for why in ENDS:
-        meter.add(f"episode/ended_by/{why}", r.ended_by == why)
 
 
 def sampling_metrics(pool: GroupPool) -> dict[str, float]:

@@ -4,6 +4,7 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -95,7 +96,7 @@ def sample_block(sample: dict) -> str:
         notes.append(f"advantage {sample['advantage']:+.3f}")
     notes.append(f"{sample['tokens']} tokens")
     if sample["finish_reason"] == "error":
-        notes.append("its reward failed")
+        notes.append("its environment failed" if sample.get("ended_by") == "error" else "its reward failed")
     if sample["finish_reason"] == "length":
         notes.append("cut at the length limit")
     if "turns" in sample:
@@ -108,7 +109,7 @@ def sample_block(sample: dict) -> str:
 
 def episode_record(r: Any) -> dict:
     """What a rollout's record has besides, if it is an episode; its images as tags of the page."""
-    if not r.messages:
+    if not r.is_episode:
         return {}
     images = []
     for image in r.pil_images:
@@ -126,7 +127,7 @@ def turns_block(sample: dict) -> str:
         if message["role"] == "assistant":
             blocks.append(f"<code>{text}</code>")
             continue
-        shown = "".join(next(images) for _ in range(message["content"].count(MARK)))
+        shown = "".join(islice(images, message["content"].count(MARK)))
         blocks.append(f"<div class=said>{safe(message['role'])}: {text}{shown}</div>")
     return "".join(blocks)
 

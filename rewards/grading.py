@@ -156,11 +156,11 @@ class Grading:
                 score, weight = outcome["reward"], self.rewards.judge.weight
                 outcome = {"judge": score, "reward": (1 - weight) * parts.get("reward", score) + weight * score}
             parts |= outcome
-        if rollout.ended_by in ("", "response"):
+        if not rollout.is_episode:
             return parts
         turns = sum(rollout.turn_rewards)
         total = rollout.discount * parts.get("reward", 0.0) + turns
-        return rollout.earned | parts | {"turns": turns, "reward": total}
+        return rollout.earned | parts | {"environment": turns, "reward": total}
 
     def _tell(self, rollouts: Sequence[Any]) -> None:
         """Count what failed; print the first of each kind in full, then at most a line a step."""
