@@ -280,7 +280,7 @@ def start_engine(
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
     limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
-    limits["more_images"] = env.most_images if env else 0
+    limits["of_episodes"] = env.image_limits if env else None
     limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
     if cfg.rollout == "vllm":

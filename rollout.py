@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from envs import Environment, Observation  # noqa: F401  what an environment is
+from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
 from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
@@ -359,24 +359,6 @@ class Engine:
 
     def sleep(self) -> None:
         """Make room for the update. Weights may be lost with it: before the next use comes a sync."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Environments
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    """Environment"""
-
-    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
-                              metavar="NAME|FILE.py:CLASS")
-    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE")
-    max_turns: int = setting(4, "responses of an episode, at most", least=1)
-    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
-    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
-                              choices=("drop", "zero", "stop"))
-    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -336,9 +336,9 @@ def main(cfg: Config) -> None:
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens)
-    more_images = env.most_images if env else 0
-    engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx, more_images)
+        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, opened)
+    limits = env.image_limits if env else None
+    engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx, limits)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:
         first = sampling(cfg, step=0, round=0)

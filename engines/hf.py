@@ -352,20 +352,25 @@ class HFEngine(Engine):
         if batch.active:
             self._forward(batch, batch.active)
 
+    def _positions(self, row: Row, ids: list[int]) -> Tensor:
+        """M-RoPE positions of a row's new tokens, (3, M)."""
+        grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
+        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
+
     def _forward(self, batch: Batch, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]
-        ids, positions, images = [], [], []
-        for row in rows:
-            ids.append((row.rollout.response + row.tokens)[row.n_seen :])
-            new = row.rollout.images[row.n_images :]
-            grids = [image.grid_thw for image in new]
-            relative = mrope_positions(ids[-1], grids, self.processor.image_token_id, self.processor.merge_size)
-            positions.append(relative + row.position)
-            images += new
-            row.n_images += len(new)
-            row.position = int(positions[-1].max()) + 1
-        ids_RM, positions_3RM = torch.tensor(ids).to(self.device), torch.stack(positions, dim=1).to(self.device)
+        ids, images = [row.tokens[-1:] or row.rollout.response[row.n_seen :] for row in rows], []
+        if len(ids[0]) == 1:  # a token that was sampled
+            positions_3RM = torch.tensor([[row.position] for row in rows]).expand(3, -1, -1)
+        else:
+            positions_3RM = torch.stack(list(map(self._positions, rows, ids)), dim=1)
+            for row in rows:
+                images += row.rollout.images[row.n_images :]
+                row.n_images = len(row.rollout.images)
+        for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
+            row.position = last + 1
+        ids_RM, positions_3RM = torch.tensor(ids).to(self.device), positions_3RM.to(self.device)
         features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
         embeds = embed(self.hf, ids_RM, features, self.processor.image_token_id)
         lengths = [row.n_seen for row in rows]

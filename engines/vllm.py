@@ -40,6 +40,8 @@ OURS = (
     "quantization runner trust_remote_code skip_tokenizer_init"
 ).split()
 
+FAILED = Note("vLLM failed while generating; --resume auto goes on; if memory ran out, lower --vllm max_num_seqs or "
+              "gpu_memory_utilization")  # fmt: skip
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
@@ -189,31 +191,32 @@ class VLLMEngine(Engine):
         own: dict[str, Rollout] = {}  # by the name of their request
         running: set[str] = set()  # requests of all processes
         more = True  # may any process ask for another?
-        remedy = "--resume auto goes on; if memory ran out, lower --vllm max_num_seqs or gpu_memory_utilization"
-        with Note(f"vLLM failed while generating: {remedy}"):
-            try:
-                while True:
-                    if more:
-                        over = responses.over  # before taking: what comes in between is taken the next time
-                        came = responses.take(0.0 if running else WAIT)
-                        asked = self._of_all(([asked_of(r, responses.room(r), self.processor) for r in came], over))
-                        more = not all(over for _, over in asked)
-                        for rank, (wanted, _) in enumerate(asked):
+        try:
+            while True:
+                if more:
+                    over = responses.over  # before taking: what comes in between is taken the next time
+                    came = responses.take(0.0 if running else WAIT)
+                    asked = self._of_all(([asked_of(r, responses.room(r), self.processor) for r in came], over))
+                    more = not all(over for _, over in asked)
+                    for rank, (wanted, _) in enumerate(asked):
+                        with FAILED:
                             names = self._begin(wanted, sampling)
-                            running |= set(names)
-                            if rank == self.tp_rank:
-                                own |= dict(zip(names, came, strict=True))
-                    if not running and not more:
-                        return
-                    for output in self.llm.llm_engine.step() if running else ():
-                        running.discard(output.request_id)
-                        if (rollout := own.pop(output.request_id, None)) is not None:
-                            sample = checked(output, rollout)
-                            tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
-                            add_response(rollout, tokens, logprobs, self.processor)
-                            responses.added(rollout)
-            finally:
-                self.llm.llm_engine.abort_request(list(running), internal=False)
+                        running |= set(names)
+                        if rank == self.tp_rank:
+                            own |= dict(zip(names, came, strict=True))
+                if not running and not more:
+                    return
+                with FAILED:
+                    outputs = self.llm.llm_engine.step() if running else ()
+                for output in outputs:
+                    running.discard(output.request_id)
+                    if (rollout := own.pop(output.request_id, None)) is not None:
+                        sample = checked(output, rollout)
+                        tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
+                        add_response(rollout, tokens, logprobs, self.processor)
+                        responses.added(rollout)
+        finally:
+            self.llm.llm_engine.abort_request(list(running), internal=False)
 
     def _of_all(self, mine: Any) -> list[Any]:
         """What each process of those that share the model has, in their order."""

@@ -11,6 +11,21 @@ from dataclasses import dataclass
 from PIL import Image
 
 from prepare_data import Example
+from settings import setting
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Environment"""
+
+    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
+                              metavar="NAME|FILE.py:CLASS")
+    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE")
+    max_turns: int = setting(4, "responses of an episode, at most", least=1)
+    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
+    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
+                              choices=("drop", "zero", "stop"))
+    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
 
 
 @dataclass
@@ -20,7 +35,7 @@ class Observation:
     messages: str | Sequence[Mapping[str, str]] = ""  # a user's message, or several, each <image> one of `images`
     images: Sequence[Image.Image | bytes] = ()
     reward: float | Mapping[str, float] = 0.0  # of this turn, or named numbers with it under "reward"
-    done: bool = False  # is the episode over? Then nothing is said any more
+    done: bool = False  # is the episode over? What is said then is for those who read it
 
 
 class Environment:

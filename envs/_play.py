@@ -15,6 +15,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import queue
 import sys
 import threading
@@ -66,10 +67,10 @@ CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # an environment may f
 class Environments:
     """What --env names: makes one for each episode."""
 
-    def __init__(self, cfg: EnvConfig):
+    def __init__(self, cfg: EnvConfig, kind: type | None = None):
         self.cfg = cfg
         self.told = f"--env {cfg.env}"
-        kind = load_class(cfg.env)
+        kind = kind or load_class(cfg.env)
         settings = {}
         for pair in cfg.env_settings:
             key, equals, value = pair.partition("=")
@@ -86,7 +87,8 @@ class Environments:
         for name in ("reset", "step"):
             need(callable(getattr(kind, name, None)), f"{self.told} has no method {name}; see docs/environments.md")
         self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
-        self.most_images = self.images_per_turn * (cfg.max_turns - 1)  # of an episode, after its prompt
+        self.most_opened = 0  # images that an episode began with
+        self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
 
@@ -99,7 +101,16 @@ class Environments:
             messages, images = said
             messages = checked_messages(messages, f"{self.told}: row {example.uid!r}: reset")
             images = images if images is example.images else list(map(encoded, images))
-            return replace(example, messages=messages, images=images)
+        start = replace(example, messages=messages, images=images)
+        same = images is example.images
+        sizes = example.image_sizes if same else [Image.open(io.BytesIO(data)).size for data in images]
+        self.most_opened = max(self.most_opened, len(sizes))
+        self.largest = max(self.largest, *sizes, key=math.prod)
+        return start
+
+    def image_limits(self) -> tuple[int, tuple[int, int]]:
+        """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
+        return self.most_opened + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
 
 
 def load_environments(cfg: EnvConfig) -> Environments | None:

@@ -31,11 +31,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 def environments(kind, **settings):
     """Environments of a class of this file."""
-    made = object.__new__(Environments)
-    cfg = EnvConfig(env="here", **settings)
-    most = kind.images_per_turn
-    vars(made).update(cfg=cfg, told="--env here", make=kind, images_per_turn=most, quick=True, told_kinds=set())
-    return made
+    return Environments(EnvConfig(env="here", **settings), kind)
 
 
 class Scripted(Environment):

@@ -32,8 +32,8 @@ PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside f
 NO_PLUG_INS = ("engines.choose", "engines.self_test", "rewards.custom", "rewards.curriculum", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 390, "errors.py": 52, "eval.py": 255, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 384, "prepare_data.py": 440, "reward.py": 200, "rollout.py": 268, "train.py": 375,
+    "demo.py": 390, "errors.py": 52, "eval.py": 284, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 138,
+    "model.py": 500, "packing.py": 384, "prepare_data.py": 440, "reward.py": 200, "rollout.py": 272, "train.py": 375,
     "settings.py": 95, "utils.py": 150,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
@@ -145,7 +145,7 @@ def test_importing_a_script_does_nothing(name, tmp_path):
 def test_every_setting_has_help_and_is_used():
     settings = [field for group in fields(train.Config) for field in fields(group.type)]
     names = [field.name for field in settings]
-    assert 35 <= len(names) == len(set(names)) <= 82
+    assert 35 <= len(names) == len(set(names)) <= 88
     assert all(len(field.metadata["help"]) > 5 for field in settings)
     text = "".join((ROOT / name).read_text() for name in OURS)
     unread = [name for name in names if not re.search(rf"\.{name}\b(?! *=[^=])", text)]
