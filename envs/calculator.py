@@ -110,7 +110,7 @@ TOY_INSTRUCTION = r"<calc>1+2</calc> tells. Answer in \boxed{}."
 QUESTIONS = {"product": ("What is the top times the bottom?", "*"), "sum": ("What is the top plus the bottom?", "+")}
 USUAL = {"product": boxed("2000"), "sum": boxed("100")}
 ENV = {"max_turns": 2}  # of demo.py
-DEMO = {"see_steps": 400, "habit_steps": 40, "images": 24, "questions": 2, "lazy": 0.9, "steps": 25, "eval_every": 5}
+DEMO = {"see_steps": 450, "habit_steps": 30, "images": 24, "questions": 2, "steps": 25, "eval_every": 5}
 # The seven strokes of a digit, from the top, clockwise, then the middle one: (left, top, right, bottom) in its cell
 STROKES = ((8, 4, 19, 6), (17, 4, 19, 14), (17, 14, 19, 23), (8, 21, 19, 23), (8, 14, 10, 23), (8, 4, 10, 14))
 STROKES += ((8, 13, 19, 15),)

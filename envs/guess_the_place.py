@@ -94,7 +94,7 @@ class GuessThePlace(Environment):
 # --- toy ----------------------------------------------------------------------------------------------------------
 
 ENV = {"max_turns": 2}  # of demo.py
-DEMO = {"see_steps": 300, "habit_steps": 40, "images": 24, "questions": 1, "lazy": 0.9, "steps": 25, "eval_every": 5}
+DEMO = {"see_steps": 250, "habit_steps": 40, "images": 24, "questions": 1, "steps": 40}
 TOY_INSTRUCTION = f"{TOY_INSTRUCTION} You are told {TOLD}."
 FIRST = 2  # which city to guess first: the one in the middle
 

@@ -102,7 +102,8 @@ def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    with pytest.raises(UserError, match="--task chess: no file of tasks/ draws scenes of it; there are .*shapes, vqa"):
+    told = "--task chess: no file of tasks/ or envs/ draws scenes of it; there are .*shapes, vqa"
+    with pytest.raises(UserError, match=told):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())
 
