@@ -75,7 +75,7 @@ class Rollout:
     response: list[int]  # token ids; of an episode also the environment's, image tokens expanded
     response_mask: list[bool]  # which of them the policy produced
     logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
+    finish_reason: str  # "stop" (an end token), "length", or "error" (its reward or environment failed: not trained on)
     text: str  # of an episode its last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1  # how many responses

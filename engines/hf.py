@@ -249,7 +249,7 @@ class HFEngine(Engine):
                 self._step(batch, responses, sampling, head_HV)
 
     def _starting(self, waiting: Sequence[Rollout], busy: bool) -> list[Rollout]:
-        """Which of them to begin with. A later turn that is sampled as a prompt of its own does not wait."""
+        """Which of them to begin with. A later turn that is a prompt of its own (Rollout.separate) does not wait."""
         if later := [r for r in waiting if r.turns > 1]:
             return later
         starting: list[Rollout] = []
@@ -316,8 +316,8 @@ class HFEngine(Engine):
         return Batch(rows, hidden_PH[prompt_B], SharedPrompts(prompt_cache, valid_PL, prompt_B), cache)
 
     def _go_on(self, batch: Batch, came: Sequence[Rollout]) -> list[Rollout]:
-        """What environments said, through the model, after what was sampled; returns those that are no rows of the
-        batch. Rows with as many new tokens go together."""
+        """The last token that was sampled and what the environment said after it, through the model; returns those that
+        are no rows of the batch. Rows with as many new tokens go together."""
         number = {id(row.rollout): b for b, row in enumerate(batch.rows)}
         by_length: dict[int, list[int]] = {}
         for r in came:

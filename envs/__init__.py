@@ -5,6 +5,7 @@ class Env(Environment):
         return Observation("Are you sure?")  # a message, images, a reward; done=True ends the episode
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class Environment:
         raise NotImplementedError
 
 
-def told(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
+def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
     """Messages with an instruction behind the last one, the user's, unless it has the text `unless` already."""
     *before, last = map(dict, messages)
     if unless not in last["content"]:
@@ -63,8 +64,8 @@ def told(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -
 def call_in(response: str, tag: str) -> tuple[str | None, str]:
     """(what stands in the last `<tag>...</tag>` of a response, ""), (None, what is wrong with it), or (None, "") if
     there is none."""
-    _, opened, rest = response.rpartition(f"<{tag}>")
-    inside, closed, _ = rest.partition(f"</{tag}>")
+    opened = [match.end() for match in re.finditer(f"<{tag}>", response, re.IGNORECASE)]
     if not opened:
         return None, ""
-    return (inside, "") if closed else (None, f"<{tag}> has no </{tag}>.")
+    closed = re.compile(f"</{tag}>", re.IGNORECASE).search(response, opened[-1])
+    return (response[opened[-1] : closed.start()], "") if closed else (None, f"<{tag}> has no </{tag}>.")

@@ -22,9 +22,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 
 from PIL import Image
 
-from errors import Note, UserError, need
+from errors import Note, UserError, need, refusing
 from model import IMAGE_MARK, ImageInput, Processor
 from prepare_data import Example, decode_image
 from reward import grader_stats
@@ -49,6 +49,7 @@ from rollout import (
     Turn,
     seen,
 )
+from sources.images import IMAGE_ERRORS
 from utils import print0
 
 # Seconds that all episodes wait for an environment that was just asked; all waits of a call of generate together are at
@@ -57,7 +58,7 @@ from utils import print0
 PATIENCE = 0.5
 WAITS = 0.2
 THREADS = 32
-CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # an environment may fail in any way, and the run goes on
+CAUGHT = BaseException  # an environment may fail in any way in its thread, and the run goes on
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,26 +88,32 @@ class Environments:
         for name in ("reset", "step"):
             need(callable(getattr(kind, name, None)), f"{self.told} has no method {name}; see docs/environments.md")
         self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
+        told = f"{self.told}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
+        need(type(self.images_per_turn) is int and self.images_per_turn >= 0, told)
         self.most_opened = 0  # images that an episode began with
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
+        self.worked = False  # has any episode not failed yet?
+        self.told_room = False
 
     def opened(self, example: Example) -> Example:
         """An example with the messages and images that its episodes begin with."""
-        with Note(f"raised by {self.told}, reset, for row {example.uid!r}"):
-            said = self.make().reset(example)
+        where = f"{self.told}: row {example.uid!r}: reset"
+        env = self.make()
+        with Note(f"raised by {where}"):
+            said = env.reset(copied(example))
             if inspect.isawaitable(said):
-                said = asyncio.run_coroutine_threadsafe(wait_for(said), event_loop()).result(self.cfg.env_timeout)
-            messages, images = said
-            messages = checked_messages(messages, f"{self.told}: row {example.uid!r}: reset")
-            images = images if images is example.images else list(map(encoded, images))
-        start = replace(example, messages=messages, images=images)
-        same = images is example.images
-        sizes = example.image_sizes if same else [Image.open(io.BytesIO(data)).size for data in images]
+                said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
+        with told_of(where):
+            messages, images = checked_start(said)
+            same = images is example.images
+            images = images if same else list(map(encoded, images))
+            sizes = example.image_sizes if same else [decoded(data).size for data in images]
+        close(env, self.told)
         self.most_opened = max(self.most_opened, len(sizes))
-        self.largest = max(self.largest, *sizes, key=math.prod)
-        return start
+        self.largest = max([self.largest, *sizes], key=math.prod)
+        return replace(example, messages=messages, images=images)
 
     def image_limits(self) -> tuple[int, tuple[int, int]]:
         """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
@@ -126,11 +133,12 @@ def load_class(name: str) -> type:
         path, _, attribute = name.rpartition(":")
         module = load_file(path, f"--env {name}")
         kind = getattr(module, attribute, None)
-        classes = ", ".join(key for key, value in vars(module).items() if inspect.isclass(value)) or "none"
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        classes = ", ".join(value.__name__ for value in own if inspect.isclass(value)) or "none"
         need(inspect.isclass(kind), f"--env {name}: no class {attribute} in {path}; it has {classes}")
         return kind
     known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
-    need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS")
+    need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
     module = importlib.import_module(f"envs.{name}")
     [kind] = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
               and issubclass(value, Environment)]  # fmt: skip
@@ -141,14 +149,64 @@ def load_class(name: str) -> type:
 # What environments say, checked
 
 
-def checked_messages(messages: Any, told: str) -> list[dict]:
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """A UserError inside says where."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def checked_start(said: Any) -> tuple[list[dict], Any]:
+    """What `reset` returned: messages and images."""
+    pair = isinstance(said, tuple | list) and len(said) == 2
+    need(pair, f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
+    messages, images = checked_messages(said[0]), said[1]
+    check_images(messages, images)
+    return messages, images
+
+
+def check_images(messages: Sequence[dict], images: Any) -> None:
+    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    need(many, f"images are {type(images).__name__}; expected a list of images")
+    n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
+    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_MARK} marks; give one for each")
+
+
+def copied(example: Example) -> Example:
+    """An environment may change what it is given."""
+    return replace(example, messages=[dict(message) for message in example.messages], extra=dict(example.extra))
+
+
+def decoded(data: bytes) -> Image.Image:
+    with refusing(IMAGE_ERRORS, "an image cannot be read"):
+        return decode_image(data)
+
+
+def close(env: Any, told: str) -> None:
+    """An environment may have a `close`, plain or async. Nobody waits for it."""
+
+    def work() -> None:
+        try:
+            said = env.close()
+            if inspect.isawaitable(said):
+                asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
+        except CAUGHT as error:
+            print(f"{told}, close, raised {error!r:.300}", file=sys.stderr, flush=True)
+
+    if hasattr(env, "close"):
+        CLOSING.submit(work)
+
+
+def checked_messages(messages: Any) -> list[dict]:
     """Text, or (role, content) messages, as a list of the latter."""
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     good = isinstance(listed, list | tuple) and len(listed) > 0
     for message in listed if good else ():
         good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
         good = good and all(isinstance(value, str) for value in message.values())
-    need(good, f"{told} said {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
+    need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
     return [dict(message) for message in listed]
 
 
@@ -192,9 +250,10 @@ class Job:
 
 
 class Threads:
-    """Of a process. They end with it; one that hangs is replaced."""
+    """Of a process, at most so many. They end with it; one that hangs is replaced."""
 
-    def __init__(self):
+    def __init__(self, most: int):
+        self.most = most
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.n_threads = 0
@@ -204,11 +263,14 @@ class Threads:
         job = Job(run)
         with self.lock:
             self.n_jobs += 1
-            if self.n_jobs > self.n_threads < THREADS:
-                self.n_threads += 1
-                threading.Thread(target=self._work, daemon=True, name="environment").start()
+            self._grow()
         self.jobs.put(job)
         return job
+
+    def _grow(self) -> None:
+        if self.n_jobs > self.n_threads < self.most:
+            self.n_threads += 1
+            threading.Thread(target=self._work, daemon=True, name="environment").start()
 
     def give_up(self, job: Job) -> None:
         """Its thread counts no more, and ends should it ever come back."""
@@ -216,6 +278,7 @@ class Threads:
             job.given_up = True
             self.n_jobs -= 1
             self.n_threads -= 1
+            self._grow()
 
     def _work(self) -> None:
         while True:
@@ -227,20 +290,29 @@ class Threads:
                 self.n_jobs -= 1
 
 
-@functools.cache
-def threads() -> Threads:
-    return Threads()
+ANSWERING = Threads(THREADS)
+CLOSING = Threads(4)  # for `close` of environments, which may hang: nobody waits for it
+LOCK = threading.Lock()
 
 
 @functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
+def started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
 
 
-async def wait_for(awaitable: Awaitable) -> Any:
-    return await awaitable
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The one of all environments."""
+    with LOCK:
+        return started_loop()
+
+
+async def as_coroutine(awaitable: Awaitable) -> Any:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+        raise RuntimeError(f"raised {error!r}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -253,6 +325,7 @@ class Episode:
     rollout: Rollout
     env: Any = None
     thinks: bool = False  # is its environment at work?
+    asked_at: float = 0.0
     began: float | None = None  # when it began; None: it waits for a thread
     job: Job | None = None  # in a thread
     future: Future | None = None  # in the event loop
@@ -322,7 +395,9 @@ class Play(Responses):
     def take(self, wait: float = 0.0) -> list[Rollout]:
         if self.player.engine.interrupted():
             for episode in self.episodes:
-                episode.rollout.ended_by = episode.rollout.ended_by or "length"
+                if not episode.rollout.ended_by:
+                    episode.rollout.ended_by = "length"
+                    close(episode.env, self.environments.told)
         with self.changed:
             self._be_patient(idle=wait > 0)
             if not self.answers and wait and not self.over:
@@ -357,11 +432,12 @@ class Play(Responses):
     def _ask(self, episode: Episode, response: str | None = None) -> None:
         """Its answer to a response, or its beginning, comes to `answers` some time."""
         episode.thinks, episode.began, episode.future = True, None, None
+        episode.asked_at = time.monotonic()
 
         def call() -> Any:
             if response is None:
                 episode.env = self.environments.make()
-                return episode.env.reset(episode.rollout.prompt.example)
+                return episode.env.reset(copied(episode.rollout.prompt.example))
             return episode.env.step(response)
 
         def work() -> None:
@@ -372,13 +448,13 @@ class Play(Responses):
                 self._answer(episode, self._failure(episode, error))
                 return
             if inspect.isawaitable(said):
-                episode.future = asyncio.run_coroutine_threadsafe(wait_for(said), event_loop())
+                episode.future = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
                 read = partial(self._read, episode, response, episode.future.result)
-                episode.future.add_done_callback(lambda _: threads().submit(read))
+                episode.future.add_done_callback(lambda _: ANSWERING.submit(read))
             else:
                 self._read(episode, response, lambda: said)
 
-        episode.job = threads().submit(work)
+        episode.job = ANSWERING.submit(work)
 
     def _read(self, episode: Episode, response: str | None, said: Callable[[], Any]) -> None:
         if episode.rollout.ended_by:  # it came too late
@@ -401,8 +477,8 @@ class Play(Responses):
     def _beginning(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
         prompt = episode.rollout.prompt
-        messages, images = said
-        same = checked_messages(messages, "reset") == list(prompt.shown.messages)
+        messages, images = checked_start(said)
+        same = messages == list(prompt.shown.messages)
         if images is not prompt.example.images:
             same &= list(map(encoded, images)) == list(prompt.shown.images)
         need(same, "reset says something else than before for the same example")
@@ -415,16 +491,14 @@ class Play(Responses):
         given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
         if said.done:  # its last words are for those who read the episode
-            last = checked_messages(said.messages, "step") if said.messages else []
+            last = checked_messages(said.messages) if said.messages else []
             return Said([], [m | {"content": m["content"].replace(IMAGE_MARK, "")} for m in last], [], rewards, True)
-        messages = checked_messages(said.messages, "step")
+        messages = checked_messages(said.messages)
         roles = [message["role"] for message in messages]
         need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
-        n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
-        if n_marks == 0:
+        if not any(IMAGE_MARK in message["content"] for message in messages) and isinstance(said.images, list | tuple):
             messages[0]["content"] = IMAGE_MARK * len(said.images) + messages[0]["content"]
-        told = f"step returned {len(said.images)} images with {n_marks} {IMAGE_MARK} marks; give one for each"
-        need(n_marks in (0, len(said.images)), told)
+        check_images(messages, said.images)
         most = self.environments.images_per_turn
         need(len(said.images) <= most, f"step returned {len(said.images)} images, more than images_per_turn = {most}")
         special = self.processor.special_tokens_in(messages)
@@ -441,7 +515,7 @@ class Play(Responses):
         future = self.images.setdefault(key, mine)  # the first of all threads prepares it, the others wait
         if future is mine:
             try:
-                opened = decode_image(image) if isinstance(image, bytes) else image.convert("RGB")
+                opened = decoded(image) if isinstance(image, bytes) else image.convert("RGB")
                 mine.set_result(seen(opened, self.processor, blank))
             except BaseException as error:
                 mine.set_exception(error)
@@ -457,12 +531,12 @@ class Play(Responses):
                 return
             now = time.monotonic()
             since = self.answered_at if idle else 0.0
-            left = PATIENCE - max(now - max(e.began, since) if e.began else 0.0 for e in thinking)
+            left = PATIENCE - max(now - max(e.began or e.asked_at, since) for e in thinking)
             left = min(left, PATIENCE + WAITS * (now - self.began) - self.waited)
             if left <= 0:
                 self.environments.quick = False
-                told = "environments take their time: which episodes are sampled together depends on it from here on"
-                print(f"{told}, and a resumed run differs by rounding", flush=True)
+                told = f"environments answer more slowly than within {PATIENCE:g} s: nobody waits for them any more"
+                print(f"{told}, and a resumed run is not the same bit for bit", flush=True)
                 return
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
@@ -474,7 +548,7 @@ class Play(Responses):
             if waits and time.monotonic() - e.began > self.cfg.env_timeout:
                 told = f"took longer than --env-timeout {self.cfg.env_timeout:g} s"
                 late.append((e.number, Failed("timeouts", "time-out", told)))
-                threads().give_up(e.job) if e.future is None else e.future.cancel()
+                ANSWERING.give_up(e.job) if e.future is None else e.future.cancel()
         return late
 
     # --- an answer ---
@@ -494,7 +568,7 @@ class Play(Responses):
         if answer.done:
             r.messages += answer.messages
         if answer.done or r.finish_reason == "length" or r.turns == self.cfg.max_turns:
-            self._end(episode, "done" if answer.done else "length" if r.finish_reason == "length" else "max_turns")
+            self._end(episode, "length" if r.finish_reason == "length" else "done" if answer.done else "max_turns")
             return None
         images = [image for image, _ in answer.images]
         patches = [patch for _, patch in answer.images]
@@ -519,49 +593,51 @@ class Play(Responses):
     def _as_prompt(self, r: Rollout, messages: list[dict], pil_images: list, images: list[ImageInput]) -> Rollout:
         """The next turn as the chat template writes all that was said."""
         pil_images, images = r.prompt.pil_images + pil_images, r.prompt.images + images
+        messages = [m | {"content": self._plain(m)} if m["role"] == "assistant" else m for m in messages]
         short_ids = self.processor.render(messages)
         ids = expanded(short_ids, images, self.processor)
         prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
         return Rollout(prompt, r.sample, [], [], [], "", "")
 
+    def _plain(self, message: dict) -> str:
+        """What the policy said, where the template writes it anew: special tokens that it spelt stay text."""
+        text = message["content"]
+        for token in self.processor.special_tokens_in([message]):
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
     def _end(self, episode: Episode, why: str) -> None:
         episode.rollout.ended_by = why
-        self._close(episode)
+        close(episode.env, self.environments.told)
         self.on_rollout(episode.rollout)
-
-    def _close(self, episode: Episode) -> None:
-        """An environment may have a `close`, plain or async."""
-        if not hasattr(episode.env, "close"):
-            return
-
-        def work() -> None:
-            try:
-                said = episode.env.close()
-                if inspect.isawaitable(said):
-                    asyncio.run_coroutine_threadsafe(wait_for(said), event_loop())
-            except CAUGHT as error:
-                print(f"{self.environments.told}, close, raised {error!r:.300}", file=sys.stderr, flush=True)
-
-        threads().submit(work)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
         r = episode.rollout
         grader_stats[f"episode/{failed.kind}"] += 1
         failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.told} {failed.line}")
+        close(episode.env, self.environments.told)
         if self.cfg.env_errors == "stop":
             if isinstance(failed.error, UserError) or failed.error is None:
                 raise UserError(failed.line) from failed.error
             failed.error.add_note(failed.line)
             raise failed.error
         self.failed.append(failed)
-        r.turn_rewards = []
+        r.turn_rewards, r.earned = [], {}
         r.ended_by = "error"
         # one that failed before its first response has nothing that could be compared or trained on
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
-        self._close(episode)
 
     def tell(self) -> None:
-        """Of what failed: the first of each kind in full, then a line."""
+        """Of what failed: the first of each kind in full, then a line. UserError if nothing else ever happened."""
+        environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
+        if self.failed and ends == {"error"} and not environments.worked:
+            told = f"all {len(self.episodes)} of the first episodes failed, as {self.failed[0].line}"
+            raise UserError(f"{told}; mend the environment") from self.failed[0].error
+        environments.worked |= ends != {"error"}
+        if environments.worked and not environments.told_room and max(r.rollout.turns for r in self.episodes) == 1:
+            if ends <= {"length", "room", "error"}:
+                print("warning: no episode had room for a second turn; raise --max-new-tokens", flush=True)
+                environments.told_room = True
         for failed in self.failed:
             if failed.what not in self.environments.told_kinds:
                 self.environments.told_kinds.add(failed.what)

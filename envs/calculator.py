@@ -9,13 +9,14 @@ The toy: two numbers of two digits in an image, to be multiplied or added; the p
 
 import decimal
 import random
+import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from envs import Environment, Observation, call_in, told
+from envs import Environment, Observation, call_in, with_instruction
 from errors import need
 from prepare_data import MARK, Example, decode_image
 from reward import SPECIAL_TOKEN, extract_boxed, register, weighted
@@ -37,13 +38,16 @@ INSTRUCTION = (
     r"answer, state it in \boxed{}."
 )
 DIGITS = 12  # of a value that is told
+PLAIN = re.compile(r"[\s$]*[-+\u2212]?[0-9][0-9,\s]*(\.[0-9]+)?[\s$]*\.?")
 
 
 @register("calculator", answerable=answerable)
 def calculator(response: str, example: Any, finish_reason: str) -> dict[str, float]:
-    """0.9 * accuracy + 0.1 * format of the last response: the value as geometry's answers are compared, and a box."""
+    """0.9 * accuracy + 0.1 * format of the last response: the value as geometry's answers are compared, and a box.
+    Where the truth is a number the answer must be one too: an expression was not reckoned."""
     found = extract_boxed(response)
-    accuracy = found is not None and same_answer(found, example.ground_truth)
+    reckoned = found is not None and (PLAIN.fullmatch(found) or not PLAIN.fullmatch(example.ground_truth))
+    accuracy = reckoned and same_answer(found, example.ground_truth)
     return weighted(accuracy, found is not None and only_box(response, found))
 
 
@@ -94,7 +98,7 @@ class Calculator(Environment):
         self.cost = cost
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
-        return told(example.messages, INSTRUCTION, "<calc>"), example.images
+        return with_instruction(example.messages, INSTRUCTION, "<calc>"), example.images
 
     def step(self, response: str) -> Observation:
         call, wrong = call_in(response, "calc")

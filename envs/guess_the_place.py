@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from envs import Environment, Observation, told
+from envs import Environment, Observation, with_instruction
 from errors import need
 from prepare_data import MARK, Example
 from reward import register
@@ -78,7 +78,7 @@ class GuessThePlace(Environment):
         has = "coordinates" in place
         need(has, f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
         self.place = place["coordinates"]
-        return told(example.messages, INSTRUCTION, TOLD), example.images
+        return with_instruction(example.messages, INSTRUCTION, TOLD), example.images
 
     def step(self, response: str) -> Observation:
         guess = read_coordinates(read_answer(response))

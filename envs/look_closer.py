@@ -7,6 +7,7 @@ The toy: four frames, one of them coloured, each around four patterns that are h
 pixels. The small view, a quarter as wide, shows even grey: the same bytes, whatever the patterns are.
 """
 
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs import Environment, Observation, call_in, told
+from envs import Environment, Observation, call_in, with_instruction
 from errors import UserError, need
 from prepare_data import MARK, Example, decode_image
 from reward import register
@@ -102,7 +103,8 @@ def read_call(text: str, images: int, scale: int = 1) -> tuple[int, Box]:
 def cut(image: Image.Image, box: Box) -> Image.Image:
     """The pixels of which a box has some part. UserError if no model could be shown them."""
     (left, top, right, bottom), (width, height) = box, image.size
-    part = image.crop((int(left * width), int(top * height), -int(-right * width // 1), -int(-bottom * height // 1)))
+    edges = int(left * width), int(top * height), math.ceil(right * width), math.ceil(bottom * height)
+    part = image.crop(edges)
     need(max(part.size) < MAX_ASPECT * min(part.size), "That box is too thin; ask for a wider one.")
     return part
 
@@ -136,7 +138,7 @@ class LookCloser(Environment):
         need(len(example.images) > 0, f"row {example.uid!r} has no image, and --env look_closer shows images")
         self.images = example.images
         views = [fit(original(data), self.view) for data in example.images]
-        return told(example.messages, instruction(self.scale), "<look>"), views
+        return with_instruction(example.messages, instruction(self.scale), "<look>"), views
 
     def step(self, response: str) -> Observation:
         call, wrong = call_in(response, "look")

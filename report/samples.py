@@ -53,4 +53,5 @@ def show(record: dict, example: Example) -> None:
     tqdm.write(f"  prompt {example.uid!r}: {question[:160]!r}  truth {example.ground_truth!r}")
     for s in record["samples"][:2]:
         earned = s["rewards"].get("reward", math.nan)
-        tqdm.write(f"    {s['text'][:120]!r}  reward {earned:.2f}  advantage {s['advantage']:+.2f}")
+        said = [f"{message['content'][:80]!r}" for message in s.get("messages", [])] or [f"{s['text'][:120]!r}"]
+        tqdm.write(f"    {' -> '.join(said)}  reward {earned:.2f}  advantage {s['advantage']:+.2f}")

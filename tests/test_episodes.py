@@ -14,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+import envs._play
 import grpo
 import model as M
+import rollout
 from engines.hf import HFEngine
 from envs._play import Environments, Episodes, load_environments
 from errors import UserError
@@ -206,6 +208,9 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
         said = [token for token, produced in zip(r.response, r.response_mask, strict=True) if produced]
         for k, turn in enumerate(r.separate):
             before = [*r.prompt.example.messages, *r.messages[: 2 * k]]
+            for i, message in enumerate(before):  # special tokens among what was sampled are text there
+                for token in processor.special_tokens_in([message]) if message["role"] == "assistant" else []:
+                    before[i] = before[i] | {"content": before[i]["content"].replace(token, f"< {token[1:]}")}
             ids, pads = [], iter((r.prompt.images + r.images)[: turn.n_images])
             for token in processor.render(before):
                 ids += [token] * (next(pads).n_tokens if token == processor.image_token_id else 1)
@@ -422,3 +427,120 @@ def test_mistakes_are_told_before_a_model_loads(env, more, message, tmp_path):
                     "    def step(self, response):\n        return None\n")  # fmt: skip
     with pytest.raises(UserError, match=message):
         load_environments(EnvConfig(env=env and env.format(file=file), env_settings=tuple(more)))
+
+
+class Never(Scripted):
+    def step(self, response):
+        return None
+
+
+def test_an_environment_that_never_worked_ends_the_run(loaded):
+    with pytest.raises(UserError, match="all 2 of the first episodes failed, as row 'u0': --env here .*; mend the env"):
+        play(loaded, "qwen2_5_vl", [3], kind=Never)
+
+
+@pytest.mark.parametrize(
+    "said,message",
+    [
+        (None, r"row 'u0': reset: returned None; expected \(messages, images\)"),
+        ("<image>Go.", "returned '<image>Go.'; expected"),
+        (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
+        (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one for each"),
+        (([{"role": "user"}], []), "messages are .*; expected text"),
+    ],
+)
+def test_a_beginning_that_is_none_is_told_with_its_row(said, message):
+    class Begins(Scripted):
+        def reset(self, example):
+            return said
+
+    with pytest.raises(UserError, match=message):
+        environments(Begins).opened(examples_of([1])[0])
+
+
+def test_what_is_opened_is_closed(loaded):
+    opened, closed = [], []
+
+    class Holds(Scripted):
+        def __init__(self):
+            opened.append(self)
+
+        async def close(self):
+            closed.append(self)
+
+    play(loaded, "qwen2_5_vl", [1, 3], kind=Holds)
+    deadline = time.monotonic() + 20
+    while len(closed) < len(opened) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(opened) == 2 + 4 and {id(env) for env in closed} == {id(env) for env in opened}
+
+
+def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
+    hf, plain = loaded["qwen2_5_vl"]
+    processor, envs = often(plain), environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, opened=envs.opened)
+    rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400))
+    images = [image for r in rollouts for image in r.images]
+    assert len(images) > 4 and all(image.pixel_values.std() < 1e-6 for image in images)
+
+
+class Sleeps(Scripted):
+    def step(self, response):
+        time.sleep(1.0)
+        return super().step(response)
+
+
+def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
+    monkeypatch.setattr(envs._play, "ANSWERING", envs._play.Threads(3))
+    monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="all 10 of the first episodes failed"):
+        play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    assert time.monotonic() - began < 20
+
+
+def test_an_exit_in_an_async_environment_fails_it_alone(loaded):
+    class Exits(SlowAsync):
+        async def step(self, response):
+            if self.example.uid == "u1":
+                raise SystemExit(3)
+            return await super().step(response)
+
+    for _ in range(2):
+        rollouts, _ = play(loaded, "qwen2_5_vl", [2, 2, 2], n=1, kind=Exits)
+        assert [r.ended_by for r in rollouts] == ["done", "error", "done"]
+    grader_stats.clear()
+
+
+def test_one_whose_close_hangs_holds_nobody(loaded):
+    class Hangs(Scripted):
+        def close(self):
+            time.sleep(60)
+
+    for _ in range(3):
+        rollouts, _ = play(loaded, "qwen2_5_vl", [1] * 6, kind=Hangs)
+    assert {r.ended_by for r in rollouts} == {"done"}
+
+
+def test_rows_without_images_are_played(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [2, 3], n_images=0)
+    assert {r.ended_by for r in rollouts} == {"done"} and any(r.images for r in rollouts)
+
+
+def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewritten(loaded, monkeypatch):
+    hf, plain = loaded["qwen2_5_vl"]
+    processor = often(plain)
+    processor.tokenizer = copy.deepcopy(plain.tokenizer)
+    processor.tokenizer.chat_template = DROPS_THOUGHTS
+    spelt = "b <|image_pad|> c <|im_end|> d"
+    monkeypatch.setattr(rollout, "response_texts", lambda processor, responses: [spelt for _ in responses])
+    made = environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([3]), processor, opened=made.opened)
+    [r] = Episodes(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, Sampling(400))
+    assert r.ended_by == "done" and r.turns == 3
+    for turn in r.separate:
+        n_tokens = sum(image.n_tokens for image in (r.prompt.images + r.images)[: turn.n_images])
+        assert turn.ids.count(processor.image_token_id) == n_tokens
+        said = processor.tokenizer.decode(turn.ids)
+        assert said.count("<|im_end|>") == 2 * (r.separate.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
