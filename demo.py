@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice
@@ -40,16 +41,17 @@ from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, ReadingConfig, decode_image, find_tasks, read_examples
+from prepare_data import MARK, Example, ReadingConfig, decode_image, find_tasks, read_examples
 from report.plots import draw_curve
 from reward import score
-from rollout import Rollout, written
+from rollout import WAIT, Engine, EnvConfig, Responses, Rollout, Sampling, add_response, make_prompts, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a task brings
 
+Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]  # images; (answer type, prompt, reply, truth) of questions
 
 @dataclass(frozen=True)
 class Plan:
@@ -59,6 +61,7 @@ class Plan:
     habit_steps: int = 80  # of the warm start, with a lazy annotator's
     images: int = 32  # of a step of the warm start
     questions: int = 8  # about an image, at most, in such a step
+    lazy: float = 0.7  # of the lazy annotator's answers are the usual one, given without a look
     steps: int = 60  # of RL
     eval_every: int = 10  # of them
 
@@ -70,7 +73,7 @@ def with_scenes() -> dict[str, ModuleType]:
 
 def plan_of(task: str) -> Plan:
     known = with_scenes()
-    need(task in known, f"--task {task}: no file of tasks/ draws scenes of it; there are {', '.join(known)}")
+    need(task in known, f"--task {task}: no file of tasks/ or envs/ draws scenes of it; there are {', '.join(known)}")
     return Plan(**getattr(known[task], "DEMO", {}))
 
 
@@ -87,6 +90,40 @@ def usual_replies(task: str) -> dict[str, str]:
         replies.setdefault(kind, Counter())[reply] += 1
     usual = {kind: count.most_common(1)[0][0] for kind, count in replies.items()}
     return usual | getattr(with_scenes()[task], "USUAL", {})
+
+
+def env_of(task: str) -> EnvConfig | None:
+    """How the toys of an environment are played: ENV of its file."""
+    found = getattr(with_scenes()[task], "ENV", None)
+    return EnvConfig(env=task, **found) if found else None
+
+
+def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
+    """A scene's questions; they have one uid, as they share its images."""
+    for images, questions in scenes:
+        uid = hashlib.sha1(b"".join(images)).hexdigest()
+        for kind, prompt, _, truth in questions:
+            yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, {"answer_type": kind})
+
+
+def said_in_episodes(task: str) -> set[str]:
+    """All that its expert and its environment say about the first images of the warm start's split."""
+    from envs._play import Environments
+
+    expert, cfg = with_scenes()[task].expert, env_of(task)
+    make = Environments(cfg).make
+    said: set[str] = set()
+    for example in examples_of(task, islice(with_scenes()[task].scenes("warm", 0), 400)):
+        env, responses, observations = make(), [], []
+        env.reset(example)
+        while len(responses) < cfg.max_turns:
+            responses.append(expert(example, responses, observations))
+            told = env.step(responses[-1])
+            if told.done:
+                break
+            observations.append(told.messages)
+        said |= {*responses, *observations}
+    return said
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,6 +147,8 @@ def make_tokenizer(task: str = "shapes"):
     said: set[str] = set()
     for _, prompt, reply, truth in first_scenes(task):
         said |= {prompt.replace(MARK, ""), reply} | ({truth} if truth.isalpha() else set())
+    if env_of(task):
+        said |= {text.replace(MARK, "") for text in said_in_episodes(task)}
     corpus = sorted(said)
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
@@ -209,7 +248,43 @@ def make_model(
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
-LAZY = 0.7  # of the lazy annotator's answers are the usual one, given without a look
+class Annotator(Engine):
+    """Plays the episodes of an environment's toys: what an expert does, or, where it is lazy, the usual reply."""
+
+    def __init__(self, task: str, processor: Processor, rng: random.Random):
+        from envs._play import Environments, Episodes
+
+        self.task = task
+        self.processor = processor
+        self.rng = rng
+        self.environments = Environments(env_of(task))
+        self.episodes = Episodes(self, self.environments, processor)
+        self.expert = with_scenes()[task].expert
+        self.usual = usual_replies(task)
+        self.lazy: set[int] = set()  # about which examples
+
+    def play(self, scenes: Iterable[Scene], lazy: float = 0.0) -> list[Rollout]:
+        """An episode about each question."""
+        examples = list(examples_of(self.task, scenes))
+        self.lazy = {id(example) for example in examples if self.rng.random() < lazy}
+        prompts = make_prompts(examples, self.processor, opened=self.environments.opened)
+        return self.episodes.generate(prompts, 1, Sampling(max_new_tokens=100_000))
+
+    def sample(self, responses: Responses, sampling: Sampling) -> None:
+        taken = responses.take()
+        while taken or not responses.over:
+            for rollout in taken:
+                tokens = self.processor.tokenizer.encode(f"{self.next(rollout)}<|im_end|>", add_special_tokens=False)
+                add_response(rollout, tokens, [0.0] * len(tokens), self.processor)
+                responses.added(rollout)
+            taken = responses.take(WAIT)
+
+    def next(self, rollout: Rollout) -> str:
+        example = rollout.prompt.example
+        if id(example) in self.lazy:
+            return self.usual[example.extra["answer_type"]]
+        said = [message["content"] for message in rollout.messages]
+        return self.expert(example, said[::2], said[1::2])
 
 
 def warm_start(
@@ -236,13 +311,16 @@ def warm_start(
     source = with_scenes()[task].scenes("warm", derive_seed(seed, ctx.rank))
     usual = usual_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
+    annotator = Annotator(task, processor, rng) if env_of(task) else None
 
-    def next_samples(lazy: float) -> list[Rollout]:
+    def next_scene() -> Scene:
+        images, questions = next(source)
+        return images, rng.sample(questions, plan.questions) if len(questions) > plan.questions else questions
+
+    def answered(scene: Scene, lazy: float) -> list[Rollout]:
         """One scene with its questions and answers: they share its images."""
-        found, questions = next(source)
+        found, questions = scene
         images = [processor.image(hashlib.sha1(data).hexdigest(), decode_image(data)) for data in found]
-        if len(questions) > plan.questions:
-            questions = rng.sample(questions, plan.questions)
         samples = []
         for kind, question, answer, _ in questions:
             prompt = processor.encode([{"role": "user", "content": question}], images)
@@ -251,14 +329,20 @@ def warm_start(
             samples.append(written(" ".join(image.key for image in images), prompt, reply, images))
         return samples
 
-    for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, LAZY, 5e-4)]:
+    def next_samples(lazy: float) -> list[Rollout]:
+        """Of a step."""
+        share = plan.images // ctx.world
+        if annotator:
+            return annotator.play([next_scene() for _ in range(share)], lazy)
+        return list(chain.from_iterable(answered(next_scene(), lazy) for _ in range(share)))
+
+    for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, plan.lazy, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
         bar = tqdm(range(steps), desc=f"warm start: {name}", disable=None if ctx.main else True)
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            samples = list(chain.from_iterable(next_samples(lazy) for _ in range(plan.images // ctx.world)))
-            micros = packer.pack(samples)
+            micros = packer.pack(next_samples(lazy))
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
             total = 0.0
@@ -292,9 +376,21 @@ TRAINING = (
 
 
 def longest_reply(model: Path, task: str) -> int:
-    """How many tokens a response may have: those of the longest reply, its end, and a few."""
+    """How many tokens a response, or an episode, may have: those of the longest reply, its end, and a few."""
+    if env_of(task):
+        annotator = Annotator(task, Processor(str(model)), random.Random(0))
+        episodes = annotator.play(islice(with_scenes()[task].scenes("warm", 0), 100))
+        return 5 + max(len(episode.response) for episode in episodes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     return 5 + max(len(tokenizer.encode(reply)) + 1 for _, _, reply, _ in first_scenes(task))
+
+
+def env_flags(task: str) -> tuple[object, ...]:
+    """Of train.py and eval.py."""
+    if cfg := env_of(task):
+        more = ("--env-settings", *cfg.env_settings) if cfg.env_settings else ()
+        return "--env", cfg.env, "--max-turns", cfg.max_turns, *more
+    return ()
 
 
 def rewards_of(file: Path) -> dict[str, float]:
@@ -335,7 +431,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     warm = ("--task", task, "--see-steps", plan.see_steps, "--habit-steps", plan.habit_steps)
     sh("warm start", *torchrun, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
     data = ("--data", train, "--eval-data", test)
-    longest = ("--max-new-tokens", longest_reply(base, task))
+    longest = ("--max-new-tokens", longest_reply(base, task), *env_flags(task))
     settings = ("--steps", plan.steps, "--eval-every", plan.eval_every, *longest, *TRAINING.split(), *seeded)
     sh("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
     sh("merge", "merge_lora.py", run, "--out", final)
@@ -348,6 +444,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     summary = {"task": task, "metric": metric, "seed": seed, "family": family}
     summary |= {"n_test": after["n"], "steps": plan.steps}
     summary |= {"accuracy_before": after["baseline"]["accuracy"], "accuracy_after": after["accuracy"]}
+    if "turns" in after:
+        summary |= {"turns_before": after["baseline"]["turns"], "turns_after": after["turns"]}
     summary |= {"blank_image_accuracy": blank["accuracy"], "train_seconds": round(seconds["train"], 1)}
     summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
     summary |= {"stage_seconds": {stage: round(spent, 1) for stage, spent in seconds.items()}}
@@ -374,7 +472,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         q.add_argument("--out", type=Path, required=True, help="folder to write")
         q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
     for q in (model, warm, run):
-        q.add_argument("--task", default="shapes", help="whose toys to learn from: any task whose file draws scenes")
+        q.add_argument("--task", default="shapes", help="whose toys to learn from: any whose file draws scenes")
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")
     model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")

@@ -11,7 +11,7 @@ Writes eval.json and report.html to --out.
 import json
 import math
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -23,16 +23,17 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
+from envs._play import Environments, Episodes, load_environments, player
 from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
 from prepare_data import Example, ReadingConfig, read_examples
 from report.log import write_text
-from report.page import rollout_page
+from report.page import PAGE_RECORDS, episode_record, rollout_page
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
-from rollout import ENGINES, VLLM_HELP, Engine, Rollout, Sampling, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, EnvConfig, Open, Rollout, Sampling, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -41,10 +42,10 @@ FAILED = "rewards that failed, counted as wrong: {n}"
 
 
 @dataclass(frozen=True)
-class AsTrained(RewardConfig, ReadingConfig):
+class AsTrained(RewardConfig, EnvConfig, ReadingConfig):
     """As in training: a run's own values are its defaults"""
 
-    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
     min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
     max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
@@ -73,7 +74,7 @@ class EvalConfig(AsTrained):
 class Evaluation:
     """Of a model on examples, which the ranks share out."""
 
-    engine: Engine
+    engine: Engine | Episodes
     examples: Sequence[Example]
     processor: Processor
     rewards: Rewards
@@ -84,6 +85,7 @@ class Evaluation:
     stage: Stage = Stage()  # of the curriculum, which rewards are told: the last, whatever the step
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
+    opened: Open | None = None  # what an environment begins with
 
     def records(self, step: int = 0) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
@@ -95,7 +97,7 @@ class Evaluation:
             if self.stop():
                 return []
             chunk = mine[start : start + CHUNK]
-            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank)
+            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank, self.opened)
             with uncounted():  # in metrics, which are of the responses that are trained on
                 grading = self.rewards.begin(step, self.stage)
                 rollouts = self.engine.generate(prompts, self.samples, self.sampling, grading.add)
@@ -133,7 +135,8 @@ def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, di
     """An example with its responses and their rewards, as JSON has it."""
     samples = []
     for r, scores in graded:
-        samples.append({"text": r.text, "finish_reason": r.finish_reason, "tokens": len(r.response), "rewards": scores})
+        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": scores}
+        samples.append(told | episode_record(r))
     about = {"uid": example.uid, "answer_type": answer_type(example), "ground_truth": example.ground_truth}
     return {"index": index, **about, "samples": samples}
 
@@ -179,6 +182,10 @@ def summarise(records: Sequence[dict]) -> dict:
         "response_tokens": fmean(s["tokens"] for s in samples),
         "by_answer_type": {kind: {"n": len(x), "accuracy": fmean(x)} for kind, x in sorted(by_type.items())},
     }
+    if "messages" in samples[0]:
+        summary["turns"] = fmean(s["turns"] for s in samples)
+        ends = Counter(s["ended_by"] for s in samples)
+        summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
     if "format" in samples[0]["rewards"]:
         summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
     return summary
@@ -205,15 +212,20 @@ def settings_of_run(path: str) -> dict:
     settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
     if not Path(settings.get("curriculum", ".")).exists():
         del settings["curriculum"]
+    if ":" in settings.get("env", "") and not has_file(settings["env"]):
+        del settings["env"]
     return settings | {"reward": list(filter(has_file, settings.get("reward", [])))}
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig:
     parser = Parser(__doc__)
-    for group in (EvalConfig, AsTrained, RewardConfig, ReadingConfig):
+    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
-    cfg = read_settings(EvalConfig, settings_of_run(given["model"]) | given)
+    settings = settings_of_run(given["model"]) | given
+    if settings.get("env") is None and "env_settings" not in given:
+        settings.pop("env_settings", None)
+    cfg = read_settings(EvalConfig, settings)
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
@@ -232,18 +244,22 @@ def told_of_run(cfg: EvalConfig) -> str:
     for spec in run.get("reward") or ():
         if not has_file(spec):
             told.append(f"not --reward {spec!r}, a file that is not here: the task's own reward is used")
+    if run.get("env") and cfg.env is None and not has_file(run["env"]):
+        told.append(f"not --env {run['env']}, a file that is not here: single responses, not episodes")
     if run.get("curriculum") and cfg.curriculum is None:
         told.append(f"not --curriculum {run['curriculum']!r}, a file that is not here: rewards are told no stage")
     return ", ".join(told)
 
 
-def read_data(cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor]) -> tuple[list[Example], int]:
+def read_data(
+    cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], opened: Open | None
+) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     rewards.check(examples)
     kept = examples
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows)
+        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, opened)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
@@ -252,11 +268,19 @@ def read_data(cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor]
     return kept, len(left_out)
 
 
-def start_engine(cfg: EvalConfig, path: str, processor: Processor, examples: Sequence[Example], ctx: Context) -> Engine:
+def start_engine(
+    cfg: EvalConfig,
+    path: str,
+    processor: Processor,
+    examples: Sequence[Example],
+    env: Environments | None,
+    ctx: Context,
+) -> Engine:
     """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
     limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
+    limits["of_episodes"] = env.image_limits if env else None
     limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
     if cfg.rollout == "vllm":
@@ -273,22 +297,25 @@ def main(cfg: EvalConfig) -> dict:
     # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
     cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-    rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world)
+    env = load_environments(cfg)
+    opened = env.opened if env else None
+    rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out = read_data(cfg, rewards, processors)
+    examples, left_out = read_data(cfg, rewards, processors, opened)
     first_step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(first_step, stage)])
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results, asleep = [], []
     for path, processor in zip(paths, processors, strict=True):
-        engine = start_engine(cfg, path, processor, examples, ctx)
-        asked = (engine, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
-        results.append(Evaluation(*asked).records(first_step))
+        engine = start_engine(cfg, path, processor, examples, env, ctx)
+        play = player(engine, env, processor)
+        asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
+        results.append(Evaluation(*asked, opened=opened).records(first_step))
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it
-        del engine  # an hf engine goes: one model in memory at a time
+        del engine, play  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
     summaries = [{"path": path, "left_out": left_out, **summarise(of)} for path, of in zip(paths, results, strict=True)]
@@ -296,7 +323,7 @@ def main(cfg: EvalConfig) -> dict:
     if cfg.baseline:
         summary["baseline"] = summaries[1] | compare(*results)
     tell(summary)  # before anything is written: a disk that is full by now does not take an evaluation with it
-    write_report(cfg, summary, results[0], examples)
+    write_report(cfg, summary, results[0], examples, opened)
     return summary
 
 
@@ -314,9 +341,13 @@ def tell(summary: dict) -> None:
         print(f"baseline {base['accuracy']:.3f}: {changes}")
 
 
-def write_report(cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example]) -> None:
+def write_report(
+    cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example], opened: Open | None
+) -> None:
     title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
-    page = rollout_page(title, summary, records, {example.uid: example for example in examples})
+    shown = {record["uid"] for record in records[:PAGE_RECORDS]}
+    by_uid = {example.uid: opened(example) if opened else example for example in examples if example.uid in shown}
+    page = rollout_page(title, summary, records, by_uid)
     out = Path(cfg.out)
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     write_text(out / "report.html", page)

@@ -228,16 +228,18 @@ def advantages(
             moments = with_std_one(moments)
 
     if not how.per_token:  # one advantage a response: its penalties are summed
-        penalties_B = torch.zeros(rewards_PG.numel(), dtype=torch.float64).index_add_(0, tokens.rollout, penalties_N)
+        penalties_B = per_rollout(penalties_N, tokens.rollout, rewards_PG.numel())
         total_PG = (rewards_PG - penalties_B.view_as(rewards_PG)).masked_fill(without, 0.0)
         advantages_PG = group_advantages(total_PG, algo.adv, algo.std, moments, graded_PG)
         return advantages_PG.masked_fill(without, 0.0).flatten()[tokens.rollout], None
 
-    # One a token: the reward comes with the last one, penalties with each
+    # One a token: of an episode's turn the reward comes with its last token, the rest with the last of all, and
+    # penalties with each
     mask_BT = torch.arange(int(counts.max()) if len(counts) else 1) < counts[:, None]
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    rewards_BT[mask_BT] = -penalties_N
-    rewards_BT[torch.arange(len(counts)), counts - 1] += rewards_PG.flatten().nan_to_num(0.0)
+    rewards_BT[mask_BT] = -penalties_N if tokens.turn_rewards is None else tokens.turn_rewards - penalties_N
+    of_turns_B = 0.0 if tokens.turn_rewards is None else per_rollout(tokens.turn_rewards, tokens.rollout, len(counts))
+    rewards_BT[torch.arange(len(counts)), counts - 1] += rewards_PG.flatten().nan_to_num(0.0) - of_turns_B
     values_BT = torch.zeros_like(rewards_BT)
     if how.needs_values:
         values_BT[mask_BT] = tokens.values.double()
@@ -245,6 +247,11 @@ def advantages(
     if algo.std == "batch":
         advantages_BT = whiten(advantages_BT, *moments(advantages_BT[mask_BT & counted_B[:, None]]))
     return advantages_BT[mask_BT], returns_BT[mask_BT]
+
+
+def per_rollout(values_N: torch.Tensor, rollout_N: torch.Tensor, n_rollouts: int) -> torch.Tensor:
+    """Sums, float64."""
+    return torch.zeros(n_rollouts, dtype=torch.float64).index_add_(0, rollout_N, values_N.double())
 
 
 def with_std_one(moments: Moments) -> Moments:

@@ -230,17 +230,41 @@ class Processor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
-    def render(self, messages: Sequence[dict]) -> list[int]:
-        """Chat-templated token ids with one <|image_pad|> per <image> mark."""
+    def template(self, messages: Sequence[dict]) -> str:
+        """Chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. What the policy said
+        has no marks."""
         parts = []
         for message in messages:
-            content = []
-            for i, text in enumerate(message["content"].split(IMAGE_MARK)):
+            content, said = [], message["content"]
+            for i, text in enumerate([said] if message["role"] == "assistant" else said.split(IMAGE_MARK)):
                 content += [{"type": "image"}] if i else []
                 content += [{"type": "text", "text": text}] if text else []
             parts.append({"role": message["role"], "content": content})
-        text = self.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+
+    def render(self, messages: Sequence[dict]) -> list[int]:
+        """The template's token ids."""
+        return self.tokenizer.encode(self.template(messages), add_special_tokens=False)
+
+    def continuation(self, messages: Sequence[dict]) -> list[int]:
+        """What the template puts between a response, which ended in its end token, and the next one, when these
+        messages stand in between; one <|image_pad|> per <image> mark."""
+        mark = "RESPONSE"
+        before = [{"role": "user", "content": ""}, {"role": "assistant", "content": mark}]
+        ids = self.tokenizer.encode(self.template([*before, *messages]).split(mark, 1)[1], add_special_tokens=False)
+        return ids[1:] if ids and ids[0] in self.eos_ids else ids
+
+    def rewrites_history(self) -> bool:
+        """Does the template write what was said before otherwise than as it was said: without its thoughts, say?"""
+        question = [{"role": "user", "content": "question"}]
+        start = self.template(question)
+        opened = "<think>\n" if start.endswith("<think>\n") else ""
+        said = f"{opened or '<think>'}thought\n</think>\n\nanswer"
+        written = [*question, {"role": "assistant", "content": said}, *question]
+        ids = self.tokenizer.encode(start + said.removeprefix(opened), add_special_tokens=False)
+        ends = self.tokenizer.encode(self.template(written).split("answer", 1)[1], add_special_tokens=False)[:1]
+        ends = ends if ends and ends[0] in self.eos_ids else []
+        return ids + ends + self.continuation(question) != self.render(written)
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
         """The tokenizer's special tokens that `render` would read from the messages' own text."""
@@ -362,7 +386,8 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
     missing = [image for key, image in unique.items() if layers_of[key] is None]
     # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
     # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
-    batches = [[image] for image in missing] if cache else [missing]
+    # An image of one token goes twice: one row is multiplied as a vector, which rounds by where in memory weights lie.
+    batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
     device = hf.get_input_embeddings().weight.device
     for batch in batches:
         pixels = torch.cat([image.pixel_values for image in batch]).to(device)
@@ -371,7 +396,7 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
         sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
         layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
-        for i, image in enumerate(batch):
+        for i, image in enumerate(dict.fromkeys(batch)):
             layers_of[image.key] = tuple(layer[i] for layer in layers)
             if cache:
                 cache.put(image.key, layers_of[image.key])

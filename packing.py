@@ -33,13 +33,14 @@ class TokenBatch:
 
     rollout: Tensor  # int64, index of its rollout in the batch
     rollout_logps: Tensor  # the engine's log-probabilities; this and the rest fp32
-    n_images: Tensor  # of the prompt
+    n_images: Tensor  # of the rollout
     weights: Tensor | None = None  # see grpo.token_weights; 0: not trained on
     old_logps: Tensor | None = None  # the trainer's, under the weights before the update
     ref_logps: Tensor | None = None  # of the reference policy
     values: Tensor | None = None  # expected returns, under the weights before the update
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    turn_rewards: Tensor | None = None  # of episodes: what an environment gave for the turn that ends here, else 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenBatch":
         columns = (getattr(self, field.name) for field in fields(self))
@@ -66,13 +67,25 @@ class TokenBatch:
 def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
     """The tokens of rollouts, with the weight of each token of a rollout if given."""
     counts = torch.tensor([sum(r.response_mask) for r in rollouts], dtype=torch.long)
-    n_images = torch.tensor([float(len(r.prompt.images)) for r in rollouts])
+    n_images = torch.tensor([float(len(r.prompt.images) + len(r.images)) for r in rollouts])
     return TokenBatch(
         rollout=torch.arange(len(rollouts)).repeat_interleave(counts),
         rollout_logps=torch.tensor(list(chain.from_iterable(r.logprobs for r in rollouts)), dtype=torch.float32),
         n_images=n_images.repeat_interleave(counts),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
+        turn_rewards=turn_rewards(rollouts) if any(r.turn_rewards for r in rollouts) else None,
     )
+
+
+def turn_rewards(rollouts: Sequence[Any]) -> Tensor:
+    """(N,): of each turn its environment's reward, at the last token that the policy produced before it."""
+    rewards_N = []
+    for r in rollouts:
+        following = [*r.response_mask[1:], *([False] if r.response_mask else [])]
+        ends = [not after for produced, after in zip(r.response_mask, following, strict=True) if produced]
+        rest = iter(r.turn_rewards)
+        rewards_N += [next(rest, 0.0) if end else 0.0 for end in ends]
+    return torch.tensor(rewards_N, dtype=torch.float32)
 
 
 @dataclass(eq=False)
@@ -156,8 +169,9 @@ class Packer:
         first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))
         groups: dict[Any, list[_Input]] = {}
         for i in range(len(rollouts)) if chosen is None else chosen:
-            key = rollouts[i].prompt.uid if self.share else i
-            groups.setdefault(key, []).append(_Input(rollouts[i], key, first_rows[i], self.image_token))
+            for turn, first_row in turns_of(rollouts[i], first_rows[i]):
+                key = rollouts[i].prompt.uid if self.share else (i, first_row)
+                groups.setdefault(key, []).append(_Input(rollouts[i], turn, key, first_row, self.image_token))
         units = list(chain.from_iterable(map(self._split, groups.values())))
         sizes = [size for _, size in units]
         wanted = agree(bins_needed(sizes, self.max_tokens))
@@ -165,7 +179,7 @@ class Packer:
             return [IDLE] * wanted
         costs = sizes
         if self.rates is not None:
-            costs = [rollouts_flops([one.rollout for one in inputs], self.rates) for inputs, _ in units]
+            costs = [sequences_flops(inputs[0].rollout.prompt, inputs, self.rates) for inputs, _ in units]
         micros = []
         for chosen_units in balance(costs, min(wanted, len(units)), sizes=sizes, max_size=self.max_tokens):
             micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in chosen_units))))
@@ -177,8 +191,9 @@ class Packer:
         units: list[tuple[list[_Input], int]] = []
         before: tuple[int, ...] = ()
         for one in sorted(group, key=lambda one: one.ids):
-            prompt, response = one.rollout.prompt, one.rollout.response
-            told = f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens with a response of {len(response)} needs "
+            prompt = one.rollout.prompt
+            new = len(one.tokens) - len(prompt.token_ids)
+            told = f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens with a response of {new} needs "
             told += f"{len(one.ids)} tokens, over --micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens"
             need(len(one.ids) <= self.max_tokens, told)
             new = len(one.ids) - common_prefix(before, one.ids)
@@ -190,27 +205,51 @@ class Packer:
         return units
 
 
-class _Input:
-    """A rollout as packing sees it; those of a `group` share what they have in common. `ids` are the tokens that are
-    inputs, each image token replaced by a negative number for its image, so that responses share a token only if all
-    before it is the same, images included. The last trained token is a target and never an input, and what follows it
-    predicts nothing."""
+class Sampled(NamedTuple):
+    """A sequence and what the policy produced of it."""
 
-    def __init__(self, rollout: Any, group: str | int, first_row: int, image_token: int):
+    tokens: list[int]
+    trained: list[int]  # positions
+    images: list[Any]
+
+
+def turns_of(rollout: Any, first_row: int) -> list[tuple[Sampled, int]]:
+    """The sequences that a rollout is trained as, each with its first row of the TokenBatch: one; or one for each turn
+    of an episode, where the chat template rewrites what was said before."""
+    images = rollout.prompt.images + rollout.images
+    if not rollout.separate:
+        start = len(rollout.prompt.token_ids)
+        trained = [start + t for t, produced in enumerate(rollout.response_mask) if produced]
+        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images)
+        return [(sampled, first_row)] if trained else []  # an episode whose environment failed at once has none
+    found = []
+    for ids, n_sampled, n_images in rollout.separate:
+        trained = list(range(len(ids) - n_sampled, len(ids)))
+        found.append((Sampled(ids, trained, images[:n_images]), first_row))
+        first_row += n_sampled
+    return found
+
+
+class _Input:
+    """A sequence of a rollout as packing sees it; those of a `group` share what they have in common. `ids` are the
+    tokens that are inputs, each image token replaced by a negative number for its image, so that sequences share a
+    token only if all before it is the same, images included. The last trained token is a target and never an input, and
+    what follows it predicts nothing."""
+
+    def __init__(self, rollout: Any, sampled: Sampled, group: Any, first_row: int, image_token: int):
         self.rollout = rollout
         self.group = group
         self.first_row = first_row
-        prompt = rollout.prompt
-        self.tokens = prompt.token_ids + list(rollout.response)
-        self.trained = [len(prompt.token_ids) + t for t, produced in enumerate(rollout.response_mask) if produced]
-        assert self.trained and self.trained[0] > 0, f"response of {prompt.uid!r}: no token after the first is trained"
+        self.tokens, self.trained, self.images = sampled
+        uid = rollout.prompt.uid
+        assert self.trained and self.trained[0] > 0, f"response of {uid!r}: no token after the first is trained"
         ids = self.tokens[: self.trained[-1]]
-        n_tokens = [image.n_tokens for image in prompt.images]
-        misfit = f"response of {prompt.uid!r}: {ids.count(image_token)} image tokens, where its images have {n_tokens}"
+        n_tokens = [image.n_tokens for image in self.images]
+        misfit = f"response of {uid!r}: {ids.count(image_token)} image tokens, where its images have {n_tokens}"
         if ids.count(image_token) != sum(n_tokens):
             raise ValueError(f"{misfit}; was a placeholder sampled?")
         self.image_starts = []
-        for image in prompt.images:
+        for image in self.images:
             start = ids.index(image_token)
             number = -1 - int.from_bytes(hashlib.sha1(image.key.encode()).digest()[:7])
             ids[start : start + image.n_tokens] = [number] * image.n_tokens
@@ -251,7 +290,7 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
         positions = range(len(ids), len(ids) + len(new))
         if new:
             runs.append((positions.start, positions.stop, path[shared - 1] if shared else -1))
-        starts = zip(one.rollout.prompt.images, one.image_starts, strict=True)
+        starts = zip(one.images, one.image_starts, strict=True)
         images += [image for image, start in starts if start >= shared]
         path = [*path[:shared], *positions]
         ids += new
@@ -267,28 +306,36 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
 
 
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
-    """Forward FLOPs of the rollouts of one prompt, taken to part at its end."""
-    prompt = rollouts[0].prompt
-    patches = [math.prod(image.grid_thw) for image in prompt.images]
-    inputs = [max(t for t, produced in enumerate(r.response_mask) if produced) for r in rollouts]
-    return group_flops(rates, len(prompt.token_ids), patches, inputs, sum(sum(r.response_mask) for r in rollouts))
+    """Forward FLOPs of the rollouts of one prompt."""
+    turns = chain.from_iterable(turns_of(r, 0) for r in rollouts)
+    return sequences_flops(rollouts[0].prompt, [turn for turn, _ in turns], rates)
+
+
+def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -> float:
+    """Of sequences that begin with a prompt and are taken to part at its end."""
+    later = chain.from_iterable(one.images[len(prompt.images) :] for one in sequences)
+    patches = [math.prod(image.grid_thw) for image in (*prompt.images, *later)]
+    inputs = [one.trained[-1] - len(prompt.token_ids) for one in sequences]
+    return group_flops(rates, len(prompt.token_ids), patches, inputs, sum(len(one.trained) for one in sequences))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Balance over ranks
 
-PromptsOf = Callable[[list[str]], list[Any]]  # makes the prompts of examples, by their uids
+Arrived = dict[Any, tuple[str, list[Any]]]  # groups by key: the prompt's uid, and rollouts without what was left behind
+Remake = Callable[[Arrived], dict[Any, list[Any]]]  # makes that again
 
 
 def balance_over_ranks(
-    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, prompts_of: PromptsOf
+    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, remake: Remake
 ) -> tuple[list[list[Any]], dict[str, float]]:
     """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
     after.
 
     `groups` are the ones this process sampled, by a key that orders them over all processes; `chosen` are the keys of
     those to train on, of all processes. What travels is token ids and numbers: prompts and their images are made again,
-    by uid, where they arrive. The processes of a tensor-parallel group get the same rollouts.
+    by uid, where they arrive; images of episodes travel as 8-bit pixels. The processes of a tensor-parallel group get
+    the same rollouts.
     """
     costs, sampled_by = {}, {}
     for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(groups[k], rates) for k in chosen if k in groups})):
@@ -301,13 +348,11 @@ def balance_over_ranks(
     leaving = {}
     for key in chosen:
         if key in groups and (key not in mine or ctx.tp > 1):
-            leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None) for r in groups[key]]
-    arrived: dict[Any, tuple[str, list[Any]]] = {}
+            leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None, images=[]) for r in groups[key]]
+    arrived: Arrived = {}
     for theirs in ctx.gather(leaving):
         arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
-    prompts = prompts_of([uid for uid, _ in arrived.values()])
-    for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
-        groups = groups | {key: [replace(r, prompt=prompt) for r in rollouts]}
+    groups = groups | remake(arrived)
     split: list[list[Any]] = [[] for _ in range(minibatches)]
     for key, number in mine.items():
         split[number] += groups[key]

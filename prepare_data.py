@@ -505,7 +505,7 @@ TABLES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the co
 
 
 def find_tasks() -> dict[str, ModuleType]:
-    """The files of tasks/ by the names that they register. Such a file may have
+    """The files of tasks/ and envs/ by the names that they register. Such a file may have
 
     toy(n, split, seed) -> rows, dicts by column;   rows(cfg: TaskConfig) -> Raws, of files;
     DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for.

@@ -95,9 +95,10 @@ def register(*names: str, answerable: Answerable = lambda truth, rewards: True) 
 
 @cache
 def load_tasks() -> None:
-    """Import every file of tasks/, which registers what is in it."""
-    for file in sorted(Path(__file__).with_name("tasks").glob("[!_]*.py")):
-        importlib.import_module(f"tasks.{file.stem}")
+    """Import every file of tasks/ and envs/, which registers what is in it."""
+    for folder in ("tasks", "envs"):
+        for file in sorted(Path(__file__).with_name(folder).glob("[!_]*.py")):
+            importlib.import_module(f"{folder}.{file.stem}")
 
 
 def task_name(data_source: str) -> str:
@@ -192,18 +193,28 @@ def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[s
 
 def response_to(example: Any, text: str, finish_reason: str = "stop") -> SimpleNamespace:
     """As much of a Rollout as a reward needs."""
-    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=SimpleNamespace(example=example))
+    prompt = SimpleNamespace(example=example)
+    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
 
 
 class Rewards:
     """What grades the rows of a run: the tasks' own rewards, the user's functions, a judge. Loading it says what is
-    wrong with --reward and --judge. `out` keeps what a judge said."""
+    wrong with --reward and --judge. `out` keeps what a judge said. Of episodes that are `played` environments reward
+    the turns, and what is here the last response."""
 
-    def __init__(self, cfg: RewardConfig | None = None, out: Path | None = None, rank: int = 0, world: int = 1):
+    def __init__(
+        self,
+        cfg: RewardConfig | None = None,
+        out: Path | None = None,
+        rank: int = 0,
+        world: int = 1,
+        played: bool = False,
+    ):
         from rewards.custom import load_functions
         from rewards.grading import Grading, Pools, load_judge
 
         self.cfg = cfg or RewardConfig()
+        self.played = played
         self.custom, self.functions = load_functions(self.cfg.reward)
         self.judge = load_judge(self.cfg, out, rank, world)
         self.pools = Pools(self.cfg, self.functions, self.judge)
@@ -226,7 +237,7 @@ class Rewards:
     def graded_elsewhere(self, example: Any) -> bool:
         """Is a row graded by something else than its task's own reward?"""
         own = self.own(example)
-        return own in self.functions or (own is None and len(self.graders(example)) > 0)
+        return own in self.functions or (own is None and (self.played or len(self.graders(example)) > 0))
 
     def check(self, examples: Sequence[Any]) -> dict[str, int]:
         """Rows per task, before a model loads: `check_tasks` of those that their tasks' own rewards grade."""

@@ -1,23 +1,29 @@
-"""Prompts in, rollouts out: the records, how examples become prompts, and what an engine is.
+"""Prompts in, rollouts out: the records, how examples become prompts, and what an engine and an environment are.
 
-An engine has four verbs, generate, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
+An engine has four verbs, sample, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
 reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels, and
 report the log-probability of the distribution that they sampled from.
+
+With --env a rollout is an episode: the policy's responses in turn with what an environment says to them. Its tokens are
+never written anew: turn k + 1 goes on from turn k's prompt, the tokens that were sampled, and the environment's.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 
+from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
 from errors import UserError, need
 from grpo import Algorithm
 from model import ImageInput, Processor
+from packing import Arrived
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import Rewards
 from settings import setting
@@ -34,21 +40,53 @@ class Prompt:
     example: Example
     short_ids: list[int]  # one placeholder per image, for engines that expand them
     pil_images: list[Image.Image]  # at the size the model sees
+    blank: bool = False  # is every image a white one?
+    opened: Example | None = None  # with the messages and images that an environment begins with
+
+    @property
+    def shown(self) -> Example:
+        """What the model was asked."""
+        return self.opened or self.example
+
+
+ENDS = (  # of an episode
+    "done",  # its environment said so
+    "max_turns",  # after the last turn that was allowed
+    "length",  # a response was cut off
+    "room",  # --max-new-tokens leaves no room for what the environment says and a token more
+    "error",  # its environment failed
+)
+
+
+class Turn(NamedTuple):
+    """One response of an episode and all that it was sampled after."""
+
+    ids: list[int]
+    n_sampled: int  # of them, the last ones
+    n_images: int  # of the prompt's and the episode's, the first ones
 
 
 @dataclass(eq=False)
 class Rollout:
-    """One sampled response: token ids, never re-tokenised text."""
+    """One sampled response, or an episode of several: token ids, never re-tokenised text."""
 
     prompt: Prompt
     sample: int  # index in the group
-    response: list[int]  # token ids
+    response: list[int]  # token ids; of an episode also the environment's, image tokens expanded
     response_mask: list[bool]  # which of them the policy produced
     logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token was sampled), "length", or "error" (its reward failed: not trained on)
-    text: str
+    finish_reason: str  # "stop" (an end token), "length", or "error" (its reward or environment failed: not trained on)
+    text: str  # of an episode its last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
-    turns: int = 1  # of an episode
+    turns: int = 1  # how many responses
+    ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
+    images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
+    pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
+    messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
+    turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
+    discount: float = 1.0  # of the reward that comes after the last turn
+    earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
+    separate: list[Turn] = field(default_factory=list)  # if the chat template rewrites what was said before
 
     @property
     def reward(self) -> float:
@@ -59,6 +97,11 @@ class Rollout:
     def accuracy(self) -> float:
         """Or the total, of a reward that has no such part."""
         return self.rewards.get("accuracy", self.task_reward)
+
+    @property
+    def is_episode(self) -> bool:
+        """One that is over, rather than a single response."""
+        return self.ended_by in ENDS
 
     @property
     def task_reward(self) -> float:
@@ -84,13 +127,13 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
     return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
-def finished_rollout(
-    prompt: Prompt, sample: int, response: list[int], logprobs: list[float], processor: Processor
-) -> Rollout:
-    """What an engine sampled, and will not add to, as a rollout."""
-    [text] = response_texts(processor, [response])
-    reason = "stop" if response[-1] in processor.eos_ids else "length"
-    return Rollout(prompt, sample, response, [True] * len(response), logprobs, reason, text)
+def add_response(rollout: Rollout, tokens: list[int], logprobs: list[float], processor: Processor) -> None:
+    """What an engine sampled, at the end of a rollout."""
+    rollout.response += tokens
+    rollout.response_mask += [True] * len(tokens)
+    rollout.logprobs += logprobs
+    [rollout.text] = response_texts(processor, [tokens])
+    rollout.finish_reason = "stop" if tokens[-1] in processor.eos_ids else "length"
 
 
 def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
@@ -104,26 +147,50 @@ def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images
 # Examples to prompts
 
 
-def make_prompts(examples: Sequence[Example], processor: Processor, blank: bool = False) -> list[Prompt]:
+Open = Callable[[Example], Example]  # what an environment begins with: other messages and images
+
+
+def seen(
+    image: Image.Image, processor: Processor, blank: bool = False, key: str = ""
+) -> tuple[Image.Image, ImageInput]:
+    """An image at the size the model sees, and its patches. With `blank` a white one of its size. `key`: what tells its
+    content from that of others, if not its pixels."""
+    if blank:
+        image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
+    image = processor.resize(image)
+    return image, processor.image(key or hashlib.sha1(image.tobytes() + str(image.size).encode()).hexdigest(), image)
+
+
+def make_prompts(
+    examples: Sequence[Example], processor: Processor, blank: bool = False, opened: Open | None = None
+) -> list[Prompt]:
     """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
     right was not seen but guessed."""
 
     def one(example: Example) -> Prompt:
-        pil_images, images = [], []
-        for data in example.images:
-            image, key = decode_image(data), hashlib.sha1(data).hexdigest()
-            if blank:
-                image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
-            pil_images.append(processor.resize(image))
-            images.append(processor.image(key, pil_images[-1]))
+        start = opened(example) if opened else example
+        both = [seen(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest()) for data in start.images]
+        pil_images, images = map(list, zip(*both, strict=True)) if both else ([], [])
         try:
-            ids = processor.encode(example.messages, images)
+            ids = processor.encode(start.messages, images)
         except UserError as e:
             raise UserError(f"example {example.uid!r}: {e}") from e
-        return Prompt(example.uid, ids, images, example, processor.render(example.messages), pil_images)
+        return Prompt(example.uid, ids, images, example, processor.render(start.messages), pil_images, blank, start)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
+
+
+def remake(
+    arrived: Arrived, by_uid: Mapping[str, Example], processor: Processor, opened: Open | None = None
+) -> dict[Any, list[Rollout]]:
+    """Groups that another process sampled, with what did not travel: prompts, and patches of images."""
+    prompts = make_prompts([by_uid[uid] for uid, _ in arrived.values()], processor, opened=opened)
+    groups = {}
+    for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
+        of = [replace(r, prompt=prompt, images=[seen(image, processor)[1] for image in r.pil_images]) for r in rollouts]
+        groups[key] = of
+    return groups
 
 
 SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
@@ -134,17 +201,19 @@ def drop_long_prompts(
     processor: Processor,
     max_tokens: int,
     bad_rows: str = "error",
+    opened: Open | None = None,
 ) -> tuple[list[Example], list[str], list[int]]:
     """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
     lengths of those kept. A text that the tokenizer would read a special token from is a bad row: it could end a turn,
     or stand for an image that is not there. UserError unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
-        if found := processor.special_tokens_in(example.messages):
+        start = opened(example) if opened else example
+        if found := processor.special_tokens_in(start.messages):
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
             bad.append(shown(line))
             continue
-        n = processor.count_tokens(example.messages, example.image_sizes)
+        n = processor.count_tokens(start.messages, start.image_sizes)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:
@@ -162,10 +231,12 @@ class Examples(list[Example]):
         self.lengths = list(lengths)
 
 
-def load_examples(path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards) -> Examples:
+def load_examples(
+    path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, opened: Open | None = None
+) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows, opened)
     special = sum(SPECIAL_TOKEN in line for line in dropped)
     for line in (unreadable + dropped)[:10]:
         print0(f"left out: {line}")
@@ -200,7 +271,7 @@ class RolloutConfig:
     """Rollout"""
 
     prompts_per_step: int = setting(16, "P, over all processes", least=1)
-    max_new_tokens: int = setting(512, "longest response, tokens", least=1)
+    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
     rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
@@ -225,6 +296,35 @@ def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
     return f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token {at}"
 
 
+WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
+
+
+class Responses:
+    """What an engine is to sample: rollouts that a response is added to. Of single responses all are there at once;
+    envs/_play.py has those of episodes."""
+
+    over = True  # no more will come than the next `take` gives
+
+    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout | None):
+        self.waiting = list(rollouts)
+        self.sampling = sampling
+        self.on_rollout = on_rollout or (lambda rollout: None)
+
+    def room(self, rollout: Rollout) -> int:
+        """How many tokens the next response may have."""
+        return self.sampling.max_new_tokens - len(rollout.response)
+
+    def take(self, wait: float = 0.0) -> list[Rollout]:
+        """Those that came since the last call. Without any it may wait, so many seconds at most."""
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def added(self, rollout: Rollout) -> None:
+        """The engine calls this as soon as it has added a response, in any order."""
+        rollout.ended_by = "response"
+        self.on_rollout(rollout)
+
+
 class Engine:
     """What samples responses, with weights of its own that only load_weights changes. generate and load_weights wake
     what they need; it stays awake until somebody who needs its memory lets it sleep."""
@@ -241,6 +341,13 @@ class Engine:
     ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
         soon as it is finished, in any order."""
+        rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
+        self.sample(Responses(rollouts, sampling, on_rollout), sampling)
+        return rollouts
+
+    def sample(self, responses: Responses, sampling: Sampling) -> None:
+        """Add a response to each of the rollouts, until no more come; with what is there already a rollout has at most
+        max_new_tokens. One that comes again goes on after what was added to it meanwhile."""
         raise NotImplementedError
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ tokens and K trained tokens of a micro-batch.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ import torch.distributed as dist
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
 from engines.self_test import self_test
+from envs._play import load_environments, player
 from errors import check_writable, need
 from eval import Evaluation
 from kernels import resolve_kernel
 from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
-from packing import Batch, Packer, PromptsOf, TokenBatch, balance_over_ranks, flop_rates, token_batch
+from packing import Batch, Packer, Remake, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
 from parallel.resume import Saver, absolute, changed_settings, find_start, resumed_settings
@@ -46,7 +48,7 @@ from report.samples import report_samples
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
-from rollout import Examples, GroupPool, Prompt, RolloutConfig, Sampling, load_examples, make_prompts
+from rollout import EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, load_examples, make_prompts, remake
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
@@ -78,6 +80,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    env: EnvConfig
     reward: RewardConfig
     algo: grpo.Algorithm
     optim: OptimConfig
@@ -144,6 +147,7 @@ def resolve(cfg: Config, device: torch.device) -> Config:
     settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "curriculum")}
     settings["reward"] = tuple(map(absolute_spec, cfg.reward.reward))
     settings["judge"] = tuple(map(absolute_option, cfg.reward.judge))
+    settings["env"] = absolute_spec(cfg.env.env) if cfg.env.env else None
     settings["attn"] = resolve_attention(cfg.model.attn, device)
     settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
     settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
@@ -168,12 +172,12 @@ def sampling(cfg: Config, step: int, round: int) -> Sampling:
 
 
 def make_batch(
-    pool: GroupPool, cfg: Config, packer: Packer, prompts_of: PromptsOf, ctx: Context, meter: Meter
+    pool: GroupPool, cfg: Config, packer: Packer, remade: Remake, ctx: Context, meter: Meter
 ) -> Batch:
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
     groups, chosen = pool.groups, pool.chosen()
-    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, prompts_of)
+    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, remade)
     for name, value in evenness.items():
         meter.set(name, value)
     rollouts = list(chain.from_iterable(by_minibatch))
@@ -308,9 +312,12 @@ def main(cfg: Config) -> None:
     check(cfg, ctx.world)
     algo, out = cfg.algo, Path(cfg.run.out)
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
-    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world)
-    train_set = load_examples(cfg.data.data, cfg.data, processor, rewards)
-    eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, rewards) if cfg.data.eval_data else Examples()
+    env = load_environments(cfg.env)
+    opened = env.opened if env else None
+    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world, played=env is not None)
+    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=rewards, opened=opened)
+    train_set = load(cfg.data.data)
+    eval_set = load(cfg.data.eval_data) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
     curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
     rewards.try_out(ctx.main, curriculum.stages())
@@ -329,11 +336,14 @@ def main(cfg: Config) -> None:
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens)
-    engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx)
+        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, opened)
+    limits = env.image_limits if env else None
+    engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx, limits)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:
-        print0(self_test(models.policy, engine, train_set, processor, packer, sampling(cfg, step=0, round=0)))
+        first = sampling(cfg, step=0, round=0)
+        print0(self_test(models.policy, engine, train_set, processor, packer, first, opened))
+    play = player(engine, env, processor)
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
     log = RunLog(cfg, ctx, checkpoint, state.step)
@@ -342,15 +352,13 @@ def main(cfg: Config) -> None:
     interrupt.arm(saver.save_and_tell)
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = Evaluation(
-        engine, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed
+        play, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed, opened=opened
     )
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(out, stage, state.step) | stage.pop())
 
     by_uid = {example.uid: example for example in train_set}
-
-    def prompts_of(uids: list[str]) -> list[Prompt]:
-        return make_prompts([by_uid[uid] for uid in uids], processor)
+    remade = partial(remake, by_uid=by_uid, processor=processor, opened=opened)
 
     # --- loop ---
     for step in range(state.step, cfg.run.steps):
@@ -360,9 +368,9 @@ def main(cfg: Config) -> None:
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
             with stage("rollout"):
-                prompts = make_prompts(next_examples(curriculum, pool, state), processor)
+                prompts = make_prompts(next_examples(curriculum, pool, state), processor, opened=opened)
                 grading = rewards.begin(step, curriculum.stage(step))
-                rollouts = engine.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
+                rollouts = play.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):
                 give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
@@ -370,7 +378,7 @@ def main(cfg: Config) -> None:
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
         with stage("pack"):
-            batch = make_batch(pool, cfg, packer, prompts_of, ctx, meter)
+            batch = make_batch(pool, cfg, packer, remade, ctx, meter)
 
         # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
         with stage("logprobs"):

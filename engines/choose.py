@@ -29,12 +29,20 @@ def resolve_engine(choice: str, device: torch.device) -> str:
     return choice
 
 
-def image_limits(examples: Sequence[Example], processor: Processor) -> dict[str, object]:
-    """vLLM's limit_mm_per_prompt, by which it reserves memory: the most images in a prompt, and the size of the
-    largest, as the model sees it."""
-    sizes = chain.from_iterable(example.image_sizes for example in examples)
-    width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(0, 0))
+ImageLimits = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many images, and how large
+
+
+def image_limits(
+    examples: Sequence[Example], processor: Processor, of_episodes: ImageLimits | None = None
+) -> dict[str, object]:
+    """vLLM's limit_mm_per_prompt, by which it reserves memory: the most images in a prompt, or an episode, and the size
+    of the largest, as the model sees it."""
+    sizes = list(chain.from_iterable(example.image_sizes for example in examples))
     count = max(len(example.images) for example in examples)
+    if of_episodes:
+        count, largest = of_episodes()
+        sizes += [size for size in [largest] if 0 not in size]
+    width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(448, 448))
     return {"image": {"count": count, "width": width, "height": height} if count else 0, "video": 0}
 
 
@@ -48,6 +56,7 @@ def make_engine(
     load_hf: Callable[[], torch.nn.Module],
     examples: Sequence[Example],
     max_model_len: int,
+    of_episodes: ImageLimits | None = None,
     cache: VisionCache | None = None,
     settings: dict | None = None,
 ) -> Engine:
@@ -55,12 +64,18 @@ def make_engine(
     tokens. `load_hf` gives the hf engine its model; vLLM reads `path` itself, and takes `settings` (--vllm)."""
     if choice == "hf":
         return HFEngine(load_hf(), processor, device, vision_cache=cache)
-    more = {"max_model_len": max_model_len, "limit_mm_per_prompt": image_limits(examples, processor)}
+    more = {"max_model_len": max_model_len, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}
     return VLLMEngine(path, processor, device, dtype, **more, **settings or {})
 
 
 def start_engine(
-    cfg: ModelConfig, rollout: RolloutConfig, models: Models, processor: Processor, sets: list[Examples], ctx: Context
+    cfg: ModelConfig,
+    rollout: RolloutConfig,
+    models: Models,
+    processor: Processor,
+    sets: list[Examples],
+    ctx: Context,
+    of_episodes: ImageLimits | None = None,
 ) -> Engine:
     """For prompts made of all these sets of examples; with all of the policy's weights, also the frozen ones: a resumed
     run may have trained them."""
@@ -69,6 +84,7 @@ def start_engine(
         "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),
         "examples": list(chain.from_iterable(sets)),
         "max_model_len": longest + rollout.max_new_tokens,
+        "of_episodes": of_episodes,
         "cache": models.policy.cache,
         "settings": vllm_settings(rollout.vllm, rollout.rollout, ctx.world),
     }

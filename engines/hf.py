@@ -1,14 +1,16 @@
 """HFEngine: rollouts with transformers' own modelling code and a plain key-value cache. The reference for any engine.
 
-Each prompt and its images go through the model once per group, finished rows leave the batch, and a sample's randomness
-depends on (seed, uid, sample) alone, never on what else is in the batch.
+Each prompt and its images go through the model once per group, what an environment says goes through it once and after
+what was sampled, finished rows leave the batch, and a sample's randomness depends on (seed, uid, sample) alone, never
+on what else is in the batch.
 
-Axes: P prompts, B rows being decoded, L cached tokens, H hidden size, V vocabulary.
+Axes: P prompts, B rows of a batch, R rows that are computed now, M tokens of each, L cached tokens, H hidden size, V
+vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -17,85 +19,117 @@ from torch.nn.utils.rnn import pad_sequence
 from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
-from rollout import NOT_FINITE, Engine, OnRollout, Prompt, Rollout, Sampling, finished_rollout
+from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response
 from utils import derive_seed
 
 
-class KVCache:
-    """Keys and values of all layers, in buffers that grow by doubling; what transformers' attention calls is
-    `update`."""
+class Place:
+    """Where new tokens go: M of each of the rows R, behind the `lengths` tokens that a row has."""
 
-    def __init__(self):
-        self.layers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (rows, heads, capacity, dim)
+    def __init__(self, rows: Sequence[int], n_rows: int, lengths: Sequence[int], n_tokens: int, device: torch.device):
+        self.rows_R = torch.tensor(rows, device=device) if len(rows) < n_rows else None  # None: all
+        self.at_RM = torch.tensor(lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
+        self.end = max(lengths) + n_tokens
+        self.even = len(set(lengths)) == 1  # as those of prompts and of single responses are
+
+
+class KVCache:
+    """Keys and values of all layers, in buffers that grow by doubling; what transformers' attention calls is `update`,
+    with `place` set."""
+
+    place: Place
+
+    def __init__(self, n_rows: int):
+        self.n_rows = n_rows
+        self.layers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (B, heads, capacity, dim)
         self.recurrent: dict[int, RecurrentState] = {}  # of layers that keep no keys and values
-        self.length = 0
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        end = self.length + key.shape[2]
-        buffers = self.layers.setdefault(layer, [key[:, :, :0], value[:, :, :0]])
+        rows_R, end = self.place.rows_R, self.place.end
+        empty = [x.new_empty(self.n_rows, x.shape[1], 0, x.shape[3]) for x in (key, value)]
+        buffers = self.layers.setdefault(layer, empty)
         for i, new in enumerate((key, value)):
-            if buffers[i].shape[2] < end:
-                grown = new.new_empty(*new.shape[:2], max(2 * buffers[i].shape[2], end + 32), new.shape[3])
-                grown[:, :, : self.length] = buffers[i][:, :, : self.length]
+            have = buffers[i].shape[2]
+            if have < end:  # zeros: what a shorter row has not written yet is read, if with weight 0
+                grown = new.new_zeros(*buffers[i].shape[:2], max(2 * have, end + 32), new.shape[3])
+                grown[:, :, :have] = buffers[i]
                 buffers[i] = grown
-            buffers[i][:, :, self.length : end] = new
-        return buffers[0][:, :, :end], buffers[1][:, :, :end]
+            if self.place.even and rows_R is None:
+                buffers[i][:, :, end - new.shape[2] : end] = new
+            else:
+                index_R = torch.arange(len(new), device=new.device) if rows_R is None else rows_R
+                buffers[i][index_R[:, None], :, self.place.at_RM] = new.transpose(1, 2)
+        keys, values = (buffer[:, :, :end] for buffer in buffers)
+        return (keys, values) if rows_R is None else (keys[rows_R], values[rows_R])
 
     def get_seq_length(self, *_) -> int:
-        return self.length
+        return self.place.end
 
     def take(self, rows: Tensor) -> None:
         """Keep these rows, in this order, repeats allowed."""
+        self.n_rows = len(rows)
         for buffers in self.layers.values():
             buffers[:] = [buffer.index_select(0, rows) for buffer in buffers]
         self.recurrent = {layer: state.take(rows) for layer, state in self.recurrent.items()}
 
 
 class SharedPrompts:
-    """Attention of rows being decoded to prompts whose keys and values are held once, not once per row.
+    """Attention of rows to prompts whose keys and values are held once, not once per row.
 
-    Rows lie in slots, `width` per prompt, so that the prompt's part of attention is one product for all its rows; the
-    responses' part has a cache of its own. All rows have responses of equal length, so only prompts need a mask.
+    Rows lie in slots, `width` per prompt, so that the prompt's part of attention is one product for all its rows; what
+    comes after it has a cache of its own, in which row b sees its own tokens up to the one that asks.
     """
 
-    def __init__(self, cache: KVCache, valid_PL: Tensor, width: int):
-        self.layers = {i: [b[:, :, : cache.length] for b in buffers] for i, buffers in cache.layers.items()}
+    def __init__(self, cache: KVCache, valid_PL: Tensor, prompt_B: Tensor):
+        self.layers = {i: [b[:, :, : cache.place.end] for b in buffers] for i, buffers in cache.layers.items()}
         self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
-        self.width = width
-        self.slot_B = torch.arange(len(valid_PL) * width, device=valid_PL.device)
+        self._place(prompt_B, prompt_B.bincount())
+
+    def _place(self, prompt_B: Tensor, count_P: Tensor) -> None:
+        self.width = int(count_P.max())
+        first_P = count_P.cumsum(0) - count_P
+        self.slot_B = prompt_B * self.width + torch.arange(len(prompt_B), device=prompt_B.device) - first_P[prompt_B]
 
     def take(self, rows: Tensor) -> None:
         """Keep these rows, in increasing order; prompts and slots without any are closed."""
         prompt_B = (self.slot_B // self.width)[rows]
         kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
-        first_P = count_P.cumsum(0) - count_P
         if len(kept_P) < len(self.bias_P11L):
             self.layers = {i: [b.index_select(0, kept_P) for b in buffers] for i, buffers in self.layers.items()}
             self.bias_P11L = self.bias_P11L[kept_P]
-        self.width = int(count_P.max())
-        self.slot_B = prompt_B * self.width + torch.arange(len(rows), device=rows.device) - first_P[prompt_B]
+        self._place(prompt_B, count_P)
 
-    def by_prompt(self, x_B: Tensor) -> Tensor:
-        """(B, key heads, repeat, D) -> (P, key heads, width * repeat, D), with zeros in slots without a row."""
+    def at(self, place: Place) -> None:
+        """Of the next forward."""
+        self.slot_R = self.slot_B if place.rows_R is None else self.slot_B[place.rows_R]
+        self.bias_R11ML = None
+        if not place.even or place.at_RM.shape[1] > 1:
+            later_RML = torch.arange(place.end, device=place.at_RM.device) > place.at_RM[..., None]
+            self.bias_R11ML = torch.where(later_RML, -torch.inf, 0.0)[:, None, None]
+
+    def by_prompt(self, x_R: Tensor) -> Tensor:
+        """(R, key heads, repeat * M, D) -> (P, key heads, width * repeat * M, D), with zeros in slots without a row."""
         slots = len(self.bias_P11L) * self.width
-        if len(x_B) < slots:
-            x_B = x_B.new_zeros(slots, *x_B.shape[1:]).index_copy_(0, self.slot_B, x_B)
-        return x_B.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+        if len(x_R) < slots:
+            x_R = x_R.new_zeros(slots, *x_R.shape[1:]).index_copy_(0, self.slot_R, x_R)
+        return x_R.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x_P: Tensor) -> Tensor:
-        """The inverse: (P, key heads, width * repeat, D) -> (B, key heads, repeat, D)."""
-        x_B = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return x_B if len(x_B) == len(self.slot_B) else x_B[self.slot_B]
+        """The inverse: (P, key heads, width * repeat * M, D) -> (R, key heads, repeat * M, D)."""
+        x_R = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
+        return x_R if len(x_R) == len(self.slot_R) else x_R[self.slot_R]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query (B, heads, 1, D); key and value (B, key heads, response tokens, D) -> (B, heads, 1, D)."""
+        """query (R, heads, M, D); key and value (R, key heads, tokens after the prompt, D) -> (R, heads, M, D)."""
         prompt_key, prompt_value = self.layers[layer]
         grouped = (query * scale).reshape(len(query), key.shape[1], -1, query.shape[3])
         to_prompt = self.by_row(self.by_prompt(grouped) @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype))
-        to_response = grouped @ key.transpose(2, 3)
-        weights = torch.cat([to_prompt, to_response], dim=-1).float().softmax(dim=-1).to(query.dtype)
-        on_prompt, on_response = weights.split([to_prompt.shape[-1], to_response.shape[-1]], dim=-1)
-        out = on_response @ value + self.by_row(self.by_prompt(on_prompt) @ prompt_value)
+        to_own = grouped @ key.transpose(2, 3)
+        if self.bias_R11ML is not None:
+            to_own = (to_own.unflatten(2, (-1, query.shape[2])) + self.bias_R11ML.to(query.dtype)).flatten(2, 3)
+        weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(dim=-1).to(query.dtype)
+        on_prompt, on_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
+        out = on_own @ value + self.by_row(self.by_prompt(on_prompt) @ prompt_value)
         return out.reshape(query.shape)
 
 
@@ -133,6 +167,45 @@ def logits_of(hidden_BH: Tensor, head_HV: Tensor) -> Tensor:
     return torch.mm(hidden_BH, head_HV, out_dtype=torch.float32)
 
 
+@dataclass(eq=False)
+class Row:
+    """A rollout that is being sampled, or waits for its environment."""
+
+    rollout: Rollout
+    uniform: list[float]  # a number from 0 to 1 for each token it may sample
+    position: int  # M-RoPE's, of its next token
+    n_seen: int = 0  # tokens after the prompt that went through the model
+    n_images: int = 0  # images among them
+    n_drawn: int = 0
+    tokens: list[int] = field(default_factory=list)  # of the response that is being sampled
+    logprobs: list[float] = field(default_factory=list)
+    active: bool = True  # is it being sampled?
+
+
+class Batch:
+    """Rows whose prompts went through the model together, and what it has computed of them."""
+
+    def __init__(self, rows: list[Row], hidden_BH: Tensor, shared: SharedPrompts, cache: KVCache):
+        self.rows = rows
+        self.hidden_BH = hidden_BH  # which the next token is sampled from
+        self.shared = shared
+        self.cache = cache  # of what comes after the prompts
+
+    @property
+    def active(self) -> list[int]:
+        return [b for b, row in enumerate(self.rows) if row.active]
+
+    def drop_ended(self) -> None:
+        """Keep the rows whose rollout is not over."""
+        keep = [b for b, row in enumerate(self.rows) if not row.rollout.ended_by]
+        if 0 < len(keep) < len(self.rows):
+            index = torch.tensor(keep, device=self.hidden_BH.device)
+            self.cache.take(index)
+            self.shared.take(index)
+            self.hidden_BH = self.hidden_BH[index]
+        self.rows = [self.rows[b] for b in keep]
+
+
 class HFEngine(Engine):
     """Rollouts with transformers, in process, with a replica of its own: weights reach it only by load_weights."""
 
@@ -146,21 +219,48 @@ class HFEngine(Engine):
         self.device = device
         self.vision_cache = vision_cache
         self.banned = processor.banned(hf.config.text_config.vocab_size).to(device)
-        self.eos = torch.tensor(processor.eos_ids, device=device)
         self.dtype = hf.dtype
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
-    ) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))  # similar lengths pad little
-        step = max(1, self.max_rows // n)
-        rollouts = []
-        for start in range(0, len(order), step):
-            rollouts += self._generate([prompts[i] for i in order[start : start + step]], n, sampling, on_rollout)
-        place = {i: k * n for k, i in enumerate(order)}
-        return list(chain.from_iterable(rollouts[place[i] : place[i] + n] for i in range(len(prompts))))
+    def sample(self, responses: Responses, sampling: Sampling) -> None:
+        """Prompts of similar lengths go through the model together, as many as max_rows allows, once all those before
+        are sampled or wait for their environments."""
+        head_HV = self.hf.get_output_embeddings().weight.t()
+        if head_HV.device.type == "cpu":
+            head_HV = head_HV.float()  # once: a CPU has no product of 16-bit numbers with sums of 32 bits
+        waiting: list[Rollout] = []  # whose prompts did not go through the model yet
+        batches: list[Batch] = []
+        while True:
+            busy = any(batch.active for batch in batches)
+            over = responses.over  # before taking: what comes in between is taken the next time
+            came = responses.take(0.0 if busy or waiting else WAIT)
+            for batch in batches:
+                batch.drop_ended()
+                came = self._go_on(batch, came)
+            batches = [batch for batch in batches if batch.rows]
+            waiting += came
+            busy = any(batch.active for batch in batches)
+            if starting := self._starting(waiting, busy):
+                waiting = [r for r in waiting if r not in starting]
+                batches.append(self._begin(starting, sampling))
+            elif not busy and not waiting and not came and over:
+                return
+            for batch in batches:
+                self._step(batch, responses, sampling, head_HV)
+
+    def _starting(self, waiting: Sequence[Rollout], busy: bool) -> list[Rollout]:
+        """Which of them to begin with. A later turn that is a prompt of its own (Rollout.separate) does not wait."""
+        if later := [r for r in waiting if r.turns > 1]:
+            return later
+        starting: list[Rollout] = []
+        groups: dict[Prompt, list[Rollout]] = {}
+        for r in waiting:
+            groups.setdefault(r.prompt, []).append(r)
+        for group in sorted(groups.values(), key=lambda group: len(group[0].prompt.token_ids)):  # pads little
+            if busy or (starting and len(starting) + len(group) > self.max_rows):
+                break
+            starting += group
+        return starting
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """Copy weights in place; how many calls and bytes that took. An unknown name is an error: it would mean stale
@@ -194,59 +294,101 @@ class HFEngine(Engine):
         mask = (causal & valid_PL[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)
         features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
         embeds = embed(self.hf, ids_PL, features, image_token)
+        cache.place = Place(range(len(ids)), len(ids), [0] * len(ids), length, self.device)
         hidden = language_hidden(self.hf, embeds, positions_3PL, mask[:, None], deep, ids_PL == image_token, cache)
-        cache.length = length
         return hidden[:, -1], valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
 
-    def _generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None
-    ) -> list[Rollout]:
-        """As generate, for prompts that are decoded together."""
-        prompt_cache, cache = KVCache(), KVCache()
-        hidden, valid_PL, position = self._prefill(prompts, prompt_cache)
-        shared = SharedPrompts(prompt_cache, valid_PL, n)
-        prompt_B = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
-        hidden_BH, position_B = hidden[prompt_B], position[prompt_B]
+    def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Batch:
+        """Their prompts through the model, each once."""
+        prompts = list(dict.fromkeys(r.prompt for r in rollouts))
+        number = {prompt: p for p, prompt in enumerate(prompts)}
+        rollouts = sorted(rollouts, key=lambda r: number[r.prompt])
+        prompt_cache = KVCache(len(prompts))
+        hidden_PH, valid_PL, position_P = self._prefill(prompts, prompt_cache)
+        prompt_B = torch.tensor([number[r.prompt] for r in rollouts], device=self.device)
+        cache = KVCache(len(rollouts))
         cache.recurrent = {layer: state.take(prompt_B) for layer, state in prompt_cache.recurrent.items()}
+        rows = []
+        for r, position in zip(rollouts, position_P[prompt_B].tolist(), strict=True):
+            generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample))
+            uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+            rows.append(Row(r, uniform.tolist(), position))
+        return Batch(rows, hidden_PH[prompt_B], SharedPrompts(prompt_cache, valid_PL, prompt_B), cache)
 
-        n_rows = len(prompts) * n
-        uniform = torch.empty(n_rows, sampling.max_new_tokens, dtype=torch.float64)
-        for row in range(n_rows):
-            seed = derive_seed(sampling.seed, prompts[row // n].uid, row % n)
-            torch.rand(sampling.max_new_tokens, generator=torch.Generator().manual_seed(seed), out=uniform[row])
-        tokens: list[list[int]] = [[] for _ in range(n_rows)]
-        logprobs: list[list[float]] = [[] for _ in range(n_rows)]
-        rollouts: dict[int, Rollout] = {}  # by row
-        alive_B = torch.arange(n_rows, device=self.device)  # which row each row still in the batch was
-        head_HV = self.hf.get_output_embeddings().weight.t()
-        if head_HV.device.type == "cpu":
-            head_HV = head_HV.float()  # once: a CPU has no product of 16-bit numbers with sums of 32 bits
+    def _go_on(self, batch: Batch, came: Sequence[Rollout]) -> list[Rollout]:
+        """The last token that was sampled and what the environment said after it, through the model; returns those that
+        are no rows of the batch. Rows with as many new tokens go together."""
+        number = {id(row.rollout): b for b, row in enumerate(batch.rows)}
+        by_length: dict[int, list[int]] = {}
+        for r in came:
+            if (b := number.get(id(r))) is not None:
+                by_length.setdefault(len(r.response) - batch.rows[b].n_seen, []).append(b)
+        for rows in by_length.values():
+            self._forward(batch, sorted(rows))
+            for b in rows:
+                batch.rows[b].active = True
+        return [r for r in came if id(r) not in number]
 
-        for t in range(sampling.max_new_tokens):
-            logits_BV = logits_of(hidden_BH, head_HV)
-            logits_BV[:, self.banned] = -torch.inf
-            token_B, logp_B = sample_tokens(logits_BV, sampling, uniform[alive_B.cpu(), t].to(self.device))
-            for row, token, logp in zip(alive_B.tolist(), token_B.tolist(), logp_B.tolist(), strict=True):
-                tokens[row].append(token)
-                logprobs[row].append(logp)
-            ended_B = torch.isin(token_B, self.eos)
-            if t + 1 == sampling.max_new_tokens or self.interrupted():
-                ended_B = torch.ones_like(ended_B)
-            for row in alive_B[ended_B].tolist():
-                prompt = prompts[row // n]
-                rollouts[row] = finished_rollout(prompt, row % n, tokens[row], logprobs[row], self.processor)
-                if on_rollout is not None:
-                    on_rollout(rollouts[row])
-            if len(rollouts) == n_rows:
-                break
-            if ended_B.any():
-                keep = (~ended_B).nonzero()[:, 0]
-                cache.take(keep)
-                shared.take(keep)
-                alive_B, token_B, position_B = alive_B[keep], token_B[keep], position_B[keep]
-            embeds = self.hf.get_input_embeddings()(token_B[:, None])
-            positions = position_B[None, :, None].expand(3, -1, -1)
-            hidden_BH = language_hidden(self.hf, embeds, positions, cache=cache, plan=shared)[:, 0]
-            cache.length += 1
-            position_B = position_B + 1
-        return [rollouts[row] for row in range(n_rows)]
+    def _step(self, batch: Batch, responses: Responses, sampling: Sampling, head_HV: Tensor) -> None:
+        """A token of each row that is being sampled."""
+        rows = [batch.rows[b] for b in batch.active]
+        if not rows:
+            return
+        index_R = torch.tensor(batch.active, device=self.device)
+        logits_RV = logits_of(batch.hidden_BH if len(rows) == len(batch.rows) else batch.hidden_BH[index_R], head_HV)
+        logits_RV[:, self.banned] = -torch.inf
+        uniform = torch.tensor([row.uniform[row.n_drawn] for row in rows], dtype=torch.float64)
+        token_R, logp_R = sample_tokens(logits_RV, sampling, uniform.to(self.device))
+        for row, token, logp in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
+            row.n_drawn += 1
+            row.tokens.append(token)
+            row.logprobs.append(logp)
+            full = len(row.tokens) == responses.room(row.rollout)
+            if token in self.processor.eos_ids or full or self.interrupted():
+                add_response(row.rollout, row.tokens, row.logprobs, self.processor)
+                row.active, row.tokens, row.logprobs = False, [], []
+                responses.added(row.rollout)
+        batch.drop_ended()
+        if batch.active:
+            self._forward(batch, batch.active)
+
+    def _positions(self, row: Row, ids: list[int]) -> Tensor:
+        """M-RoPE positions of a row's new tokens, (3, M)."""
+        grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
+        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
+
+    def _forward(self, batch: Batch, numbers: list[int]) -> None:
+        """All tokens of these rows that did not go through the model yet, as many of each."""
+        rows = [batch.rows[b] for b in numbers]
+        ids, images = [row.tokens[-1:] or row.rollout.response[row.n_seen :] for row in rows], []
+        if len(ids[0]) == 1:  # a token that was sampled
+            positions_3RM = torch.tensor([[row.position] for row in rows]).expand(3, -1, -1)
+        else:
+            positions_3RM = torch.stack(list(map(self._positions, rows, ids)), dim=1)
+            for row in rows:
+                images += row.rollout.images[row.n_images :]
+                row.n_images = len(row.rollout.images)
+        for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
+            row.position = last + 1
+        ids_RM, positions_3RM = torch.tensor(ids).to(self.device), positions_3RM.to(self.device)
+        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
+        embeds = embed(self.hf, ids_RM, features, self.processor.image_token_id)
+        lengths = [row.n_seen for row in rows]
+        cache, place = batch.cache, Place(numbers, len(batch.rows), lengths, ids_RM.shape[1], self.device)
+        cache.place, states = place, cache.recurrent
+        batch.shared.at(place)
+        if place.rows_R is not None:
+            cache.recurrent = {layer: state.take(place.rows_R) for layer, state in states.items()}
+        image_mask = ids_RM == self.processor.image_token_id
+        hidden_RMH = language_hidden(
+            self.hf, embeds, positions_3RM, deep=deep, image_mask=image_mask, cache=cache, plan=batch.shared
+        )
+        if place.rows_R is None:
+            batch.hidden_BH = hidden_RMH[:, -1]
+        else:
+            batch.hidden_BH = batch.hidden_BH.index_copy(0, place.rows_R, hidden_RMH[:, -1])
+            for layer, state in states.items():
+                state.put(place.rows_R, cache.recurrent[layer])
+            cache.recurrent = states
+        for row in rows:
+            row.n_seen += ids_RM.shape[1]

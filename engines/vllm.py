@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ import transformers
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from errors import Note, UserError, need
 from model import Processor
-from rollout import NOT_FINITE, Engine, OnRollout, Prompt, Rollout, Sampling, difference, finished_rollout
+from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
 from utils import derive_seed
 
 Named = Iterable[tuple[str, torch.Tensor]]  # tensors by Hugging Face names
@@ -40,6 +40,8 @@ OURS = (
     "quantization runner trust_remote_code skip_tokenizer_init"
 ).split()
 
+FAILED = Note("vLLM failed while generating; --resume auto goes on; if memory ran out, lower --vllm max_num_seqs or "
+              "gpu_memory_utilization")  # fmt: skip
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
@@ -178,54 +180,65 @@ class VLLMEngine(Engine):
         self.dtype = dtype
         self.max_model_len = arguments["max_model_len"]
         self.tp_group = dist.new_subgroups(self.tp)[0] if self.tp > 1 else None
+        self.tp_rank = dist.get_rank(self.tp_group) if self.tp > 1 else 0
         self.sleep_level = sleep_level if cuda else 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
-    ) -> list[Rollout]:
-        """n rollouts of each prompt, in the order of the prompts."""
-        longest = max((len(p.token_ids) for p in prompts), default=0)
-        assert longest + sampling.max_new_tokens <= self.max_model_len, "the engine was started for shorter sequences"
+    def sample(self, responses: Responses, sampling: Sampling) -> None:
+        """Each response is a request of its own, begun as soon as it is asked for: what an episode has said so far is
+        in the prefix cache. The processes that share the model begin the same requests, in the same order."""
         assert self.complete or self.sleep_level < 2, "vLLM forgot its weights in its sleep; call load_weights first"
         self.wake()
-        wanted = [(p.uid, p.short_ids, p.pil_images) for p in prompts]
-        before = 0
-        if self.tp > 1:  # the processes of a group compute together, so they must be asked the same
-            asked: list = [None] * self.tp
-            dist.all_gather_object(asked, wanted, group=self.tp_group)
-            before = sum(map(len, asked[: dist.get_rank(self.tp_group)]))
-            wanted = sum(asked, [])
-        if not wanted:
-            return []
-        rollouts: dict[int, Rollout] = {}
-        with closing(self._run(wanted, n, sampling)) as outputs:
-            for place, output in outputs:
-                i = place - before * n
-                if i not in range(len(prompts) * n):
-                    continue  # another process's
-                prompt = prompts[i // n]
-                sample = checked(output, prompt)
-                response, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
-                rollouts[i] = finished_rollout(prompt, i % n, response, logprobs, self.processor)
-                if on_rollout is not None:
-                    on_rollout(rollouts[i])
-        return [rollouts[i] for i in range(len(prompts) * n)]
+        own: dict[str, Rollout] = {}  # by the name of their request
+        running: set[str] = set()  # requests of all processes
+        more = True  # may any process ask for another?
+        try:
+            while True:
+                if more:
+                    over = responses.over  # before taking: what comes in between is taken the next time
+                    came = responses.take(0.0 if running else WAIT)
+                    asked = self._of_all(([asked_of(r, responses.room(r), self.processor) for r in came], over))
+                    more = not all(over for _, over in asked)
+                    for rank, (wanted, _) in enumerate(asked):
+                        with FAILED:
+                            names = self._begin(wanted, sampling)
+                        running |= set(names)
+                        if rank == self.tp_rank:
+                            own |= dict(zip(names, came, strict=True))
+                if not running and not more:
+                    return
+                with FAILED:
+                    outputs = self.llm.llm_engine.step() if running else ()
+                for output in outputs:
+                    running.discard(output.request_id)
+                    if (rollout := own.pop(output.request_id, None)) is not None:
+                        sample = checked(output, rollout)
+                        tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
+                        add_response(rollout, tokens, logprobs, self.processor)
+                        responses.added(rollout)
+        finally:
+            self.llm.llm_engine.abort_request(list(running), internal=False)
 
-    def _run(self, wanted: list[tuple], n: int, sampling: Sampling) -> Iterator[tuple[int, Any]]:
-        """vLLM's outputs for n samples of each (uid, short ids, images), each with its place, as they are finished.
-        What is not when this is closed, or fails, is dropped."""
+    def _of_all(self, mine: Any) -> list[Any]:
+        """What each process of those that share the model has, in their order."""
+        everywhere: list = [mine] * self.tp
+        if self.tp > 1:
+            dist.all_gather_object(everywhere, mine, group=self.tp_group)
+        return everywhere
+
+    def _begin(self, wanted: list[tuple], sampling: Sampling) -> list[str]:
+        """Names of the requests for a response to each (uid, sample, turn, length, room, short ids, images)."""
         from vllm import SamplingParams
 
         requests, parameters = [], []
-        for i in range(len(wanted) * n):
-            uid, ids, images = wanted[i // n]
+        for uid, sample, turn, length, room, ids, images in wanted:
+            assert length + room <= self.max_model_len, "the engine was started for shorter sequences"
             requests.append({"prompt_token_ids": ids} | ({"multi_modal_data": {"image": images}} if images else {}))
             parameters.append(
                 SamplingParams(
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    seed=derive_seed(sampling.seed, uid, i % n),
-                    max_tokens=sampling.max_new_tokens,
+                    seed=derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 else [])),
+                    max_tokens=room,
                     stop_token_ids=self.processor.eos_ids,
                     ignore_eos=True,  # the model's own: these are all
                     logprobs=0,
@@ -233,17 +246,9 @@ class VLLMEngine(Engine):
                     detokenize=False,
                 )
             )
-        remedy = "--resume auto goes on; if memory ran out, lower --vllm max_num_seqs or gpu_memory_utilization"
-        with Note(f"vLLM failed while generating {n} samples for each of {len(wanted)} prompts: {remedy}"):
-            names = self.llm.enqueue(requests, parameters, use_tqdm=False)
-            # outputs have the names without the random tail that is vLLM's own
-            place = {name.partition("-")[0]: i for i, name in enumerate(names)}
-            try:
-                while self.llm.llm_engine.has_unfinished_requests():
-                    for output in self.llm.llm_engine.step():
-                        yield place[output.request_id], output
-            finally:
-                self.llm.llm_engine.abort_request(names, internal=True)
+        # outputs have the names without the random tail that is vLLM's own
+        names = self.llm.enqueue(requests, parameters, use_tqdm=False) if requests else []
+        return [name.partition("-")[0] for name in names]
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Named) -> dict[str, float]:
@@ -294,12 +299,27 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.reset_encoder_cache()
 
 
-def checked(output: Any, prompt: Prompt) -> Any:
-    """The sample of one of vLLM's outputs, if it answers this prompt and has finite log-probabilities."""
-    sample = output.outputs[0]
-    if list(output.prompt_token_ids) != prompt.token_ids:
+def asked_of(rollout: Rollout, room: int, processor: Processor) -> tuple:
+    """What vLLM needs to go on with a rollout: images of which one placeholder stands for all tokens."""
+    prompt = rollout.prompt
+    response, images = iter(rollout.response), iter(rollout.images)
+    short = list(prompt.short_ids)
+    for token in response:
+        short.append(token)
+        if token == processor.image_token_id:
+            skipped = next(images).n_tokens - 1
+            assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
+    length = len(prompt.token_ids) + len(rollout.response)
+    return prompt.uid, rollout.sample, rollout.turns, length, room, short, prompt.pil_images + rollout.pil_images
+
+
+def checked(output: Any, rollout: Rollout) -> Any:
+    """The sample of one of vLLM's outputs, if it answers what was said so far and has finite log-probabilities."""
+    sample, prompt = output.outputs[0], rollout.prompt
+    so_far = prompt.token_ids + rollout.response
+    if list(output.prompt_token_ids) != so_far:
         raise UserError(
-            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, prompt.token_ids)}: another prompt "
+            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, so_far)}: another prompt "
             f"would be trained on than answered; check --min-pixels, --max-pixels and preprocessor_config.json"
         )
     assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"

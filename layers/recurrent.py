@@ -25,6 +25,11 @@ class RecurrentState:
     def take(self, rows: Tensor) -> "RecurrentState":
         return replace(self, conv=self.conv[rows], matrix=self.matrix[rows])
 
+    def put(self, rows: Tensor, new: "RecurrentState") -> None:
+        """The states of these rows are now new ones."""
+        self.conv = self.conv.index_copy(0, rows, new.conv)
+        self.matrix = self.matrix.index_copy(0, rows, new.matrix)
+
     # What transformers' Cache has: layers by number, and states by number within a layer
     layers = property(lambda self: self)
     conv_states = property(lambda self: [self.conv])

@@ -10,7 +10,7 @@ import grpo
 from model import PolicyOutput
 from packing import TokenBatch
 from reward import grader_stats, task_name
-from rollout import GroupPool
+from rollout import ENDS, GroupPool, Rollout
 from utils import Context, Meter
 
 GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
@@ -23,9 +23,11 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
     for group in pool.groups.values():
         meter.add("reward/constant_groups", len({r.reward for r in group if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
-        meter.add("response/tokens", len(r.response))
+        n_tokens = sum(r.response_mask)
+        meter.add("response/tokens", n_tokens)
         meter.add("response/truncated", r.finish_reason == "length")
-        meter.sum("rollout/tokens", len(r.response))
+        meter.sum("rollout/tokens", n_tokens)
+        measure_episode(r, meter)
         example = r.prompt.example
         task, kind = task_name(example.data_source), example.extra.get("answer_type")
         if not r.rewards:  # they failed
@@ -35,7 +37,7 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
             meter.add(f"reward/{task}/{name}", value)
         if kind is not None:
             meter.add(f"reward/{task}/type={kind}", r.accuracy)
-        meter.add(f"reward/images={len(r.prompt.images)}", r.accuracy)
+        meter.add(f"reward/images={len(r.prompt.images) + len(r.images)}", r.accuracy)
     for why in GRADER_STATS:  # why answers were wrong without being compared
         meter.sum(f"grader/{why}", grader_stats[why])
     for name in {*FAILED, *(name for name in grader_stats if "/" in name)}:
@@ -44,6 +46,21 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
     metrics["reward/mean"] = metrics.pop("reward/reward", math.nan)  # NaN: all rewards failed
     return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
+
+
+def measure_episode(r: Rollout, meter: Meter) -> None:
+    if not r.is_episode:
+        return
+    for why in ENDS:
+        meter.add(f"episode/ended_by/{why}", r.ended_by == why)
+    meter.sum("episode/errors", 0.0)  # to which grader_stats adds
+    meter.sum("episode/timeouts", 0.0)
+    if r.ended_by == "error":
+        return
+    meter.add("episode/turns", r.turns)
+    meter.add("episode/images", len(r.images))
+    meter.add("episode/observed_tokens", len(r.response) - sum(r.response_mask))
+    meter.sum("episode/separate_turns", len(r.separate))
 
 
 def sampling_metrics(pool: GroupPool) -> dict[str, float]:

@@ -4,10 +4,12 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 from PIL import Image, ImageOps
 
-from prepare_data import FORMATS, IMAGE_ERRORS, Example, decode_image
+from prepare_data import FORMATS, IMAGE_ERRORS, MARK, Example, decode_image
 
 PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
 THUMBNAIL = 320  # pixels of an image's longer side on a page
@@ -25,6 +27,8 @@ h1{font-size:1.35rem}
 .sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.5rem 0}
 .right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
 .sample code{max-height:24em;overflow:auto;font:13px/1.45 ui-monospace,monospace}
+.said{background:#f0f2f6;border-radius:6px;padding:.3rem .6rem;margin:.3rem 0;white-space:pre-wrap}
+.said img{display:block;max-width:160px;image-rendering:pixelated;margin:.3rem 0}
 @media(max-width:700px){.card{grid-template-columns:minmax(0,1fr)} .card img{max-width:320px}}
 """
 
@@ -92,12 +96,40 @@ def sample_block(sample: dict) -> str:
         notes.append(f"advantage {sample['advantage']:+.3f}")
     notes.append(f"{sample['tokens']} tokens")
     if sample["finish_reason"] == "error":
-        notes.append("its reward failed")
+        notes.append("its environment failed" if sample.get("ended_by") == "error" else "its reward failed")
     if sample["finish_reason"] == "length":
         notes.append("cut at the length limit")
+    if "turns" in sample:
+        notes.append(f"{sample['turns']} turns, ended by {sample['ended_by']}")
     verdict = "right" if rewards.get("accuracy", rewards.get("reward", 0.0)) >= 0.5 else "wrong"
-    text = safe(sample["text"]) or "<span>(empty)</span>"
-    return f"<div class='sample {verdict}'><code>{text}</code><div>{' &middot; '.join(notes)}</div></div>"
+    said = f"<code>{safe(sample['text']) or '<span>(empty)</span>'}</code>"
+    text = turns_block(sample) if "turns" in sample else said
+    return f"<div class='sample {verdict}'>{text}<div>{' &middot; '.join(notes)}</div></div>"
+
+
+def episode_record(r: Any) -> dict:
+    """What a rollout's record has besides, if it is an episode; its images as tags of the page."""
+    if not r.is_episode:
+        return {}
+    images = []
+    for image in r.pil_images:
+        image.save(file := io.BytesIO(), format="PNG")
+        images.append(thumbnail(file.getvalue()))
+    return {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
+
+
+def turns_block(sample: dict) -> str:
+    """An episode, turn by turn, each image where it came."""
+    images = iter(sample["images"])
+    blocks = []
+    for message in sample["messages"]:
+        text = safe(message["content"]) or "<span>(empty)</span>"
+        if message["role"] == "assistant":
+            blocks.append(f"<code>{text}</code>")
+            continue
+        shown = "".join(islice(images, message["content"].count(MARK)))
+        blocks.append(f"<div class=said>{safe(message['role'])}: {text}{shown}</div>")
+    return "".join(blocks)
 
 
 def thumbnail(data: bytes) -> str:

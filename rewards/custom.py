@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from errors import Note, UserError, need
 from reward import task_name
@@ -50,6 +51,19 @@ def absolute_option(pair: str) -> str:
     return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
 
 
+def load_file(path: str, flag: str) -> ModuleType:
+    """A file of the user's as a module; `flag` is for messages."""
+    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()})")
+    module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
+    if (folder := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # last, and kept: a function may import when it is called
+    with Note(f"raised on importing {flag}; our own and installed modules come before its neighbours"):
+        module_spec.loader.exec_module(module)
+    return module
+
+
 def load_function(spec: str) -> Function:
     """Raises UserError if the file or the function is missing or cannot be called as a reward; an error inside the file
     is the user's and passes through.
@@ -58,14 +72,7 @@ def load_function(spec: str) -> Function:
     """
     path, _, name = spec.rpartition(":")
     need(path.endswith(".py") and name, f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
-    need(Path(path).is_file(), f"--reward {spec!r}: there is no file {path!r} (looked from {os.getcwd()})")
-    module_spec = importlib.util.spec_from_file_location(f"custom_reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
-    if (folder := str(Path(path).resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # last, and kept: a function may import when it is called
-    with Note(f"raised on importing --reward {spec!r}; our own and installed modules come before its neighbours"):
-        module_spec.loader.exec_module(module)
+    module = load_file(path, f"--reward {spec!r}")
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]

@@ -97,7 +97,7 @@ class Grading:
         """Batch functions wait until all are there."""
         example = rollout.prompt.example
         keys = [key for key in self.rewards.graders(example) if key != JUDGE or self.judged]
-        if not keys:
+        if not keys and not self.rewards.played:
             find_task(example)  # says what is missing
         self.asked[id(rollout)] = (rollout, keys)
         for key in keys:
@@ -109,6 +109,8 @@ class Grading:
         errors are to end the run."""
         batches: dict[tuple, list[Any]] = {}
         for r in rollouts:
+            if r.ended_by == "error":  # an environment's, which told of it
+                continue
             if id(r) not in self.asked:
                 self.add(r)
             for key in filter(self._batch, self.asked[id(r)][1]):
@@ -124,8 +126,8 @@ class Grading:
         if self.failed and self.errors == "stop":
             raise next(iter(self.failed.values())).exception()
         self._tell(rollouts)
-        return [(None if self.errors == "drop" else {"reward": 0.0}) if i in self.failed else result
-                for i, result in enumerate(results)]
+        of_failed = None if self.errors == "drop" else {"reward": 0.0}
+        return [of_failed if i in self.failed else result or None for i, result in enumerate(results)]
 
     def _batch(self, key: str) -> bool:
         return key != JUDGE and function_of(key, self.rewards.functions).batch
@@ -139,7 +141,10 @@ class Grading:
         self.rewards.pools.of(key).submit(Call(number, self.round, key, items, self.step, stage))
 
     def _total(self, rollout: Any, done: Mapping[int, list[Outcome]]) -> Outcome:
-        """With a judge: its score, and the total of the two."""
+        """With a judge: its score, and the total of the two. Of an episode the last response is graded, and to that
+        comes what its environment gave for each turn."""
+        if rollout.ended_by == "error":
+            return {} if rollout.finish_reason == "error" else {"reward": 0.0}
         _, keys = self.asked[id(rollout)]
         parts: dict[str, float] = {}
         for key in keys:
@@ -151,7 +156,11 @@ class Grading:
                 score, weight = outcome["reward"], self.rewards.judge.weight
                 outcome = {"judge": score, "reward": (1 - weight) * parts.get("reward", score) + weight * score}
             parts |= outcome
-        return parts
+        if not rollout.is_episode:
+            return parts
+        turns = sum(rollout.turn_rewards)
+        total = rollout.discount * parts.get("reward", 0.0) + turns
+        return rollout.earned | parts | {"environment": turns, "reward": total}
 
     def _tell(self, rollouts: Sequence[Any]) -> None:
         """Count what failed; print the first of each kind in full, then at most a line a step."""

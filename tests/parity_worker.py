@@ -20,7 +20,7 @@ from PIL import Image  # noqa: E402
 import train  # noqa: E402
 from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
 from model import Critic, Policy, Processor, load_hf, load_processor  # noqa: E402
-from packing import Packer, flop_rates  # noqa: E402
+from packing import Arrived, Packer, flop_rates  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full, shard  # noqa: E402
 from report.log import Skipped  # noqa: E402
@@ -190,12 +190,14 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     pool.add(make_rollouts(prompts, cfg.algo.group_size))
     made: list[str] = []  # the prompts that came from another process
 
-    def prompts_of(uids: list[str]) -> list[Prompt]:
+    def remade(arrived: Arrived) -> dict:
+        uids = [uid for uid, _ in arrived.values()]
         made.extend(uids)
-        return make_prompts(uids, processor)
+        prompts = zip(make_prompts(uids, processor), arrived.items(), strict=True)
+        return {key: [replace(r, prompt=prompt) for r in group] for prompt, (key, (_, group)) in prompts}
 
     meter = Meter()
-    batch = train.make_batch(pool, cfg, packer, prompts_of, ctx, meter)
+    batch = train.make_batch(pool, cfg, packer, remade, ctx, meter)
     train.compute_before_update(batch, models, cfg)
     if not cfg.algo.on_policy:
         batch.tokens.old_logps -= moved_policy(batch.rollouts)

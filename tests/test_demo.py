@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import random
 import re
 from collections import Counter
 from fractions import Fraction
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 import demo
 from errors import UserError
+from model import Processor
 from prepare_data import ReadingConfig, main, parse_args, read_examples
 from reward import score
 from tasks import geometry, shapes
@@ -100,7 +102,8 @@ def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    with pytest.raises(UserError, match="--task chess: no file of tasks/ draws scenes of it; there are .*shapes, vqa"):
+    told = "--task chess: no file of tasks/ or envs/ draws scenes of it; there are .*shapes, vqa"
+    with pytest.raises(UserError, match=told):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +122,8 @@ def test_true_answers_earn_the_reward_and_usual_ones_mostly_do_not():
 
 # --- every task whose file draws scenes ---------------------------------------------------------------------------
 
-TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa")
+ENVS = ("calculator", "guess_the_place", "look_closer")  # here only their last responses
+TASKS = ("caption", "digits", "geo3k", "geospot", "nlvr2", "shapes", "vqa", *ENVS)
 
 
 def test_each_task_of_ours_has_scenes_and_a_plan():
@@ -205,6 +209,30 @@ def test_no_reply_of_a_toy_is_usually_right(task, toy_examples):
         candidates = [reply for reply, _ in of_kind[kind].most_common(12)]
         best.append(max(sum(score(reply, e)["reward"] for e in examples) / len(examples) for reply in candidates))
     assert sum(best) / len(best) < 0.62
+
+
+@pytest.mark.parametrize("task", ENVS)
+def test_an_annotator_plays_episodes_that_are_right_or_lazy(task, tmp_path):
+    """Through the same environments, tokens and masks as a policy's; what was said is read from the tokens again."""
+    demo.make_model(tmp_path / "base", task=task, hidden=64, layers=1)
+    processor = Processor(str(tmp_path / "base"))
+    longest = demo.longest_reply(tmp_path / "base", task)
+    scenes = list(itertools.islice(demo.with_scenes()[task].scenes("warm", 1), 12))
+    annotator = demo.Annotator(task, processor, random.Random(0))
+    lazy_ones = 0
+    for lazy in (0.0, 0.5):
+        for r in annotator.play(scenes, lazy):
+            own = [token for token, mine in zip(r.response, r.response_mask, strict=True) if mine]
+            responses = processor.tokenizer.decode(own).split("<|im_end|>")[:-1]
+            assert len(responses) == r.turns <= demo.env_of(task).max_turns and len(r.response) < longest
+            assert r.logprobs == [0.0] * len(own) and r.response.count(processor.image_token_id) == 4 * len(r.images)
+            reward = score(responses[-1], r.prompt.example)["reward"]
+            usual = annotator.usual[r.prompt.example.extra["answer_type"]]
+            lazy_ones += responses[-1] == usual and reward < 1
+            assert reward == pytest.approx(1.0) or (lazy and responses == [usual] * r.turns)
+    assert 2 < lazy_ones < sum(len(asked) for _, asked in scenes)
+    flags = ("--env", task, "--max-turns", 2)
+    assert demo.env_flags(task)[:4] == flags and demo.env_flags("shapes") == ()
 
 
 def test_tokenizer_round_trips_any_text_and_keeps_special_tokens_whole(loaded):

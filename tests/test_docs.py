@@ -25,16 +25,16 @@ SCRIPTS = {"demo.py": demo, "eval.py": evaluate, "merge_lora.py": merge_lora}
 SCRIPTS |= {"prepare_data.py": prepare_data, "train.py": train}
 
 
-def sections() -> dict[str, str]:
+def sections(page: str = PAGE) -> dict[str, str]:
     """Name of a section -> its text; what stands in front of the first is ""."""
-    parts = re.split(r"^## ", PAGE, flags=re.M)
-    return {"": parts[0]} | {part.partition(":")[0]: part for part in parts[1:]}
+    parts = re.split(r"^## ", page, flags=re.M)
+    return {"": parts[0]} | {re.match("[^:\n]*", part)[0]: part for part in parts[1:]}
 
 
 def commands(text: str) -> list[tuple[list[str], str, list[str]]]:
     """(words, mark, lines of output) of each command in a text."""
     found: list[tuple[list[str], str, list[str]]] = []
-    for line in text.splitlines():
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).splitlines():
         if line.startswith("    $ python "):
             words = shlex.split(line.removeprefix("    $ "), comments=True)
             mark = line.partition("  # ")[2]
@@ -45,7 +45,7 @@ def commands(text: str) -> list[tuple[list[str], str, list[str]]]:
 
 
 def write_files(text: str, folder: Path) -> None:
-    for name, content in re.findall(r"`([\w.]+)`:\n\n```\n(.*?)```", text, re.S):
+    for name, content in re.findall(r"`([\w.]+)`:\n\n```(?:python)?\n(.*?)```", text, re.S):
         (folder / name).write_text(content)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,11 @@ import engines.hf
 import engines.vllm
 import model as M
 from engines.choose import image_limits, make_engine
-from engines.hf import HFEngine, KVCache, logits_of, sample_tokens
-from engines.vllm import VLLMEngine, parameter_names
+from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
+from engines.vllm import VLLMEngine, asked_of, parameter_names
 from errors import UserError
 from packing import Packer
-from rollout import Sampling, drop_long_prompts, make_prompts
+from rollout import Rollout, Sampling, drop_long_prompts, make_prompts
 from tasks.shapes import png
 
 CPU = torch.device("cpu")
@@ -232,14 +233,27 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
 
 
 def test_cache_grows_and_keeps_rows():
-    cache, chunks = KVCache(), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+    cache, chunks = KVCache(3), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+
+    def update(chunk, rows, lengths, n_rows):
+        cache.place = Place(rows, n_rows, lengths, chunk.shape[2], torch.device("cpu"))
+        return cache.update(chunk, -chunk, 0)
+
+    length = 0
     for chunk in chunks:
-        keys, values = cache.update(chunk, -chunk, 0)
-        cache.length += chunk.shape[2]
-    assert torch.equal(keys, torch.cat(chunks, dim=2)) and torch.equal(values, -keys)
+        keys, values = update(chunk, range(3), [length] * 3, 3)
+        length += chunk.shape[2]
+    whole = torch.cat(chunks, dim=2)
+    assert torch.equal(keys, whole) and torch.equal(values, -keys)
     cache.take(torch.tensor([2, 0, 2]))
-    keys, _ = cache.update(chunks[2], chunks[2], 0)
-    assert torch.equal(keys[:, :, :-1], torch.cat(chunks, dim=2)[[2, 0, 2]])
+    keys, _ = update(chunks[2], range(3), [length] * 3, 3)
+    assert torch.equal(keys[:, :, :-1], whole[[2, 0, 2]])
+    # rows 0 and 2 alone go on, from different places
+    keys, _ = update(chunks[1][:2], [0, 2], [length + 1, 7], 3)
+    assert torch.equal(keys[0, :, length + 1 :], chunks[1][0]) and torch.equal(keys[1, :, 7:47], chunks[1][1])
+    assert torch.equal(keys[1, :, :7], whole[2, :, :7]) and torch.equal(keys[0, :, :length], whole[2])
+    keys, _ = update(chunks[0], range(3), [3, 1, 2], 3)
+    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[0, :, :1])
 
 
 def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
@@ -296,37 +310,67 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
         engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))
 
 
+class TwoProcesses:
+    """vLLM, and all_gather_object, as one of two processes that share a model sees them: the other's rollouts are there
+    too, and one response after the other is finished, the newest request first."""
+
+    def __init__(self, rank, others, processor):
+        self.rank = rank
+        self.others = [asked_of(r, 4, processor) for r in others]
+        self.llm_engine = self
+        self.requests, self.aborted = [], None
+
+    def gather(self, everywhere, mine, **_):
+        everywhere[:] = [mine, (self.others, True)] if self.rank == 0 else [(self.others, True), mine]
+        self.others = []
+
+    def enqueue(self, requests, parameters, use_tqdm):
+        names = [str(len(self.requests) + i) for i in range(len(requests))]
+        self.requests += zip(names, requests, parameters, strict=True)
+        return [f"{name}-random" for name in names]
+
+    def step(self):
+        name, request, _ = self.requests.pop()
+        token = 40 + int(name)
+        logprobs = SimpleNamespace(token_ids=[token], logprobs=[-float(token)])
+        sample = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
+        short = request["prompt_token_ids"]
+        ids = list(itertools.chain.from_iterable([t] * (9 if t == self.image else 1) for t in short))
+        return [SimpleNamespace(request_id=name, prompt_token_ids=ids, outputs=[sample])]
+
+    def abort_request(self, names, internal):
+        self.aborted = names
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_a_tensor_parallel_group_each_process_hands_over_its_own(rank, loaded, examples, monkeypatch):
-    """vLLM's answers to both processes' prompts come in any order; two prompts are the first process's."""
+def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, picture, monkeypatch):
+    """Requests are those of both, the first process's first; two prompts are its."""
     _, processor = loaded["qwen2_5_vl"]
-    everyone = make_prompts(examples, processor)
-    mine = everyone[:2] if rank == 0 else everyone[2:]
-    both = [[(p.uid, p.short_ids, p.pil_images) for p in part] for part in (everyone[:2], everyone[2:])]
+    square = picture(84, 84, 1)
+    rows = [("one", "<image>What?", [square]), ("none", "Tell me.", []), ("two", "Is <image> <image>?", [square] * 2)]
+    everyone = make_prompts(list(itertools.starmap(example, rows)), processor)
+    mine, others = (everyone[:2], everyone[2:]) if rank == 0 else (everyone[2:], everyone[:2])
+    theirs = [Rollout(prompt, sample, [], [], [], "", "") for prompt in others for sample in range(2)]
+    fake = TwoProcesses(rank, theirs, processor)
+    fake.image = processor.image_token_id
     engine = object.__new__(VLLMEngine)
-    vars(engine).update(processor=processor, tp=2, tp_group=None, max_model_len=10**6, sleep_level=0, complete=True)
-
-    def run(wanted, n, sampling):
-        assert [uid for uid, *_ in wanted] == ["one", "none", "two"]
-        for i in (5, 2, 0, 4, 1, 3):
-            logprobs = SimpleNamespace(token_ids=[40 + i], logprobs=[-float(i)])
-            sample = SimpleNamespace(token_ids=[40 + i], logprobs=logprobs, finish_reason="length")
-            yield i, SimpleNamespace(prompt_token_ids=everyone[i // n].token_ids, outputs=[sample])
-
+    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0, "complete": True}
+    vars(engine).update(processor=processor, llm=fake, **more)
     monkeypatch.setattr(engine, "wake", lambda: None)
-    monkeypatch.setattr(engine, "_run", run)
-    monkeypatch.setattr(engines.vllm.dist, "get_rank", lambda group: rank)
-
-    def gather(asked, *_, **__):
-        asked[:] = both
-
-    monkeypatch.setattr(engines.vllm.dist, "all_gather_object", gather)
+    monkeypatch.setattr(engine, "_begin", partial(begin_without_vllm, engine))
+    monkeypatch.setattr(engines.vllm.dist, "all_gather_object", fake.gather)
     handed = []
     rollouts = engine.generate(mine, 2, Sampling(4), handed.append)
     assert [r.response for r in rollouts] == ([[40], [41], [42], [43]] if rank == 0 else [[44], [45]])
-    assert [r.response for r in handed] == ([[42], [40], [41], [43]] if rank == 0 else [[45], [44]])
-    assert sorted(map(id, handed)) == sorted(map(id, rollouts))
+    assert [r.response for r in handed] == ([[43], [42], [41], [40]] if rank == 0 else [[45], [44]])
+    assert sorted(map(id, handed)) == sorted(map(id, rollouts)) and fake.aborted == []
     assert places(rollouts) == list(itertools.product([p.uid for p in mine], range(2)))
+
+
+def begin_without_vllm(engine, wanted, sampling):
+    requests = [{"prompt_token_ids": ids} for *_, ids, _ in wanted]
+    names = engine.llm.enqueue(requests, requests, use_tqdm=False) if requests else []
+    return [name.partition("-")[0] for name in names]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -316,11 +316,20 @@ def kill_after(command, out, step):
     process.wait()
 
 
+def often_ending(model):
+    """So many end tokens that a random toy ends its responses."""
+    path = model / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(3, 256, 6)]}))
+
+
 # All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
 EVERYTHING = (
     "--algo ppo --epochs 1 --critic-lr 1e-3 --critic-warmup-steps 1 --kl-coef 0.1 --kl-in reward --kl-target 0.01 "
     "--ref-every 4 --sample-rounds 4 --truncated penalise"
 ).split()
+
+EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-tokens", 60]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +338,7 @@ EVERYTHING = (
         pytest.param(1, ["--epochs", 2], id="1", marks=pytest.mark.slow),
         pytest.param(2, ["--epochs", 2], id="2", marks=pytest.mark.slow),
         pytest.param(2, EVERYTHING, id="everything"),
+        pytest.param(2, EPISODES, id="episodes"),
     ],
 )
 def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
@@ -357,9 +367,13 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, to
         f"{uneven}:score",
         *more,
     ]
+    model = toys["qwen2_5_vl"]
+    if "--env" in more:
+        common = [str(word).format(env=f"{ROOT}/tests/echo_env.py:Echo") for word in common]
+        model = shutil.copytree(model, tmp_path / "model")
+        often_ending(model)
     command = {
-        name: [*launch, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / name, *common)]
-        for name in ("whole", "cut")
+        name: [*launch, "train.py", *flags(model, shapes[0], tmp_path / name, *common)] for name in ("whole", "cut")
     }
     run(command["whole"])
     kill_after(command["cut"], tmp_path / "cut", 7)
@@ -1052,9 +1066,12 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
     def work(ctx):
         groups = {keys[i]: sampled(i) for i in range(ctx.rank, n_groups, world)}
 
-        def make(uids):
+        def make(arrived):
+            uids = [uid for uid, _ in arrived.values()]
             made_again[ctx.rank] += uids
-            return prompts_of(uids)
+            assert all(r.prompt is None and not r.images for _, group in arrived.values() for r in group)
+            made = zip(prompts_of(uids), arrived.items(), strict=True)
+            return {key: [replace(r, prompt=prompt) for r in group] for prompt, (key, (_, group)) in made}
 
         return balance_over_ranks(groups, chosen, minibatches, rates, ctx, make)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_episodes import compare_with_turn_by_turn
 from test_rollout import example, ids, places, trainer_logprobs
 from test_train import ROOT, TORCHRUN, flags, rows, run, without_time, write_parquet
 
@@ -511,7 +512,7 @@ def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     engine.model.register_forward_pre_hook(fail)
-    told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating 2 samples for each of 4 prompts.*lower --vllm"
+    told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating.*lower --vllm"
     with pytest.raises(torch.OutOfMemoryError, match=told):
         engine.generate(make_prompts(mixed, engine.processor), 2, Sampling(4))
 
@@ -629,3 +630,22 @@ def test_exported_runs_generate(family, more, toys, data, mixed, tmp_path):
     assert ids(want) != ids(before)
     engine.load_weights(named(hf))
     assert_same(engine.generate(prompts, 1, greedy), want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_episodes_are_turn_by_turn_forwards(family, toys):
+    """A turn's request is all that was said before, to the last token; what it has in common is in vLLM's caches."""
+    limits = {"max_model_len": 700, "limit_mm_per_prompt": {"image": {"count": 9, "width": 224, "height": 224}}}
+    engine, hf = start(toys[family], **limits, max_num_batched_tokens=1024), M.load_hf(str(toys[family])).eval()
+    engine.load_weights(named(hf))
+    compare_with_turn_by_turn({family: (hf, M.load_processor(str(toys[family])))}, family, engine)
+
+
+def test_episodes_of_recurrent_layers_agree_as_far_as_16_bits_go(toys):
+    """Which vLLM's build for CPUs computes in bfloat16 only."""
+    family = "qwen3_5"
+    limits = {"max_model_len": 700, "limit_mm_per_prompt": {"image": {"count": 9, "width": 224, "height": 224}}}
+    engine = start(toys[family], dtype=torch.bfloat16, **limits, max_num_batched_tokens=1024)
+    hf = M.load_hf(str(toys[family])).eval()
+    engine.load_weights(named(hf))
+    compare_with_turn_by_turn({family: (hf, M.load_processor(str(toys[family])))}, family, engine, tolerance=0.2)

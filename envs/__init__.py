@@ -1,0 +1,71 @@
+"""What an environment is. Files of envs/ are tasks too, and processes that grade import them: nothing here needs torch.
+
+class Env(Environment):
+    def step(self, response):                # after each response of an episode
+        return Observation("Are you sure?")  # a message, images, a reward; done=True ends the episode
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from prepare_data import Example
+from settings import setting
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Environment"""
+
+    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
+                              metavar="NAME|FILE.py:CLASS")
+    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE")
+    max_turns: int = setting(4, "responses of an episode, at most", least=1)
+    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
+    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
+                              choices=("drop", "zero", "stop"))
+    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
+
+
+@dataclass
+class Observation:
+    """What an environment says to a response."""
+
+    messages: str | Sequence[Mapping[str, str]] = ""  # a user's message, or several, each <image> one of `images`
+    images: Sequence[Image.Image | bytes] = ()
+    reward: float | Mapping[str, float] = 0.0  # of this turn, or named numbers with it under "reward"
+    done: bool = False  # is the episode over? What is said then is for those who read it
+
+
+class Environment:
+    """One for each episode. Its methods may be `async`; the others run in threads."""
+
+    images_per_turn = 1  # that an observation has at most
+
+    def reset(self, example: Example) -> tuple[Sequence[Mapping[str, str]], Sequence[Image.Image | bytes]]:
+        """Messages and images of the prompt, the same whenever it is called with this example."""
+        return example.messages, example.images
+
+    def step(self, response: str) -> Observation:
+        """After a response, without its end token."""
+        raise NotImplementedError
+
+
+def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
+    """Messages with an instruction behind the last one, the user's, unless it has the text `unless` already."""
+    *before, last = map(dict, messages)
+    if unless not in last["content"]:
+        last["content"] += f" {instruction}"
+    return [*before, last]
+
+
+def call_in(response: str, tag: str) -> tuple[str | None, str]:
+    """(what stands in the last `<tag>...</tag>` of a response, ""), (None, what is wrong with it), or (None, "") if
+    there is none."""
+    opened = [match.end() for match in re.finditer(f"<{tag}>", response, re.IGNORECASE)]
+    if not opened:
+        return None, ""
+    closed = re.compile(f"</{tag}>", re.IGNORECASE).search(response, opened[-1])
+    return (response[opened[-1] : closed.start()], "") if closed else (None, f"<{tag}> has no </{tag}>.")

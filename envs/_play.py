@@ -1,0 +1,660 @@
+"""Episodes: the policy's responses in turn with what an environment says, for any engine.
+
+The tokens of an episode are never written anew. Turn k + 1 goes on from turn k's prompt, the tokens that were sampled,
+and the chat template's tokens for what the environment said. Where the template would make something else of what was
+said before (one that drops thoughts, say), each turn is a sequence of its own: Rollout.separate.
+
+Environments answer in threads, or in one event loop if their methods are `async`; an episode goes on as soon as its own
+has answered. The name begins with _ because it is no environment.
+"""
+
+import asyncio
+import functools
+import hashlib
+import importlib
+import inspect
+import io
+import json
+import math
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from errors import Note, UserError, need, refusing
+from model import IMAGE_MARK, ImageInput, Processor
+from prepare_data import Example, decode_image
+from reward import grader_stats
+from rollout import (
+    Engine,
+    EnvConfig,
+    Environment,
+    Observation,
+    OnRollout,
+    Prompt,
+    Responses,
+    Rollout,
+    Sampling,
+    Turn,
+    seen,
+)
+from sources.images import IMAGE_ERRORS
+from utils import print0
+
+# Seconds that all episodes wait for an environment that was just asked; all waits of a call of generate together are at
+# most this and WAITS of its time. Environments that answer so fast make no batch depend on time, so that a resumed run
+# is bit for bit the same. Once they are slower, nobody is waited for any more.
+PATIENCE = 0.5
+WAITS = 0.2
+THREADS = 32
+CAUGHT = BaseException  # an environment may fail in any way in its thread, and the run goes on
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which environment
+
+
+class Environments:
+    """What --env names: makes one for each episode."""
+
+    def __init__(self, cfg: EnvConfig, kind: type | None = None):
+        self.cfg = cfg
+        self.told = f"--env {cfg.env}"
+        kind = kind or load_class(cfg.env)
+        settings = {}
+        for pair in cfg.env_settings:
+            key, equals, value = pair.partition("=")
+            need(equals, f"--env-settings {pair}: give KEY=VALUE")
+            settings[key] = value
+            with suppress(ValueError):
+                settings[key] = json.loads(value)
+        try:
+            inspect.signature(kind).bind(**settings)
+        except TypeError as error:
+            takes = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise UserError(f"{self.told}: --env-settings: {error}; it takes {takes}") from error
+        self.make = functools.partial(kind, **settings)
+        for name in ("reset", "step"):
+            need(callable(getattr(kind, name, None)), f"{self.told} has no method {name}; see docs/environments.md")
+        self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
+        told = f"{self.told}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
+        need(type(self.images_per_turn) is int and self.images_per_turn >= 0, told)
+        self.most_opened = 0  # images that an episode began with
+        self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
+        self.quick = True  # has every environment answered within PATIENCE so far?
+        self.told_kinds: set[str] = set()  # of failures, told in full
+        self.worked = False  # has any episode not failed yet?
+        self.told_room = False
+
+    def opened(self, example: Example) -> Example:
+        """An example with the messages and images that its episodes begin with."""
+        where = f"{self.told}: row {example.uid!r}: reset"
+        env = self.make()
+        with Note(f"raised by {where}"):
+            said = env.reset(copied(example))
+            if inspect.isawaitable(said):
+                said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
+        with told_of(where):
+            messages, images = checked_start(said)
+            same = images is example.images
+            images = images if same else list(map(encoded, images))
+            sizes = example.image_sizes if same else [decoded(data).size for data in images]
+        close(env, self.told)
+        self.most_opened = max(self.most_opened, len(sizes))
+        self.largest = max([self.largest, *sizes], key=math.prod)
+        return replace(example, messages=messages, images=images)
+
+    def image_limits(self) -> tuple[int, tuple[int, int]]:
+        """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
+        return self.most_opened + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
+
+
+def load_environments(cfg: EnvConfig) -> Environments | None:
+    """None without --env."""
+    need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
+    return Environments(cfg) if cfg.env else None
+
+
+def load_class(name: str) -> type:
+    if ":" in name:
+        from rewards.custom import load_file
+
+        path, _, attribute = name.rpartition(":")
+        module = load_file(path, f"--env {name}")
+        kind = getattr(module, attribute, None)
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        classes = ", ".join(value.__name__ for value in own if inspect.isclass(value)) or "none"
+        need(inspect.isclass(kind), f"--env {name}: no class {attribute} in {path}; it has {classes}")
+        return kind
+    known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
+    need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
+    module = importlib.import_module(f"envs.{name}")
+    [kind] = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
+              and issubclass(value, Environment)]  # fmt: skip
+    return kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What environments say, checked
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """A UserError inside says where."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def checked_start(said: Any) -> tuple[list[dict], Any]:
+    """What `reset` returned: messages and images."""
+    pair = isinstance(said, tuple | list) and len(said) == 2
+    need(pair, f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
+    messages, images = checked_messages(said[0]), said[1]
+    check_images(messages, images)
+    return messages, images
+
+
+def check_images(messages: Sequence[dict], images: Any) -> None:
+    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    need(many, f"images are {type(images).__name__}; expected a list of images")
+    n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
+    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_MARK} marks; give one for each")
+
+
+def copied(example: Example) -> Example:
+    """An environment may change what it is given."""
+    return replace(example, messages=[dict(message) for message in example.messages], extra=dict(example.extra))
+
+
+def decoded(data: bytes) -> Image.Image:
+    with refusing(IMAGE_ERRORS, "an image cannot be read"):
+        return decode_image(data)
+
+
+def close(env: Any, told: str) -> None:
+    """An environment may have a `close`, plain or async. Nobody waits for it."""
+
+    def work() -> None:
+        try:
+            said = env.close()
+            if inspect.isawaitable(said):
+                asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
+        except CAUGHT as error:
+            print(f"{told}, close, raised {error!r:.300}", file=sys.stderr, flush=True)
+
+    if hasattr(env, "close"):
+        CLOSING.submit(work)
+
+
+def checked_messages(messages: Any) -> list[dict]:
+    """Text, or (role, content) messages, as a list of the latter."""
+    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    good = isinstance(listed, list | tuple) and len(listed) > 0
+    for message in listed if good else ():
+        good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
+        good = good and all(isinstance(value, str) for value in message.values())
+    need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
+    return [dict(message) for message in listed]
+
+
+def encoded(image: Any) -> bytes:
+    """An image as a file."""
+    if isinstance(image, bytes):
+        return image
+    need(isinstance(image, Image.Image), f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+@dataclass
+class Said:
+    """An observation, as tokens and patches."""
+
+    tokens: list[int]  # of the chat template, up to the policy's next response; image tokens expanded
+    messages: list[dict]
+    images: list[tuple[Image.Image, ImageInput]]
+    rewards: dict[str, float]
+    done: bool
+
+
+@dataclass
+class Failed:
+    kind: str  # "errors" or "timeouts", as in metrics
+    what: str  # the type of exception, or what happened
+    line: str
+    error: BaseException | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Threads
+
+
+@dataclass(eq=False)
+class Job:
+    run: Callable[[], None]
+    given_up: bool = False
+
+
+class Threads:
+    """Of a process, at most so many. They end with it; one that hangs is replaced."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.n_threads = 0
+        self.n_jobs = 0  # in the queue or at work
+
+    def submit(self, run: Callable[[], None]) -> Job:
+        job = Job(run)
+        with self.lock:
+            self.n_jobs += 1
+            self._grow()
+        self.jobs.put(job)
+        return job
+
+    def _grow(self) -> None:
+        if self.n_jobs > self.n_threads < self.most:
+            self.n_threads += 1
+            threading.Thread(target=self._work, daemon=True, name="environment").start()
+
+    def give_up(self, job: Job) -> None:
+        """Its thread counts no more, and ends should it ever come back."""
+        with self.lock:
+            job.given_up = True
+            self.n_jobs -= 1
+            self.n_threads -= 1
+            self._grow()
+
+    def _work(self) -> None:
+        while True:
+            job = self.jobs.get()
+            job.run()
+            with self.lock:
+                if job.given_up:
+                    return
+                self.n_jobs -= 1
+
+
+ANSWERING = Threads(THREADS)
+CLOSING = Threads(4)  # for `close` of environments, which may hang: nobody waits for it
+LOCK = threading.Lock()
+
+
+@functools.cache
+def started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
+    return loop
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The one of all environments."""
+    with LOCK:
+        return started_loop()
+
+
+async def as_coroutine(awaitable: Awaitable) -> Any:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
+        raise RuntimeError(f"raised {error!r}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Episodes
+
+
+@dataclass(eq=False)
+class Episode:
+    number: int
+    rollout: Rollout
+    env: Any = None
+    thinks: bool = False  # is its environment at work?
+    asked_at: float = 0.0
+    began: float | None = None  # when it began; None: it waits for a thread
+    job: Job | None = None  # in a thread
+    future: Future | None = None  # in the event loop
+
+
+class Episodes:
+    """An engine whose rollouts are episodes. `separate`: the chat template rewrites what was said before."""
+
+    def __init__(self, engine: Engine, environments: Environments, processor: Processor):
+        self.engine = engine
+        self.environments = environments
+        self.processor = processor
+        self.separate = processor.rewrites_history()
+        if self.separate:
+            print0("the chat template rewrites what was said before: each turn of an episode is a sequence of its own")
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
+        """n episodes of each prompt, in the order of the prompts; `on_rollout` gets each when it is over, but for those
+        whose environment failed."""
+        play = Play(self, prompts, n, sampling, on_rollout or (lambda rollout: None))
+        self.engine.sample(play, sampling)
+        play.tell()
+        return [episode.rollout for episode in play.episodes]
+
+
+def player(engine: Engine, environments: Environments | None, processor: Processor) -> Engine | Episodes:
+    """What samples rollouts: with --env episodes."""
+    return engine if environments is None else Episodes(engine, environments, processor)
+
+
+class Play(Responses):
+    """The episodes of one call of generate, as the engine sees them."""
+
+    def __init__(self, of: Episodes, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout):
+        self.player = of
+        self.environments = of.environments
+        self.cfg = of.environments.cfg
+        self.processor = of.processor
+        self.sampling = sampling
+        self.on_rollout = on_rollout
+        self.images: dict[str, Future] = {}  # each is resized and cut into patches once
+        self.changed = threading.Condition()
+        self.answers: list[tuple[int, Said | Failed | None]] = []  # by episode; None: it has begun
+        self.failed: list[Failed] = []
+        self.began = time.monotonic()
+        self.answered_at = self.began  # when the last answer came
+        self.waited = 0.0  # for environments, while others could have been sampled
+        rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
+        self.episodes = [Episode(i, rollout) for i, rollout in enumerate(rollouts)]
+        self.by_request = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
+        for episode in self.episodes:
+            self._ask(episode)
+
+    # --- what the engine calls ---
+
+    @property
+    def over(self) -> bool:
+        return all(episode.rollout.ended_by for episode in self.episodes)
+
+    def room(self, rollout: Rollout) -> int:
+        first = self.by_request[id(rollout)].rollout.prompt
+        limit = len(first.token_ids) + self.sampling.max_new_tokens
+        return limit - len(rollout.prompt.token_ids) - len(rollout.response)
+
+    def take(self, wait: float = 0.0) -> list[Rollout]:
+        if self.player.engine.interrupted():
+            for episode in self.episodes:
+                if not episode.rollout.ended_by:
+                    episode.rollout.ended_by = "length"
+                    close(episode.env, self.environments.told)
+        with self.changed:
+            self._be_patient(idle=wait > 0)
+            if not self.answers and wait and not self.over:
+                self.changed.wait(wait)
+            answers, self.answers = self.answers, []
+            answers += self._late({number for number, _ in answers})
+        ready = []
+        for number, answer in sorted(answers, key=lambda pair: pair[0]):
+            episode = self.episodes[number]
+            episode.thinks = False
+            if not episode.rollout.ended_by and (asked := self._answered(episode, answer)) is not None:
+                ready.append(asked)
+        return ready
+
+    def added(self, rollout: Rollout) -> None:
+        episode = self.by_request[id(rollout)]
+        own = episode.rollout
+        if rollout is not own:  # a turn that is a sequence of its own
+            rollout.ended_by = "response"
+            own.response += rollout.response
+            own.response_mask += rollout.response_mask
+            own.logprobs += rollout.logprobs
+            own.text, own.finish_reason = rollout.text, rollout.finish_reason
+        if self.player.separate:
+            ids = rollout.prompt.token_ids + rollout.response
+            own.separate.append(Turn(ids, len(rollout.response), len(own.prompt.images) + len(own.images)))
+        own.messages.append({"role": "assistant", "content": own.text})
+        self._ask(episode, own.text)
+
+    # --- the environment ---
+
+    def _ask(self, episode: Episode, response: str | None = None) -> None:
+        """Its answer to a response, or its beginning, comes to `answers` some time."""
+        episode.thinks, episode.began, episode.future = True, None, None
+        episode.asked_at = time.monotonic()
+
+        def call() -> Any:
+            if response is None:
+                episode.env = self.environments.make()
+                return episode.env.reset(copied(episode.rollout.prompt.example))
+            return episode.env.step(response)
+
+        def work() -> None:
+            episode.began = time.monotonic()
+            try:
+                said = call()
+            except CAUGHT as error:
+                self._answer(episode, self._failure(episode, error))
+                return
+            if inspect.isawaitable(said):
+                episode.future = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
+                read = partial(self._read, episode, response, episode.future.result)
+                episode.future.add_done_callback(lambda _: ANSWERING.submit(read))
+            else:
+                self._read(episode, response, lambda: said)
+
+        episode.job = ANSWERING.submit(work)
+
+    def _read(self, episode: Episode, response: str | None, said: Callable[[], Any]) -> None:
+        if episode.rollout.ended_by:  # it came too late
+            return
+        try:
+            answer = self._beginning(episode, said()) if response is None else self._said(episode, said())
+        except CAUGHT as error:
+            answer = self._failure(episode, error)
+        self._answer(episode, answer)
+
+    def _answer(self, episode: Episode, answer: "Said | Failed | None") -> None:
+        with self.changed:
+            self.answers.append((episode.number, answer))
+            self.answered_at = time.monotonic()
+            self.changed.notify_all()
+
+    def _failure(self, episode: Episode, error: BaseException) -> Failed:
+        return Failed("errors", type(error).__name__, f"raised {type(error).__name__}: {str(error):.300}", error)
+
+    def _beginning(self, episode: Episode, said: Any) -> None:
+        """An example's episodes must all begin as its prompt does: they are compared with each other."""
+        prompt = episode.rollout.prompt
+        messages, images = checked_start(said)
+        same = messages == list(prompt.shown.messages)
+        if images is not prompt.example.images:
+            same &= list(map(encoded, images)) == list(prompt.shown.images)
+        need(same, "reset says something else than before for the same example")
+
+    def _said(self, episode: Episode, said: Any) -> Said:
+        """An observation, checked, as tokens and patches."""
+        need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
+        from rewards.calls import checked
+
+        given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
+        rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
+        if said.done:  # its last words are for those who read the episode
+            last = checked_messages(said.messages) if said.messages else []
+            return Said([], [m | {"content": m["content"].replace(IMAGE_MARK, "")} for m in last], [], rewards, True)
+        messages = checked_messages(said.messages)
+        roles = [message["role"] for message in messages]
+        need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
+        if not any(IMAGE_MARK in message["content"] for message in messages) and isinstance(said.images, list | tuple):
+            messages[0]["content"] = IMAGE_MARK * len(said.images) + messages[0]["content"]
+        check_images(messages, said.images)
+        most = self.environments.images_per_turn
+        need(len(said.images) <= most, f"step returned {len(said.images)} images, more than images_per_turn = {most}")
+        special = self.processor.special_tokens_in(messages)
+        need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
+        images = [self._seen(image, episode.rollout.prompt.blank) for image in said.images]
+        ids = expanded(self.processor.continuation(messages), [patches for _, patches in images], self.processor)
+        return Said(ids, messages, images, rewards, False)
+
+    def _seen(self, image: Any, blank: bool) -> tuple[Image.Image, ImageInput]:
+        """As the model sees it; one that other episodes saw too is the same object."""
+        data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
+        key = f"{blank}{hashlib.sha1(data).hexdigest()}"
+        mine: Future = Future()
+        future = self.images.setdefault(key, mine)  # the first of all threads prepares it, the others wait
+        if future is mine:
+            try:
+                opened = decoded(image) if isinstance(image, bytes) else image.convert("RGB")
+                mine.set_result(seen(opened, self.processor, blank))
+            except BaseException as error:
+                mine.set_exception(error)
+        return future.result()
+
+    def _be_patient(self, idle: bool) -> None:
+        """Wait for environments that were just asked, see PATIENCE; with the lock held. While the engine is idle it
+        costs nothing, as long as some answer: they may be many."""
+        while self.environments.quick:
+            answered = {number for number, _ in self.answers}
+            thinking = [e for e in self.episodes if e.thinks and e.number not in answered]
+            if not thinking:
+                return
+            now = time.monotonic()
+            since = self.answered_at if idle else 0.0
+            left = PATIENCE - max(now - max(e.began or e.asked_at, since) for e in thinking)
+            left = min(left, PATIENCE + WAITS * (now - self.began) - self.waited)
+            if left <= 0:
+                self.environments.quick = False
+                told = f"environments answer more slowly than within {PATIENCE:g} s: nobody waits for them any more"
+                print(f"{told}, and a resumed run is not the same bit for bit", flush=True)
+                return
+            self.changed.wait(left)
+            self.waited += 0.0 if idle else time.monotonic() - now
+
+    def _late(self, answered: set[int]) -> list[tuple[int, Failed]]:
+        late = []
+        for e in self.episodes:
+            waits = e.thinks and e.began and e.number not in answered
+            if waits and time.monotonic() - e.began > self.cfg.env_timeout:
+                told = f"took longer than --env-timeout {self.cfg.env_timeout:g} s"
+                late.append((e.number, Failed("timeouts", "time-out", told)))
+                ANSWERING.give_up(e.job) if e.future is None else e.future.cancel()
+        return late
+
+    # --- an answer ---
+
+    def _answered(self, episode: Episode, answer: "Said | Failed | None") -> Rollout | None:
+        """What the engine is to add the next response to; None: the episode is over."""
+        r = episode.rollout
+        if answer is None:
+            return r
+        if isinstance(answer, Failed):
+            self._fail(episode, answer)
+            return None
+        r.discount = self.cfg.turn_gamma ** (r.turns - 1)
+        r.turn_rewards.append(r.discount * answer.rewards.get("reward", 0.0))
+        for name, value in answer.rewards.items():
+            r.earned[name] = r.earned.get(name, 0.0) + value
+        if answer.done:
+            r.messages += answer.messages
+        if answer.done or r.finish_reason == "length" or r.turns == self.cfg.max_turns:
+            self._end(episode, "length" if r.finish_reason == "length" else "done" if answer.done else "max_turns")
+            return None
+        images = [image for image, _ in answer.images]
+        patches = [patch for _, patch in answer.images]
+        asked = r
+        if self.player.separate:
+            messages = [*r.prompt.shown.messages, *r.messages, *answer.messages]
+            asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
+            self.by_request[id(asked)] = episode
+        if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
+            r.finish_reason = "length"
+            self._end(episode, "room")
+            return None
+        r.response += answer.tokens
+        r.response_mask += [False] * len(answer.tokens)
+        r.messages += answer.messages
+        r.pil_images += images
+        r.images += patches
+        r.turns += 1
+        asked.turns = r.turns
+        return asked
+
+    def _as_prompt(self, r: Rollout, messages: list[dict], pil_images: list, images: list[ImageInput]) -> Rollout:
+        """The next turn as the chat template writes all that was said."""
+        pil_images, images = r.prompt.pil_images + pil_images, r.prompt.images + images
+        messages = [m | {"content": self._plain(m)} if m["role"] == "assistant" else m for m in messages]
+        short_ids = self.processor.render(messages)
+        ids = expanded(short_ids, images, self.processor)
+        prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
+        return Rollout(prompt, r.sample, [], [], [], "", "")
+
+    def _plain(self, message: dict) -> str:
+        """What the policy said, where the template writes it anew: special tokens that it spelt stay text."""
+        text = message["content"]
+        for token in self.processor.special_tokens_in([message]):
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _end(self, episode: Episode, why: str) -> None:
+        episode.rollout.ended_by = why
+        close(episode.env, self.environments.told)
+        self.on_rollout(episode.rollout)
+
+    def _fail(self, episode: Episode, failed: Failed) -> None:
+        r = episode.rollout
+        grader_stats[f"episode/{failed.kind}"] += 1
+        failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.told} {failed.line}")
+        close(episode.env, self.environments.told)
+        if self.cfg.env_errors == "stop":
+            if isinstance(failed.error, UserError) or failed.error is None:
+                raise UserError(failed.line) from failed.error
+            failed.error.add_note(failed.line)
+            raise failed.error
+        self.failed.append(failed)
+        r.turn_rewards, r.earned = [], {}
+        r.ended_by = "error"
+        # one that failed before its first response has nothing that could be compared or trained on
+        r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
+
+    def tell(self) -> None:
+        """Of what failed: the first of each kind in full, then a line. UserError if nothing else ever happened."""
+        environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
+        if self.failed and ends == {"error"} and not environments.worked:
+            told = f"all {len(self.episodes)} of the first episodes failed, as {self.failed[0].line}"
+            raise UserError(f"{told}; mend the environment") from self.failed[0].error
+        environments.worked |= ends != {"error"}
+        if environments.worked and not environments.told_room and max(r.rollout.turns for r in self.episodes) == 1:
+            if ends <= {"length", "room", "error"}:
+                print("warning: no episode had room for a second turn; raise --max-new-tokens", flush=True)
+                environments.told_room = True
+        for failed in self.failed:
+            if failed.what not in self.environments.told_kinds:
+                self.environments.told_kinds.add(failed.what)
+                trace = "".join(traceback.format_exception(failed.error)) if failed.error else ""
+                go_on = f"The first failure of its kind; with --env-errors {self.cfg.env_errors} the run goes on"
+                print(f"{failed.line}\n{trace}{go_on}", file=sys.stderr, flush=True)
+        if self.failed:
+            kinds = Counter(failed.what for failed in self.failed).most_common(3)
+            kinds = ", ".join(f"{n} {what}" for what, n in kinds)
+            told = f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}"
+            print(told, file=sys.stderr, flush=True)
+
+
+def expanded(short_ids: Sequence[int], images: Sequence[ImageInput], processor: Processor) -> list[int]:
+    """Each placeholder as the image tokens of its image."""
+    ids: list[int] = []
+    following = iter(images)
+    for token in short_ids:
+        ids += [token] * (next(following).n_tokens if token == processor.image_token_id else 1)
+    return ids

@@ -1,0 +1,169 @@
+"""A calculator: `<calc>12*(3+4)</calc>` is answered with 84. For rows of any task; a response without a call ends the
+episode.
+
+Nothing here hands the policy's text to Python: it is read by the parser that grades geometry, to 80 digits, under its
+limits on length, depth and magnitude.
+
+The toy: two numbers of two digits in an image, to be multiplied or added; the policy reads, the environment reckons.
+"""
+
+import decimal
+import random
+import re
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from envs import Environment, Observation, call_in, with_instruction
+from errors import need
+from prepare_data import MARK, Example, decode_image
+from reward import SPECIAL_TOKEN, extract_boxed, register, weighted
+from tasks.geometry import (
+    CONTEXT,
+    POINTS,
+    Expression,
+    NeedsAlgebra,
+    Refused,
+    Unreadable,
+    answerable,
+    normalise,
+    same_answer,
+)
+from tasks.shapes import CELL, SALT, Scene, boxed, in_split, only_box, png, rows_of
+
+INSTRUCTION = (
+    "You have a calculator: write <calc>12*(3+4)/sqrt(2)</calc>, and you will be told the value. When you know the "
+    r"answer, state it in \boxed{}."
+)
+DIGITS = 12  # of a value that is told
+PLAIN = re.compile(r"[\s$]*[-+\u2212]?[0-9][0-9,\s]*(\.[0-9]+)?[\s$]*\.?")
+
+
+@register("calculator", answerable=answerable)
+def calculator(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """0.9 * accuracy + 0.1 * format of the last response: the value as geometry's answers are compared, and a box.
+    Where the truth is a number the answer must be one too: an expression was not reckoned."""
+    found = extract_boxed(response)
+    reckoned = found is not None and (PLAIN.fullmatch(found) or not PLAIN.fullmatch(example.ground_truth))
+    accuracy = reckoned and same_answer(found, example.ground_truth)
+    return weighted(accuracy, found is not None and only_box(response, found))
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def value_of(text: str) -> Decimal:
+    """To 80 digits. Raises Unreadable, or a decimal.DecimalException if it has no value that is not too large."""
+    if SPECIAL_TOKEN.search(text):
+        raise Unreadable("a special token")
+    with decimal.localcontext(CONTEXT):
+        expression = Expression(normalise(text), POINTS[0])
+        value = expression.sum()
+        expression.expect("")
+    if expression.letters:
+        raise NeedsAlgebra("letters")
+    return value
+
+
+def in_digits(value: Decimal) -> str:
+    """Rounded to DIGITS digits, without an exponent where it is short."""
+    with decimal.localcontext(CONTEXT, prec=DIGITS):
+        value = (+value).normalize()
+        return f"{value:f}" if -DIGITS <= value.adjusted() < DIGITS else str(value)
+
+
+def calculate(text: str) -> tuple[str, str]:
+    """(the value, ""), or ("", what is wrong), which repeats nothing of the text."""
+    try:
+        return in_digits(value_of(text)), ""
+    except (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError):
+        return "", "That is too long or too large."
+    except decimal.DecimalException:
+        return "", "That has no value."
+    except Unreadable:
+        return "", "That is no arithmetic: use numbers, + - * / ^ sqrt( ) and brackets."
+
+
+# --- environment --------------------------------------------------------------------------------------------------
+
+
+class Calculator(Environment):
+    """cost: of a calculation, taken from the reward."""
+
+    def __init__(self, cost: float = 0.0):
+        good = isinstance(cost, int | float) and 0 <= cost <= 1
+        need(good, f"--env-settings cost={cost}: give a number from 0 to 1")
+        self.cost = cost
+
+    def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
+        return with_instruction(example.messages, INSTRUCTION, "<calc>"), example.images
+
+    def step(self, response: str) -> Observation:
+        call, wrong = call_in(response, "calc")
+        if call is None and not wrong:
+            return Observation(done=True)
+        value, wrong = ("", wrong) if call is None else calculate(call)
+        return Observation(value or wrong, reward=-self.cost)
+
+
+# --- toy ----------------------------------------------------------------------------------------------------------
+
+TOY_INSTRUCTION = r"<calc>1+2</calc> tells. Answer in \boxed{}."
+QUESTIONS = {"product": ("What is the top times the bottom?", "*"), "sum": ("What is the top plus the bottom?", "+")}
+USUAL = {"product": boxed("2000"), "sum": boxed("100")}
+ENV = {"max_turns": 2}  # of demo.py
+DEMO = {"see_steps": 450, "habit_steps": 30, "images": 24, "questions": 2, "steps": 25, "eval_every": 5}
+# The seven strokes of a digit, from the top, clockwise, then the middle one: (left, top, right, bottom) in its cell
+STROKES = ((8, 4, 19, 6), (17, 4, 19, 14), (17, 14, 19, 23), (8, 21, 19, 23), (8, 14, 10, 23), (8, 4, 10, 14))
+STROKES += ((8, 13, 19, 15),)
+SHOWN = ("012345", "12", "01346", "01236", "1256", "02356", "023456", "012", "0123456", "012356")  # of 0 to 9
+
+
+def draw_number(draw: ImageDraw.ImageDraw, number: int, row: int, ink: int) -> None:
+    for column, digit in enumerate(f"{number:02}"):
+        for stroke in SHOWN[int(digit)]:
+            left, top, right, bottom = STROKES[int(stroke)]
+            place = (column * CELL + left, row * CELL + top, column * CELL + right, row * CELL + bottom)
+            draw.rectangle(place, fill=(ink,) * 3)
+
+
+def read_number(image: Image.Image, row: int) -> int:
+    """What `draw_number` drew: a stroke that is shown is dark half way along."""
+    digits = ""
+    for column in range(2):
+        middles = [((left + right) // 2, (top + bottom) // 2) for left, top, right, bottom in STROKES]
+        shades = [image.getpixel((column * CELL + x, row * CELL + y))[0] for x, y in middles]
+        digits += str(SHOWN.index("".join(str(i) for i, shade in enumerate(shades) if shade < 128)))
+    return int(digits)
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless numbers, one above the other, no image in two splits."""
+    rng = random.Random(f"calculator/{SALT[split]}/{seed}")
+    while True:
+        top, bottom = (rng.randint(12, 99) for _ in range(2))
+        image = Image.new("RGB", (2 * CELL, 2 * CELL), tuple(rng.randint(215, 255) for _ in range(3)))
+        for row, number in enumerate((top, bottom)):
+            draw_number(ImageDraw.Draw(image), number, row, rng.randint(0, 60))
+        data = png(image)
+        if in_split(data, split):
+            truths = {"product": str(top * bottom), "sum": str(top + bottom)}
+            asked = [(kind, f"{MARK}{TOY_INSTRUCTION} {QUESTIONS[kind][0]}") for kind in QUESTIONS]
+            yield [data], [(kind, prompt, boxed(truths[kind]), truths[kind]) for kind, prompt in asked]
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows in the on-disk format, the types in turn, one question to an image."""
+    need(split in SALT, f"--split {split!r}: calculator has {', '.join(SALT)}")
+    return rows_of("calculator", n, split, seed, scenes(split, seed), tuple(QUESTIONS))
+
+
+def expert(example: Example, responses: Sequence[str], observations: Sequence[str]) -> str:
+    """The perfect next response to a toy: reads the numbers, has them reckoned, and repeats the value."""
+    if observations:
+        return boxed(observations[-1])
+    image = decode_image(example.images[0])
+    [sign] = [sign for asked, sign in QUESTIONS.values() if asked in example.messages[-1]["content"]]
+    return f"<calc>{read_number(image, 0)}{sign}{read_number(image, 1)}</calc>"

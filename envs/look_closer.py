@@ -1,0 +1,221 @@
+"""Look closer: the image is shown small, and parts of it larger to who asks for them. For rows of any task with images.
+
+`<look>top left</look>` or `<look>0.1 0.2 0.6 0.7</look>` (left, top, right, bottom, of 1) is answered with that part,
+cut from the original; a response without a call ends the episode.
+
+The toy: four frames, one of them coloured, each around four patterns that are half black in every block of 4 by 4
+pixels. The small view, a quarter as wide, shows even grey: the same bytes, whatever the patterns are.
+"""
+
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
+
+from PIL import Image
+
+from envs import Environment, Observation, call_in, with_instruction
+from errors import UserError, need
+from prepare_data import MARK, Example, decode_image
+from reward import register
+from sources.images import MAX_ASPECT
+from tasks.shapes import COLOURS, SALT, Scene, boxed, in_split, png, rows_of
+from tasks.vqa import answerable, vqa
+
+
+def instruction(scale: int) -> str:
+    """`scale`: see LookCloser."""
+    box = " ".join(f"{scale * tenths / 10:g}" for tenths in (1, 2, 6, 7))
+    return (
+        f"Images are shown small. To see a part of one larger, write <look>top left</look>, or a box such as "
+        f"<look>{box}</look> (left, top, right, bottom, from 0 to {scale}; <look>2: {box}</look> in the second image). "
+        r"When you know the answer, state it in \boxed{}."
+    )
+
+
+INSTRUCTION = instruction(1)
+AGAIN = "Look again or answer."
+
+
+@register("look_closer", answerable=answerable)
+def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, float]:
+    """Of the last response, as visual questions are graded."""
+    return vqa(response, example, finish_reason)
+
+
+# --- what is asked for --------------------------------------------------------------------------------------------
+
+Box = tuple[Fraction, Fraction, Fraction, Fraction]  # left, top, right, bottom, from 0 to 1
+MAX_CALL_CHARS = 200
+PLACES = {"top": "top upper", "bottom": "bottom lower", "left": "left", "right": "right", "": "centre center middle"}
+PLACES = {word: place for place, words in PLACES.items() for word in words.split()}
+PLACE = re.compile("|".join(PLACES))
+FILLERS = set("the of image quadrant corner half part side".split())
+HALVES = {"top": (0, 1), "left": (0, 1), "bottom": (1, 2), "right": (1, 2)}  # of two
+NUMBER = re.compile(r"([+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(%?)")
+NO_PLACE = (
+    "There is no such place. Name a quadrant such as top left, or a box of four numbers: left, top, right, bottom."
+)
+
+
+def named_box(text: str) -> Box:
+    """Of `top left`, `the right half`, `centre`: UserError if it names no place."""
+    places = [PLACES[word] for word in PLACE.findall(text)]
+    rest = set(re.findall("[^ _-]+", PLACE.sub(" ", text)))
+    up, across = ([place for place in places if place in axis] for axis in (("top", "bottom"), ("left", "right")))
+    need(places and rest <= FILLERS and len(places) <= 2 and max(len(up), len(across)) <= 1, NO_PLACE)
+    # what is not said is all of it; or its middle half, as in `centre left`
+    other = (Fraction(1, 4), Fraction(3, 4)) if "" in places else (Fraction(0), Fraction(1))
+    (top, bottom), (left, right) = (
+        tuple(Fraction(end, 2) for end in HALVES[axis[0]]) if axis else other for axis in (up, across)
+    )
+    return left, top, right, bottom
+
+
+def read_box(text: str, scale: int = 1) -> Box:
+    """Where a call asks to look; `scale` is what its numbers call the right and lower edge. What lies outside of the
+    image is cut off. UserError that tells the policy what is wrong; it repeats nothing of the text."""
+    need(len(text) <= MAX_CALL_CHARS, f"That is too long. {NO_PLACE}")
+    text = " ".join(text.lower().split())
+    if not re.search("[0-9]", text):
+        return named_box(text)
+    items = [NUMBER.fullmatch(item) for item in re.split("[ ,;]+", text.strip("()[]{} "))]
+    need(all(items) and len(items) == 4, NO_PLACE)
+    ends = [Fraction(item[1]) / (100 if item[2] else scale) for item in items]
+    left, top, right, bottom = (min(max(end, Fraction(0)), Fraction(1)) for end in ends)
+    need(left < right and top < bottom, f"That box is empty: left < right and top < bottom, from 0 to {scale}.")
+    return left, top, right, bottom
+
+
+def read_call(text: str, images: int, scale: int = 1) -> tuple[int, Box]:
+    """(which image, from 0; where in it) of `top left` or `2: top left`."""
+    number, colon, rest = text[: MAX_CALL_CHARS + 1].rpartition(":")
+    number = number.lower().replace("image", "").strip()
+    known = not colon or (re.fullmatch("[0-9]{1,4}", number) and 1 <= int(number) <= images)
+    need(known, f"There is no such image; there are {images}, from 1.")
+    return int(number) - 1 if colon else 0, read_box(rest if colon else text, scale)
+
+
+def cut(image: Image.Image, box: Box) -> Image.Image:
+    """The pixels of which a box has some part. UserError if no model could be shown them."""
+    (left, top, right, bottom), (width, height) = box, image.size
+    edges = int(left * width), int(top * height), math.ceil(right * width), math.ceil(bottom * height)
+    part = image.crop(edges)
+    need(max(part.size) < MAX_ASPECT * min(part.size), "That box is too thin; ask for a wider one.")
+    return part
+
+
+def fit(image: Image.Image, longest: int) -> Image.Image:
+    """At most so many pixels a side, each the mean of those that it stands for; never larger than it was."""
+    long = max(image.size)
+    size = tuple(-(-side * longest // long) for side in image.size)  # rounded up: no thinner than the image
+    return image if long <= longest else image.resize(size, Image.Resampling.BOX)
+
+
+original = lru_cache(8)(decode_image)  # the samples of a group look at the same images
+
+
+# --- environment --------------------------------------------------------------------------------------------------
+
+
+class LookCloser(Environment):
+    """view, crop: the longer side of what is shown at first and of a part, pixels; scale: what boxes call the right and
+    lower edge, such as 1000; cost: of a look, taken from the reward."""
+
+    def __init__(self, view: int = 448, crop: int = 448, scale: int = 1, cost: float = 0.0):
+        for name, value in {"view": view, "crop": crop, "scale": scale}.items():
+            need(type(value) is int and value > 0, f"--env-settings {name}={value}: give a whole number above 0")
+        good = isinstance(cost, int | float) and 0 <= cost <= 1
+        need(good, f"--env-settings cost={cost}: give a number from 0 to 1")
+        self.view, self.crop, self.scale, self.cost = view, crop, scale, cost
+        self.images: Sequence[bytes] = ()
+
+    def reset(self, example: Example) -> tuple[list[dict[str, str]], list[Image.Image]]:
+        need(len(example.images) > 0, f"row {example.uid!r} has no image, and --env look_closer shows images")
+        self.images = example.images
+        views = [fit(original(data), self.view) for data in example.images]
+        return with_instruction(example.messages, instruction(self.scale), "<look>"), views
+
+    def step(self, response: str) -> Observation:
+        call, wrong = call_in(response, "look")
+        if call is None and not wrong:
+            return Observation(done=True)
+        try:
+            need(call is not None, wrong)
+            which, box = read_call(call, len(self.images), self.scale)
+            part = cut(original(self.images[which]), box)
+        except UserError as error:
+            return Observation(f"{error} {AGAIN}", reward=-self.cost)
+        return Observation(f"{MARK}{AGAIN}", [fit(part, self.crop)], reward=-self.cost)
+
+
+# --- toy ----------------------------------------------------------------------------------------------------------
+
+WIDTH = 2  # pixels, of a stripe; the view has one for four
+CELL = 14 * WIDTH  # pixels, four of them in a quadrant: the patterns stand in the order of reading
+FRAME = 4 * WIDTH  # pixels
+PATTERNS = ("rows", "columns", "diagonals", "checks")
+QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
+TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
+QUESTION = "What is in the coloured frame?"
+GREY = (128, 128, 128)  # the other frames
+USUAL = {"patterns": boxed("rows rows rows rows")}
+ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
+DEMO = {"see_steps": 150, "habit_steps": 40, "images": 32, "lazy": 0.9, "steps": 25, "eval_every": 5}
+
+
+@cache
+def ink(pattern: str) -> Image.Image:
+    """Where it is black: half of each block of 2 by 2 WIDTHs."""
+    mask = Image.new("1", (CELL - FRAME,) * 2)
+    for x, y in product(range(mask.width), repeat=2):
+        squares = WIDTH * (x // WIDTH + y // WIDTH)
+        along = {"rows": y, "columns": x, "diagonals": x + y, "checks": squares}[pattern]
+        mask.putpixel((x, y), along % (2 * WIDTH) < WIDTH)
+    return mask
+
+
+def draw_frame(rng: random.Random, colour: tuple[int, int, int], patterns: Sequence[str]) -> Image.Image:
+    """A quadrant: four patterns, as dark and as light as each other, in a frame."""
+    image = Image.new("RGB", (2 * CELL, 2 * CELL), colour)
+    dark, light = (rng.randint(0, 40),) * 3, (rng.randint(215, 255),) * 3
+    for i, pattern in enumerate(patterns):
+        left, top = (CELL if second else FRAME for second in (i % 2, i // 2))
+        image.paste(light, (left, top, left + CELL - FRAME, top + CELL - FRAME))
+        image.paste(dark, (left, top), ink(pattern))
+    return image
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless frames, no image in two splits."""
+    rng = random.Random(f"look_closer/{SALT[split]}/{seed}")
+    prompt = f"{MARK}{TOY_INSTRUCTION} {QUESTION}"
+    while True:
+        image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
+        found = [rng.choices(PATTERNS, k=4) for _ in range(4)]
+        for i, patterns in enumerate(found):
+            colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else GREY
+            image.paste(draw_frame(rng, colour, patterns), (2 * CELL * (i % 2), 2 * CELL * (i // 2)))
+        data, truth = png(image), " ".join(found[asked])
+        if in_split(data, split):
+            yield [data], [("patterns", prompt, boxed(truth), truth)]
+
+
+def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+    """n rows in the on-disk format, of different images."""
+    need(split in SALT, f"--split {split!r}: look_closer has {', '.join(SALT)}")
+    return rows_of("look_closer", n, split, seed, scenes(split, seed), ["patterns"])
+
+
+def expert(example: Example, responses: Sequence[str], observations: Sequence[Mapping[str, str] | str]) -> str:
+    """The perfect next response to a toy: finds the frame in the original, looks there, answers."""
+    if responses:
+        return boxed(example.ground_truth)
+    image = original(example.images[0])
+    found = [image.getpixel((2 * CELL * (i % 2), 2 * CELL * (i // 2))) for i in range(4)]
+    [place] = [place for place, colour in zip(QUADRANTS, found, strict=True) if colour != GREY]
+    return f"<look>{place}</look>"

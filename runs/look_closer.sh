@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Does RL learn to use a tool? look_closer's demo on three seeds, and what the best policy without the tool could earn.
+# Writes out/look_closer/table.md and curve.png. CPU, two processes, two to three minutes a seed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+out=${OUT:-out/look_closer}
+mkdir -p "$out"
+for seed in 0 1 2; do
+    [ -f "$out/seed$seed/summary.json" ] && continue
+    echo "seed $seed: see $out/seed$seed.log"
+    python demo.py run --task look_closer --seed "$seed" --out "$out/seed$seed" > "$out/seed$seed.log" 2>&1
+done
+python - "$out" <<'PY' | tee "$out/table.md"
+import json, sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from envs.look_closer import scenes
+
+out = Path(sys.argv[1])
+# What is shown at first is the same bytes whatever the answer is, so without a look the best is one answer to all
+truths = Counter(asked[0][3] for _, asked in islice(scenes("test", 0), 400))
+blind = truths.most_common(1)[0][1] / 400
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+print("| seed | accuracy before RL, greedy | after | sampled, first step → last | episodes that look | tokens an episode |")
+print("|---|--:|--:|--:|--:|--:|")
+for seed in range(3):
+    summary = json.loads((out / f"seed{seed}" / "summary.json").read_text())
+    rows = [json.loads(line) for line in (out / f"seed{seed}" / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "reward/accuracy" in row]
+    steps = [row["step"] for row in rows]
+    accuracy, looks = ([row[name] - less for row in rows] for name, less in (("reward/accuracy", 0), ("episode/turns", 1)))
+    axes[0].plot(steps, accuracy, label=f"seed {seed}")
+    axes[1].plot(steps, looks)
+    tokens = [row["response/tokens"] for row in (rows[0], rows[-1])]
+    print(f"| {seed} | {summary['accuracy_before']:.4f} | **{summary['accuracy_after']:.3f}** | {accuracy[0]:.3f} → "
+          f"{accuracy[-1]:.3f} | {looks[0]:.2f} → {looks[-1]:.2f} | {tokens[0]:.1f} → {tokens[1]:.1f} |")
+print(f"\nthe best policy that never looks: {blind:.4f}")
+axes[0].axhline(blind, color="grey", linestyle="--", label="best without a look")
+for axis, title in zip(axes, ("accuracy of sampled episodes", "share of episodes that look"), strict=True):
+    axis.set(title=title, xlabel="RL step", ylim=(-0.02, 1.02))
+    axis.grid(alpha=0.3)
+axes[0].legend(frameon=False)
+figure.tight_layout()
+figure.savefig(out / "curve.png", dpi=110)
+PY

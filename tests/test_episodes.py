@@ -1,0 +1,546 @@
+"""Episodes: tokens, positions, images and rewards of turns, over engines, packing and the update."""
+
+import asyncio
+import collections
+import copy
+import itertools
+import math
+import random
+import re
+import threading
+import time
+
+import pytest
+import torch
+from PIL import Image
+
+import envs._play
+import grpo
+import model as M
+import rollout
+from engines.hf import HFEngine
+from envs._play import Environments, Episodes, load_environments
+from errors import UserError
+from packing import Packer, token_batch
+from prepare_data import Example
+from reward import RewardConfig, Rewards, grader_stats
+from rollout import EnvConfig, Environment, Observation, Prompt, Rollout, Sampling, make_prompts
+from tasks.shapes import png
+
+CPU = torch.device("cpu")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
+
+def environments(kind, **settings):
+    """Environments of a class of this file."""
+    return Environments(EnvConfig(env="here", **settings), kind)
+
+
+class Scripted(Environment):
+    """By the first character of a row's truth: how many turns; images in any of them."""
+
+    images_per_turn = 2
+
+    def reset(self, example):
+        self.turns, self.rng, self.turn = int(example.ground_truth), random.Random(example.uid), 0
+        return example.messages, example.images
+
+    def step(self, response):
+        self.turn += 1
+        n_images = self.rng.choice([0, 1, 2])
+        images = [noise(self.rng, 28 * self.rng.randint(1, 3), 28 * self.rng.randint(1, 3)) for _ in range(n_images)]
+        text = "<image>".join(["see"] + [f"this {self.rng.randint(0, 99)}"] * n_images)
+        return Observation(text, images, reward=self.turn / 8, done=self.turn == self.turns)
+
+
+def noise(rng, width, height):
+    return Image.frombytes("RGB", (width, height), bytes(rng.randrange(256) for _ in range(3 * width * height)))
+
+
+def examples_of(turns, n_images=1):
+    rng = random.Random(0)
+    made = []
+    for i, n in enumerate(turns):
+        images = [noise(rng, 56, 84) for _ in range(n_images)]
+        fields = {"data_source": "shapes", "ground_truth": str(n), "extra": {}}
+        messages = [{"role": "user", "content": "<image>" * n_images + f"What is it? {i}"}]
+        made.append(Example(f"u{i}", messages=messages, images=[png(image) for image in images], **fields))
+    return made
+
+
+def often(processor):
+    """A processor with so many end tokens that a random toy ends its responses."""
+    processor = copy.copy(processor)
+    processor.eos_ids = sorted({*processor.eos_ids, *range(0, 256, 6)})
+    return processor
+
+
+def play(loaded, family, turns, n=2, tokens=400, kind=Scripted, n_images=1, engine=None, **settings):
+    hf, processor = loaded[family]
+    processor = often(processor)
+    envs = environments(kind, **{"max_turns": 5, **settings})
+    prompts = make_prompts(examples_of(turns, n_images), processor, opened=envs.opened)
+    engine = engine or HFEngine(hf, processor, CPU)
+    engine.processor = processor
+    return Episodes(engine, envs, processor).generate(prompts, n, Sampling(tokens, seed=1)), processor
+
+
+def turn_by_turn(hf, processor, r, temperature=1.0):
+    """Log-probabilities of what the policy produced by transformers' own forwards, one for each turn, with its own
+    positions and masks, over all that came before."""
+    banned = processor.banned(hf.config.text_config.vocab_size)
+    out, start = [], len(r.prompt.token_ids)
+    whole = r.prompt.token_ids + r.response
+    images = r.prompt.images + r.images
+    stretches = [(produced, len(list(of))) for produced, of in itertools.groupby(r.response_mask)]
+    for produced, length in stretches:
+        end = start + length
+        if produced:
+            ids = torch.tensor([whole[:end]])
+            taken, n_image_tokens = [], int((ids == processor.image_token_id).sum())
+            for image in images:
+                if sum(i.n_tokens for i in taken) < n_image_tokens:
+                    taken.append(image)
+            more = {"mm_token_type_ids": (ids == processor.image_token_id).int()}
+            if taken:
+                more["pixel_values"] = torch.cat([image.pixel_values for image in taken])
+                more["image_grid_thw"] = torch.tensor([image.grid_thw for image in taken])
+            hf.model.rope_deltas = None
+            hidden = hf.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more)[0][0]
+            logits = hidden[start - 1 : end - 1] @ hf.get_output_embeddings().weight.t() / temperature
+            logits = logits.index_fill(1, banned, -torch.inf)
+            out.append(logits.log_softmax(-1).gather(1, ids[0, start:end, None])[:, 0])
+        start = end
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_episodes_are_turn_by_turn_forwards(family, loaded):
+    """Of 1 to 5 turns with images in any of them, packed together; values, the engine's values, and gradients."""
+    compare_with_turn_by_turn(loaded, family)
+
+
+def compare_with_turn_by_turn(loaded, family, engine=None, tolerance=1e-5):
+    hf, _ = loaded[family]
+    rollouts, processor = play(loaded, family, [1, 2, 3, 4, 5, 5], engine=engine)
+    assert sorted({r.turns for r in rollouts}) == [1, 2, 3, 4, 5] and {r.ended_by for r in rollouts} == {"done"}
+    assert sum(len(r.images) for r in rollouts) > 10 and any(0 < len(r.images) < r.turns for r in rollouts)
+    policy = M.Policy(hf, processor, train_vision="all")
+    micros = Packer(100_000, processor.image_token_id).pack(rollouts)
+    tokens = token_batch(rollouts)
+    weights = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    logp_N = torch.zeros(len(tokens))
+    policy.zero_grad()
+    for micro in micros:
+        out = policy(micro)
+        logp_N[micro.token_index_K] = out.logp_K.detach()
+        (out.logp_K * weights[micro.token_index_K]).sum().backward()
+    packed = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    separate = torch.cat([turn_by_turn(hf, processor, r) for r in rollouts])
+    (separate * weights).sum().backward()
+    gap = (logp_N - separate).detach().abs()
+    # a recurrence is cut into chunks elsewhere here than there, which rounds otherwise
+    assert gap.mean() < 1e-6 and gap.max() < (1e-5 if family == "qwen3_5" else 2e-6)
+    assert (tokens.rollout_logps - separate).abs().max() < tolerance
+    norm = math.sqrt(sum((g.double() ** 2).sum() for g in packed.values()))
+    for name, p in hf.named_parameters():
+        if p.grad is not None:
+            assert (p.grad - packed[name]).norm() < 1e-5 * norm, name
+    policy.zero_grad(set_to_none=True)
+
+
+def test_an_episode_is_what_was_sampled_and_what_the_template_writes_in_between(loaded):
+    """Where text and tokens are the same, all of it is what the template makes of the conversation."""
+    rollouts, processor = play(loaded, "qwen2_5_vl", [2, 3, 4])
+    for r in rollouts:
+        policy = [m["content"] for m in r.messages if m["role"] == "assistant"]
+        assert len(policy) == r.turns and policy[-1] == r.text and len(r.messages) == 2 * r.turns
+        r.messages.pop()  # what is said at the end is for readers
+        written, ids = [], iter(r.response)
+        for produced, of in itertools.groupby(r.response_mask):
+            stretch = list(itertools.islice(ids, len(list(of))))
+            written += ["SAID\n"] if produced else [processor.tokenizer.decode(stretch)]
+        expected = processor.template([*r.prompt.example.messages, *said_as(r.messages, "SAID\n")])
+        expected = expected.split("<|im_start|>assistant\n", 1)[1].replace("SAID\n<|im_end|>", "SAID\n")
+        pads = iter([image.n_tokens for image in r.images])
+        expected = re.sub(r"<\|image_pad\|>", lambda _, pads=pads: "<|image_pad|>" * next(pads), expected)
+        assert "".join(written) == expected.removesuffix("\n<|im_start|>assistant\n")
+        assert r.logprobs and len(r.logprobs) == sum(r.response_mask) and len(r.response) == len(r.response_mask)
+
+
+def said_as(messages, text):
+    return [m | {"content": text} if m["role"] == "assistant" else m for m in messages]
+
+
+# --- templates that rewrite what was said before ---
+
+DROPS_THOUGHTS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and loop.last == false %}{% for part in message['content'] %}"
+    "{{ part['text'].split('</think>')[-1].lstrip('\n') }}{% endfor %}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(loaded):
+    hf, plain = loaded["qwen2_5_vl"]
+    assert not plain.rewrites_history()
+    processor = often(plain)
+    processor.tokenizer = copy.deepcopy(plain.tokenizer)
+    processor.tokenizer.chat_template = DROPS_THOUGHTS
+    assert processor.rewrites_history()
+    envs = environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([1, 3, 4]), processor, opened=envs.opened)
+    rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400, seed=1))
+    assert {r.ended_by for r in rollouts} == {"done"}
+    policy = M.Policy(hf, processor)
+    tokens = token_batch(rollouts)
+    logp_N = torch.zeros(len(tokens))
+    for micro in Packer(100_000, processor.image_token_id).pack(rollouts):
+        logp_N[micro.token_index_K] = policy(micro).logp_K.detach()
+    separate = []
+    for r in rollouts:
+        assert len(r.separate) == r.turns == int(r.prompt.example.ground_truth)
+        assert sum(turn.n_sampled for turn in r.separate) == sum(r.response_mask)
+        said = [token for token, produced in zip(r.response, r.response_mask, strict=True) if produced]
+        for k, turn in enumerate(r.separate):
+            before = [*r.prompt.example.messages, *r.messages[: 2 * k]]
+            for i, message in enumerate(before):  # special tokens among what was sampled are text there
+                for token in processor.special_tokens_in([message]) if message["role"] == "assistant" else []:
+                    before[i] = before[i] | {"content": before[i]["content"].replace(token, f"< {token[1:]}")}
+            ids, pads = [], iter((r.prompt.images + r.images)[: turn.n_images])
+            for token in processor.render(before):
+                ids += [token] * (next(pads).n_tokens if token == processor.image_token_id else 1)
+            assert turn.ids == ids + said[: turn.n_sampled]
+            said = said[turn.n_sampled :]
+            alone = Rollout(r.prompt, 0, turn.ids[len(ids) :], [True] * turn.n_sampled, [], "", "")
+            alone.prompt = Prompt("x", ids, (r.prompt.images + r.images)[: turn.n_images], None, [], [])
+            separate.append(turn_by_turn(hf, processor, alone).detach())
+    assert (logp_N - torch.cat(separate)).abs().max() < 2e-6
+    assert (tokens.rollout_logps - torch.cat(separate)).abs().max() < 1e-5
+
+
+# --- limits ---
+
+
+def test_a_limit_on_tokens_never_cuts_what_an_environment_says(loaded):
+    ended = collections.Counter()
+    for tokens in range(12, 60, 3):
+        rollouts, processor = play(loaded, "qwen2_5_vl", [5, 5, 5], tokens=tokens)
+        for r in rollouts:
+            ended[r.ended_by] += 1
+            assert len(r.response) <= tokens and r.response_mask[-1]
+            assert r.finish_reason == ("length" if r.ended_by in ("room", "length") else "stop")
+            n_pads = (r.prompt.token_ids + r.response).count(processor.image_token_id)
+            assert n_pads == sum(image.n_tokens for image in r.prompt.images + r.images)
+            if r.ended_by == "length":
+                assert len(r.response) == tokens
+        Packer(10_000, processor.image_token_id).pack(rollouts)
+    assert ended.keys() == {"room", "length"} and min(ended.values()) > 5
+    rollouts, _ = play(loaded, "qwen2_5_vl", [5, 1], max_turns=3)
+    assert [(r.turns, r.ended_by) for r in rollouts[::2]] == [(3, "max_turns"), (1, "done")]
+    assert rollouts[0].turn_rewards == [1 / 8, 2 / 8, 3 / 8]  # the last turn is rewarded too
+
+
+def test_rewards_of_turns_are_discounted(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3], n=1, turn_gamma=0.5)
+    [r] = rollouts
+    assert r.turn_rewards == [1 / 8, 0.5 * 2 / 8, 0.25 * 3 / 8] and r.discount == 0.25 and r.earned == {"reward": 6 / 8}
+    fields = {"reward_workers": 0, "reward_errors": "stop"}
+    played = Rewards(RewardConfig(**fields), played=True)
+    r.prompt.example.extra["answer_type"] = "count"
+    r.text = r"\boxed{3}"  # shapes' own reward of this is 1
+    [result] = played.begin(0).results([r])
+    assert result["reward"] == pytest.approx(0.25 + 1 / 8 + 1 / 8 + 3 / 32)
+    assert result["environment"] == pytest.approx(1 / 8 + 1 / 8 + 3 / 32) and result["accuracy"] == 1
+
+
+def test_gae_passes_over_the_environment_and_pays_each_turn_at_its_end(loaded):
+    """Against one token at a time."""
+    rollouts, _ = play(loaded, "qwen2_5_vl", [1, 3, 4], turn_gamma=0.9)
+    tokens = token_batch(rollouts)
+    generator = torch.Generator().manual_seed(0)
+    tokens.values = torch.randn(len(tokens), generator=generator)
+    totals = torch.randn(len(rollouts), generator=generator).double()
+    algo = grpo.Algorithm(adv="gae", gamma=0.97, lam=0.8, norm_std="none", critic="head", group_size=2)
+    counted = torch.ones(len(rollouts), dtype=torch.bool)
+    found, returns = grpo.advantages(totals.view(-1, 2), totals.view(-1, 2), tokens, counted, algo, 0.0)
+    row = 0
+    for r, total in zip(rollouts, totals.tolist(), strict=True):
+        rewards, turn = [], 0
+        for i, produced in enumerate(r.response_mask):
+            if produced:
+                ends = i + 1 == len(r.response_mask) or not r.response_mask[i + 1]
+                rewards.append(r.turn_rewards[turn] if ends else 0.0)
+                turn += ends
+        assert turn == len(r.turn_rewards) == r.turns
+        rewards[-1] += total - sum(r.turn_rewards)
+        advantage = 0.0
+        for t in reversed(range(len(rewards))):
+            value = tokens.values[row + t].item()
+            following = tokens.values[row + t + 1].item() if t + 1 < len(rewards) else 0.0
+            advantage = rewards[t] + 0.97 * following - value + 0.97 * 0.8 * advantage
+            assert found[row + t].item() == pytest.approx(advantage, abs=1e-6)
+            assert returns[row + t].item() == pytest.approx(advantage + value, abs=1e-6)
+        row += len(rewards)
+    assert row == len(tokens)
+
+
+# --- environments that are slow, or fail ---
+
+
+class Slow(Scripted):
+    seconds = 0.0
+
+    def step(self, response):
+        if self.example.uid == "u0":
+            time.sleep(self.seconds)
+        return super().step(response)
+
+    def reset(self, example):
+        self.example = example
+        return super().reset(example)
+
+
+class SlowAsync(Slow):
+    async def step(self, response):
+        if self.example.uid == "u0":
+            await asyncio.sleep(self.seconds)
+        return Scripted.step(self, response)
+
+    async def reset(self, example):
+        return Slow.reset(self, example)
+
+
+@pytest.mark.parametrize("kind", [Slow, SlowAsync])
+def test_one_that_sleeps_holds_nobody(kind, loaded, monkeypatch):
+    """Of 32 episodes one sleeps in every turn: the others are over when they would be without it."""
+    hf, plain = loaded["qwen2_5_vl"]
+    processor = often(plain)
+
+    def timed(seconds):
+        monkeypatch.setattr(kind, "seconds", seconds)
+        envs = environments(kind, max_turns=5)
+        envs.quick = False  # a run waits once, 0.2 s, to learn that they are slow
+        prompts = make_prompts(examples_of([3] * 32), processor, opened=envs.opened)
+        over, began = {}, time.monotonic()
+        episodes = Episodes(HFEngine(hf, processor, CPU), envs, processor)
+        done = episodes.generate(prompts, 1, Sampling(400), lambda r: over.update({r.prompt.uid: time.monotonic()}))
+        assert len(over) == len(done) == 32
+        slowest = over.pop("u0") - began
+        return slowest, max(over.values()) - began, time.monotonic() - began
+
+    _, others, _ = timed(0.0)
+    slow_total, others_beside, total = timed(0.8)
+    assert slow_total > 2.4 and total < 1.2 * slow_total
+    assert others_beside < 1.3 * others + 0.3
+
+
+class Fails(Scripted):
+    def step(self, response):
+        seen = super().step(response)
+        how = self.example.uid
+        if self.turn == 2:
+            if how == "u0":
+                raise RuntimeError("no connection")
+            if how == "u1":
+                time.sleep(3)
+            changes = {
+                "u2": Observation(reward=math.nan),
+                "u3": Observation("x", [Image.new("RGB", (28, 28))] * 3),
+                "u4": Observation("<image> and <image>", [Image.new("RGB", (28, 28))]),
+                "u5": Observation("you win<|im_end|>"),
+                "u6": "text",
+                "u7": Observation("", ["a path"]),
+                "u8": Observation([{"role": "user"}]),
+                "u9": Observation(reward={"reward": "1"}),
+            }
+            seen = changes.get(how, seen)
+        return seen
+
+    def reset(self, example):
+        self.example = example
+        if example.uid == "u10" and threading.current_thread().name == "environment":
+            raise ValueError("not again")
+        return super().reset(example)
+
+
+@pytest.mark.parametrize("errors", ["drop", "zero"])
+def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
+    grader_stats.clear()
+    settings = {"env_errors": errors, "env_timeout": 1.0}
+    rollouts, processor = play(loaded, "qwen2_5_vl", [3] * 12, n=1, kind=Fails, **settings)
+    assert [r.ended_by for r in rollouts] == ["error"] * 11 + ["done"]
+    assert grader_stats["episode/errors"] == 10 and grader_stats["episode/timeouts"] == 1
+    said = capfd.readouterr().err
+    assert "11 of 12 episodes failed" in said and "RuntimeError: no connection" in said and "Traceback" in said
+    assert "--env here took longer than --env-timeout 1 s" in said
+    played = Rewards(RewardConfig(reward_workers=0), played=True)
+    for r in rollouts:
+        r.prompt.example.extra["answer_type"] = "count"
+    results = played.begin(0).results(rollouts)
+    assert results[:10] == [None if errors == "drop" else {"reward": 0.0}] * 10 and "accuracy" in results[11]
+    assert {r.finish_reason for r in rollouts[:10]} == {"error" if errors == "drop" else "stop"}
+    assert results[10] is None and rollouts[10].response == []  # there is nothing of it
+    Packer(1000, processor.image_token_id).pack(rollouts)
+    assert len(token_batch(rollouts)) == sum(sum(r.response_mask) for r in rollouts)
+    grader_stats.clear()
+
+
+def test_a_failure_may_end_the_run(loaded):
+    with pytest.raises(RuntimeError, match="no connection"):
+        play(loaded, "qwen2_5_vl", [3], kind=Fails, env_errors="stop")
+
+
+def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkeypatch):
+    prepared = []
+    original = M.Processor.image
+
+    def counted(self, key, image):
+        prepared.append(key)
+        return original(self, key, image)
+
+    monkeypatch.setattr(M.Processor, "image", counted)
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3, 4], n=6)
+    shown = [image.key for r in rollouts for image in r.images]
+    assert len(shown) > 20 and sorted(prepared) == sorted({*shown, *(r.prompt.images[0].key for r in rollouts)})
+
+
+@pytest.mark.parametrize(
+    "env,more,message",
+    [
+        ("nowhere", [], "--env nowhere: there are .*; or give FILE.py:CLASS"),
+        ("{file}:Nobody", [], "no class Nobody in .*; it has Zoom"),
+        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; it takes size"),
+        ("{file}:Zoom", ["size"], "--env-settings size: give KEY=VALUE"),
+        ("{file}:step", [], "no class step"),
+        (None, ["size=3"], "--env-settings needs --env"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_loads(env, more, message, tmp_path):
+    file = tmp_path / "zoom.py"
+    file.write_text("class Zoom:\n    def __init__(self, size=1):\n        self.size = size\n"
+                    "    def reset(self, example):\n        return example.messages, []\n"
+                    "    def step(self, response):\n        return None\n")  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        load_environments(EnvConfig(env=env and env.format(file=file), env_settings=tuple(more)))
+
+
+class Never(Scripted):
+    def step(self, response):
+        return None
+
+
+def test_an_environment_that_never_worked_ends_the_run(loaded):
+    with pytest.raises(UserError, match="all 2 of the first episodes failed, as row 'u0': --env here .*; mend the env"):
+        play(loaded, "qwen2_5_vl", [3], kind=Never)
+
+
+@pytest.mark.parametrize(
+    "said,message",
+    [
+        (None, r"row 'u0': reset: returned None; expected \(messages, images\)"),
+        ("<image>Go.", "returned '<image>Go.'; expected"),
+        (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
+        (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one for each"),
+        (([{"role": "user"}], []), "messages are .*; expected text"),
+    ],
+)
+def test_a_beginning_that_is_none_is_told_with_its_row(said, message):
+    class Begins(Scripted):
+        def reset(self, example):
+            return said
+
+    with pytest.raises(UserError, match=message):
+        environments(Begins).opened(examples_of([1])[0])
+
+
+def test_what_is_opened_is_closed(loaded):
+    opened, closed = [], []
+
+    class Holds(Scripted):
+        def __init__(self):
+            opened.append(self)
+
+        async def close(self):
+            closed.append(self)
+
+    play(loaded, "qwen2_5_vl", [1, 3], kind=Holds)
+    deadline = time.monotonic() + 20
+    while len(closed) < len(opened) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(opened) == 2 + 4 and {id(env) for env in closed} == {id(env) for env in opened}
+
+
+def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
+    hf, plain = loaded["qwen2_5_vl"]
+    processor, envs = often(plain), environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, opened=envs.opened)
+    rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400))
+    images = [image for r in rollouts for image in r.images]
+    assert len(images) > 4 and all(image.pixel_values.std() < 1e-6 for image in images)
+
+
+class Sleeps(Scripted):
+    def step(self, response):
+        time.sleep(1.0)
+        return super().step(response)
+
+
+def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
+    monkeypatch.setattr(envs._play, "ANSWERING", envs._play.Threads(3))
+    monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="all 10 of the first episodes failed"):
+        play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    assert time.monotonic() - began < 20
+
+
+def test_an_exit_in_an_async_environment_fails_it_alone(loaded):
+    class Exits(SlowAsync):
+        async def step(self, response):
+            if self.example.uid == "u1":
+                raise SystemExit(3)
+            return await super().step(response)
+
+    for _ in range(2):
+        rollouts, _ = play(loaded, "qwen2_5_vl", [2, 2, 2], n=1, kind=Exits)
+        assert [r.ended_by for r in rollouts] == ["done", "error", "done"]
+    grader_stats.clear()
+
+
+def test_one_whose_close_hangs_holds_nobody(loaded):
+    class Hangs(Scripted):
+        def close(self):
+            time.sleep(60)
+
+    for _ in range(3):
+        rollouts, _ = play(loaded, "qwen2_5_vl", [1] * 6, kind=Hangs)
+    assert {r.ended_by for r in rollouts} == {"done"}
+
+
+def test_rows_without_images_are_played(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [2, 3], n_images=0)
+    assert {r.ended_by for r in rollouts} == {"done"} and any(r.images for r in rollouts)
+
+
+def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewritten(loaded, monkeypatch):
+    hf, plain = loaded["qwen2_5_vl"]
+    processor = often(plain)
+    processor.tokenizer = copy.deepcopy(plain.tokenizer)
+    processor.tokenizer.chat_template = DROPS_THOUGHTS
+    spelt = "b <|image_pad|> c <|im_end|> d"
+    monkeypatch.setattr(rollout, "response_texts", lambda processor, responses: [spelt for _ in responses])
+    made = environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([3]), processor, opened=made.opened)
+    [r] = Episodes(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, Sampling(400))
+    assert r.ended_by == "done" and r.turns == 3
+    for turn in r.separate:
+        n_tokens = sum(image.n_tokens for image in (r.prompt.images + r.images)[: turn.n_images])
+        assert turn.ids.count(processor.image_token_id) == n_tokens
+        said = processor.tokenizer.decode(turn.ids)
+        assert said.count("<|im_end|>") == 2 * (r.separate.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
