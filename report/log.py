@@ -219,12 +219,15 @@ def step_line(step: int, steps: int, m: dict[str, float], eta: float) -> str:
     def shown(name: str, form: str) -> str:
         return format(m[name], form) if name in m else "-"
 
+    turns = f"turns {m['episode/turns']:.2f}  " if "episode/turns" in m else ""
+    if failed := m.get("episode/ended_by/error"):
+        turns += f"failed {failed:.2f}  "
     return (
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  const "
-        f"{m['reward/constant_groups']:.2f}  resp {m['response/tokens']:6.1f} tok  loss {shown('loss/policy', '+.4f')} "
-        f" gnorm {shown('policy/grad_norm', '7.3f')}  entropy {shown('policy/entropy', '.3f')}  lr {m['lr']:.1e}  "
-        f"{m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} update {m['time/update']:.2f} sync "
-        f"{m['time/sync']:.2f})  eta {tqdm.format_interval(eta)}"
+        f"{m['reward/constant_groups']:.2f}  {turns}resp {m['response/tokens']:6.1f} tok  loss "
+        f"{shown('loss/policy', '+.4f')}  gnorm {shown('policy/grad_norm', '7.3f')}  entropy "
+        f"{shown('policy/entropy', '.3f')}  lr {m['lr']:.1e}  {m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} "
+        f"update {m['time/update']:.2f} sync {m['time/sync']:.2f})  eta {tqdm.format_interval(eta)}"
     )
 
 
