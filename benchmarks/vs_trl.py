@@ -375,7 +375,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         give_rewards(rollouts, results, algo, config.new_tokens)
         pool.add(rollouts)
         with clock("pack"):
-            batch = train.make_batch(pool, cfg, packer, lambda uids: [], ctx, meter)
+            batch = train.make_batch(pool, cfg, packer, dict, ctx, meter)
         train.compute_before_update(batch, models, cfg)
         train.set_advantages(batch, algo, algo.kl_coef, ctx, meter)
         with clock("train"):

@@ -84,7 +84,7 @@ def make_batch(rollouts, cfg, models, processor, ctx):
     pool = GroupPool(cfg.algo, 2, 0, ctx)
     pool.add(rollouts)
     packer = Packer(8192, processor.image_token_id, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    batch = train.make_batch(pool, cfg, packer, lambda uids: [], ctx, Meter())
+    batch = train.make_batch(pool, cfg, packer, dict, ctx, Meter())
     assert len(batch.minibatches[0]) == 1
     train.compute_before_update(batch, models, cfg)
     train.set_advantages(batch, cfg.algo, 0.0, ctx, Meter())

@@ -57,7 +57,7 @@ def make_batch(cfg, ctx, rollouts, image_token=-1):
     pool = GroupPool(cfg.algo, len(rollouts) // cfg.algo.group_size, 0, ctx)
     pool.add(rollouts)
     packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    return train.make_batch(pool, cfg, packer, lambda uids: [], ctx, Meter())
+    return train.make_batch(pool, cfg, packer, dict, ctx, Meter())
 
 
 def one_update(cfg, ctx, models, rollouts, step=9):
