@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import envs._play
+import envs._threads
 import grpo
 import model as M
 import rollout
@@ -492,7 +493,7 @@ class Sleeps(Scripted):
 
 
 def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
-    monkeypatch.setattr(envs._play, "ANSWERING", envs._play.Threads(3))
+    monkeypatch.setattr(envs._play, "ANSWERING", envs._threads.Threads(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     with pytest.raises(UserError, match="all 10 of the first episodes failed"):
