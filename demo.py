@@ -108,7 +108,7 @@ def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
 
 def said_in_episodes(task: str) -> set[str]:
     """All that its expert and its environment say about the first images of the warm start's split."""
-    from envs._play import Environments
+    from envs._load import Environments
 
     expert, cfg = with_scenes()[task].expert, env_of(task)
     make = Environments(cfg).make
@@ -252,7 +252,8 @@ class Annotator(Engine):
     """Plays the episodes of an environment's toys: what an expert does, or, where it is lazy, the usual reply."""
 
     def __init__(self, task: str, processor: Processor, rng: random.Random):
-        from envs._play import Environments, Episodes
+        from envs._load import Environments
+        from envs._play import Episodes
 
         self.task = task
         self.processor = processor

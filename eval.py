@@ -23,7 +23,8 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
-from envs._play import Environments, Episodes, load_environments, player
+from envs._load import Environments, load_environments
+from envs._play import Episodes, player
 from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate

@@ -29,7 +29,8 @@ import torch.distributed as dist
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
 from engines.self_test import self_test
-from envs._play import load_environments, player
+from envs._load import load_environments
+from envs._play import player
 from errors import check_writable, need
 from eval import Evaluation
 from kernels import resolve_kernel

@@ -15,7 +15,8 @@ from PIL import Image
 from test_docs import ROOT, SCRIPTS, commands, sections, write_files
 
 import eval as evaluate
-from envs._play import PATIENCE, load_environments
+from envs._load import load_environments
+from envs._play import PATIENCE
 from envs._threads import THREADS
 from prepare_data import ReadingConfig, read_examples
 from reward import score

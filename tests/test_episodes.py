@@ -20,7 +20,8 @@ import grpo
 import model as M
 import rollout
 from engines.hf import HFEngine
-from envs._play import Environments, Episodes, load_environments
+from envs._load import Environments, load_environments
+from envs._play import Episodes
 from errors import UserError
 from packing import Packer, token_batch
 from prepare_data import Example

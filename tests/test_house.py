@@ -29,7 +29,8 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; what --reward and --curriculum name; how episodes are played
-NO_PLUG_INS = ("engines.choose", "engines.self_test", "rewards.custom", "rewards.curriculum", "envs._play")
+NO_PLUG_INS = ("engines.choose", "engines.self_test", "rewards.custom", "rewards.curriculum")
+NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
     "demo.py": 390, "errors.py": 52, "eval.py": 284, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 138,

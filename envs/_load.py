@@ -1,0 +1,167 @@
+"""Which environment --env names, how its episodes begin, and checks of what it says. The name begins with _ because it
+is no environment."""
+
+import asyncio
+import functools
+import importlib
+import inspect
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from envs import EnvConfig, Environment
+from envs._threads import as_coroutine, close, event_loop
+from errors import Note, UserError, need, refusing
+from model import IMAGE_MARK
+from prepare_data import Example, decode_image
+from sources.images import IMAGE_ERRORS
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which environment
+
+
+class Environments:
+    """What --env names: makes one for each episode."""
+
+    def __init__(self, cfg: EnvConfig, kind: type | None = None):
+        self.cfg = cfg
+        self.told = f"--env {cfg.env}"
+        kind = kind or load_class(cfg.env)
+        settings = {}
+        for pair in cfg.env_settings:
+            key, equals, value = pair.partition("=")
+            need(equals, f"--env-settings {pair}: give KEY=VALUE")
+            settings[key] = value
+            with suppress(ValueError):
+                settings[key] = json.loads(value)
+        try:
+            inspect.signature(kind).bind(**settings)
+        except TypeError as error:
+            takes = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise UserError(f"{self.told}: --env-settings: {error}; it takes {takes}") from error
+        self.make = functools.partial(kind, **settings)
+        for name in ("reset", "step"):
+            need(callable(getattr(kind, name, None)), f"{self.told} has no method {name}; see docs/environments.md")
+        self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
+        told = f"{self.told}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
+        need(type(self.images_per_turn) is int and self.images_per_turn >= 0, told)
+        self.most_opened = 0  # images that an episode began with
+        self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
+        self.quick = True  # has every environment answered within PATIENCE so far?
+        self.told_kinds: set[str] = set()  # of failures, told in full
+        self.worked = False  # has any episode not failed yet?
+        self.told_room = False
+
+    def opened(self, example: Example) -> Example:
+        """An example with the messages and images that its episodes begin with."""
+        where = f"{self.told}: row {example.uid!r}: reset"
+        env = self.make()
+        with Note(f"raised by {where}"):
+            said = env.reset(copied(example))
+            if inspect.isawaitable(said):
+                said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
+        with told_of(where):
+            messages, images = checked_start(said)
+            same = images is example.images
+            images = images if same else list(map(encoded, images))
+            sizes = example.image_sizes if same else [decoded(data).size for data in images]
+        close(env, self.told)
+        self.most_opened = max(self.most_opened, len(sizes))
+        self.largest = max([self.largest, *sizes], key=math.prod)
+        return replace(example, messages=messages, images=images)
+
+    def image_limits(self) -> tuple[int, tuple[int, int]]:
+        """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
+        return self.most_opened + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
+
+
+def load_environments(cfg: EnvConfig) -> Environments | None:
+    """None without --env."""
+    need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
+    return Environments(cfg) if cfg.env else None
+
+
+def load_class(name: str) -> type:
+    if ":" in name:
+        from rewards.custom import load_file
+
+        path, _, attribute = name.rpartition(":")
+        module = load_file(path, f"--env {name}")
+        kind = getattr(module, attribute, None)
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        classes = ", ".join(value.__name__ for value in own if inspect.isclass(value)) or "none"
+        need(inspect.isclass(kind), f"--env {name}: no class {attribute} in {path}; it has {classes}")
+        return kind
+    known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
+    need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
+    module = importlib.import_module(f"envs.{name}")
+    [kind] = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
+              and issubclass(value, Environment)]  # fmt: skip
+    return kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What environments say, checked
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """A UserError inside says where."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def checked_start(said: Any) -> tuple[list[dict], Any]:
+    """What `reset` returned: messages and images."""
+    pair = isinstance(said, tuple | list) and len(said) == 2
+    need(pair, f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
+    messages, images = checked_messages(said[0]), said[1]
+    check_images(messages, images)
+    return messages, images
+
+
+def check_images(messages: Sequence[dict], images: Any) -> None:
+    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    need(many, f"images are {type(images).__name__}; expected a list of images")
+    n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
+    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_MARK} marks; give one for each")
+
+
+def copied(example: Example) -> Example:
+    """An environment may change what it is given."""
+    return replace(example, messages=[dict(message) for message in example.messages], extra=dict(example.extra))
+
+
+def decoded(data: bytes) -> Image.Image:
+    with refusing(IMAGE_ERRORS, "an image cannot be read"):
+        return decode_image(data)
+
+
+def checked_messages(messages: Any) -> list[dict]:
+    """Text, or (role, content) messages, as a list of the latter."""
+    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    good = isinstance(listed, list | tuple) and len(listed) > 0
+    for message in listed if good else ():
+        good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
+        good = good and all(isinstance(value, str) for value in message.values())
+    need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
+    return [dict(message) for message in listed]
+
+
+def encoded(image: Any) -> bytes:
+    """An image as a file."""
+    if isinstance(image, bytes):
+        return image
+    need(isinstance(image, Image.Image), f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
