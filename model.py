@@ -231,12 +231,15 @@ class Processor:
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
     def template(self, messages: Sequence[dict]) -> str:
-        """Chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. What the policy said
-        has no marks."""
+        """Chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. A content that is a
+        list, not text, is taken as it is: what the policy said has no marks."""
         parts = []
         for message in messages:
             content, said = [], message["content"]
-            for i, text in enumerate([said] if message["role"] == "assistant" else said.split(IMAGE_MARK)):
+            if isinstance(said, list):
+                parts.append(message)
+                continue
+            for i, text in enumerate(said.split(IMAGE_MARK)):
                 content += [{"type": "image"}] if i else []
                 content += [{"type": "text", "text": text}] if text else []
             parts.append({"role": message["role"], "content": content})

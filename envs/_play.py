@@ -327,7 +327,8 @@ class Play(Responses):
         patches = [patch for _, patch in answer.images]
         asked = r
         if self.player.separate:
-            messages = [*r.prompt.shown.messages, *r.messages, *answer.messages]
+            said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
+            messages = [*r.prompt.shown.messages, *said, *answer.messages]
             asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
             self.by_request[id(asked)] = episode
         if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
@@ -346,18 +347,17 @@ class Play(Responses):
     def _as_prompt(self, r: Rollout, messages: list[dict], pil_images: list, images: list[ImageInput]) -> Rollout:
         """The next turn as the chat template writes all that was said."""
         pil_images, images = r.prompt.pil_images + pil_images, r.prompt.images + images
-        messages = [m | {"content": self._plain(m)} if m["role"] == "assistant" else m for m in messages]
         short_ids = self.processor.render(messages)
         ids = expanded(short_ids, images, self.processor)
         prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
         return Rollout(prompt, r.sample, [], [], [], "", "")
 
-    def _plain(self, message: dict) -> str:
-        """What the policy said, where the template writes it anew: special tokens that it spelt stay text."""
+    def _plain(self, message: dict) -> dict:
+        """What the policy said, where the template writes it anew: special tokens and marks that it spelt stay text."""
         text = message["content"]
         for token in self.processor.special_tokens_in([message]):
             text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+        return message | {"content": [{"type": "text", "text": text}]}
 
     def _end(self, episode: Episode, why: str) -> None:
         episode.rollout.ended_by = why

@@ -535,7 +535,7 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
     processor = often(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
-    spelt = "b <|image_pad|> c <|im_end|> d"
+    spelt = "b <|image_pad|> c <|im_end|> d <image>"
     monkeypatch.setattr(rollout, "response_texts", lambda processor, responses: [spelt for _ in responses])
     made = environments(Scripted, max_turns=5)
     prompts = make_prompts(examples_of([3]), processor, opened=made.opened)
@@ -546,3 +546,11 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
         assert turn.ids.count(processor.image_token_id) == n_tokens
         said = processor.tokenizer.decode(turn.ids)
         assert said.count("<|im_end|>") == 2 * (r.separate.index(turn)) + 1 + (turn.ids[-1] in plain.eos_ids)
+
+
+def test_marks_of_written_examples_are_images_and_those_of_the_policy_are_text(loaded):
+    _, processor = loaded["qwen2_5_vl"]
+    shots = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "<image>"}]
+    assert processor.template([*shots, shots[0]]).count("<|image_pad|>") == 1
+    said = shots[1] | {"content": [{"type": "text", "text": "<image>"}]}
+    assert processor.template([shots[0], said, shots[0]]).count("<|image_pad|>") == 0
