@@ -626,14 +626,15 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     class Engine:
         def generate(self, prompts, samples, sampling, on_rollout=None):
             answers = [(p, f"\\boxed{{{int(p.ground_truth) + s}}}") for p in prompts for s in range(samples)]
-            ended = {"finish_reason": "stop", "response": [1, 2]}
+            ended = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
+            ended |= {"response": [1, 2], "response_mask": [True, True]}
             return [SimpleNamespace(text=t, prompt=SimpleNamespace(example=p), **ended) for p, t in answers]
 
     rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
     begin = rewards.begin
     monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
-    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank: examples)
+    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank, opened: examples)
     ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
     asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
     before = reward.grader_stats.copy()
