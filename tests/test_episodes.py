@@ -30,7 +30,7 @@ from rollout import EnvConfig, Environment, Observation, Prompt, Rollout, Sampli
 from tasks.shapes import png
 
 CPU = torch.device("cpu")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def environments(kind, **settings):
