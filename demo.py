@@ -53,6 +53,7 @@ from utils import derive_seed, dist_setup, run_script
 
 Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]  # images; (answer type, prompt, reply, truth) of questions
 
+
 @dataclass(frozen=True)
 class Plan:
     """How much a demo trains. A task's file may have other numbers, in `DEMO`."""
@@ -248,6 +249,7 @@ def make_model(
 # ----------------------------------------------------------------------------------------------------------------------
 # The supervised warm start
 
+
 class Annotator(Engine):
     """Plays the episodes of an environment's toys: what an expert does, or, where it is lazy, the usual reply."""
 
@@ -268,7 +270,7 @@ class Annotator(Engine):
         """An episode about each question."""
         examples = list(examples_of(self.task, scenes))
         self.lazy = {id(example) for example in examples if self.rng.random() < lazy}
-        prompts = make_prompts(examples, self.processor, opened=self.environments.opened)
+        prompts = make_prompts(examples, self.processor, start_of=self.environments.start_of)
         return self.episodes.generate(prompts, 1, Sampling(max_new_tokens=100_000))
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:

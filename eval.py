@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
+from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import check_writable, need
@@ -34,7 +35,7 @@ from report.page import PAGE_RECORDS, episode_record, rollout_page
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
-from rollout import ENGINES, VLLM_HELP, Engine, EnvConfig, Open, Rollout, Sampling, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, Rollout, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -86,7 +87,7 @@ class Evaluation:
     stage: Stage = Stage()  # of the curriculum, which rewards are told: the last, whatever the step
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
-    opened: Open | None = None  # what an environment begins with
+    start_of: StartOf = as_given  # what an environment begins with
 
     def records(self, step: int = 0) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
@@ -98,7 +99,7 @@ class Evaluation:
             if self.stop():
                 return []
             chunk = mine[start : start + CHUNK]
-            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank, self.opened)
+            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank, self.start_of)
             with uncounted():  # in metrics, which are of the responses that are trained on
                 grading = self.rewards.begin(step, self.stage)
                 rollouts = self.engine.generate(prompts, self.samples, self.sampling, grading.add)
@@ -253,14 +254,14 @@ def told_of_run(cfg: EvalConfig) -> str:
 
 
 def read_data(
-    cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], opened: Open | None
+    cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
 ) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     rewards.check(examples)
     kept = examples
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, opened)
+        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
         left_out += dropped
     for line in left_out:
         print0(f"left out: {line}")
@@ -299,11 +300,11 @@ def main(cfg: EvalConfig) -> dict:
     cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     env = load_environments(cfg)
-    opened = env.opened if env else None
+    start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [path for path in (cfg.model, cfg.baseline) if path]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out = read_data(cfg, rewards, processors, opened)
+    examples, left_out = read_data(cfg, rewards, processors, start_of)
     first_step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(first_step, stage)])
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
@@ -312,7 +313,7 @@ def main(cfg: EvalConfig) -> dict:
         engine = start_engine(cfg, path, processor, examples, env, ctx)
         play = player(engine, env, processor)
         asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
-        results.append(Evaluation(*asked, opened=opened).records(first_step))
+        results.append(Evaluation(*asked, start_of=start_of).records(first_step))
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it
@@ -324,7 +325,7 @@ def main(cfg: EvalConfig) -> dict:
     if cfg.baseline:
         summary["baseline"] = summaries[1] | compare(*results)
     tell(summary)  # before anything is written: a disk that is full by now does not take an evaluation with it
-    write_report(cfg, summary, results[0], examples, opened)
+    write_report(cfg, summary, results[0], examples, start_of)
     return summary
 
 
@@ -343,11 +344,11 @@ def tell(summary: dict) -> None:
 
 
 def write_report(
-    cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example], opened: Open | None
+    cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example], start_of: StartOf
 ) -> None:
     title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
     shown = {record["uid"] for record in records[:PAGE_RECORDS]}
-    by_uid = {example.uid: opened(example) if opened else example for example in examples if example.uid in shown}
+    by_uid = {example.uid: start_of(example) for example in examples if example.uid in shown}
     page = rollout_page(title, summary, records, by_uid)
     out = Path(cfg.out)
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")

@@ -306,8 +306,12 @@ class Processor:
         n_marks = rendered.count(self.image_token_id)
         told = f"{n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and {len(images)} images"
         need(n_marks == len(images), f"prompt has {told}; there must be as many")
+        return self.expand(rendered, images)
+
+    def expand(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
+        """Each placeholder as the image tokens of its image."""
         ids, following = [], iter(images)
-        for token in rendered:
+        for token in short_ids:
             ids += [token] * (next(following).n_tokens if token == self.image_token_id else 1)
         return ids
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -41,12 +42,10 @@ class Prompt:
     short_ids: list[int]  # one placeholder per image, for engines that expand them
     pil_images: list[Image.Image]  # at the size the model sees
     blank: bool = False  # is every image a white one?
-    opened: Example | None = None  # with the messages and images that an environment begins with
+    start: Example | None = None  # what was asked: the example, or what an environment makes of it
 
-    @property
-    def shown(self) -> Example:
-        """What the model was asked."""
-        return self.opened or self.example
+    def __post_init__(self):
+        self.start = self.start or self.example
 
 
 ENDS = (  # of an episode
@@ -72,11 +71,11 @@ class Rollout:
 
     prompt: Prompt
     sample: int  # index in the group
-    response: list[int]  # token ids; of an episode also the environment's, image tokens expanded
-    response_mask: list[bool]  # which of them the policy produced
-    logprobs: list[float]  # the engine's, in nats, of the tokens under the mask
-    finish_reason: str  # "stop" (an end token), "length", or "error" (its reward or environment failed: not trained on)
-    text: str  # of an episode its last response
+    response: list[int] = field(default_factory=list)  # token ids; of an episode the environment's too, images expanded
+    response_mask: list[bool] = field(default_factory=list)  # which of them the policy produced
+    logprobs: list[float] = field(default_factory=list)  # the engine's, in nats, of the tokens under the mask
+    finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
+    text: str = ""  # of an episode its last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1  # how many responses
     ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
@@ -107,6 +106,11 @@ class Rollout:
     def task_reward(self) -> float:
         """Before any penalty for its length: dynamic sampling keeps groups where it is not the same for all."""
         return self.rewards.get("unpenalised", self.reward)
+
+
+def begun(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
+    """n of each prompt, without a response yet."""
+    return [Rollout(prompt, sample) for prompt, sample in product(prompts, range(n))]
 
 
 OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
@@ -147,7 +151,12 @@ def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images
 # Examples to prompts
 
 
-Open = Callable[[Example], Example]  # what an environment begins with: other messages and images
+StartOf = Callable[[Example], Example]  # what an environment begins with: other messages and images
+
+
+def as_given(example: Example) -> Example:
+    """Without an environment."""
+    return example
 
 
 def seen(
@@ -162,13 +171,13 @@ def seen(
 
 
 def make_prompts(
-    examples: Sequence[Example], processor: Processor, blank: bool = False, opened: Open | None = None
+    examples: Sequence[Example], processor: Processor, blank: bool = False, start_of: StartOf = as_given
 ) -> list[Prompt]:
     """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
     right was not seen but guessed."""
 
     def one(example: Example) -> Prompt:
-        start = opened(example) if opened else example
+        start = start_of(example)
         both = [seen(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest()) for data in start.images]
         pil_images, images = map(list, zip(*both, strict=True)) if both else ([], [])
         try:
@@ -182,10 +191,10 @@ def make_prompts(
 
 
 def remake(
-    arrived: Arrived, by_uid: Mapping[str, Example], processor: Processor, opened: Open | None = None
+    arrived: Arrived, by_uid: Mapping[str, Example], processor: Processor, start_of: StartOf = as_given
 ) -> dict[Any, list[Rollout]]:
     """Groups that another process sampled, with what did not travel: prompts, and patches of images."""
-    prompts = make_prompts([by_uid[uid] for uid, _ in arrived.values()], processor, opened=opened)
+    prompts = make_prompts([by_uid[uid] for uid, _ in arrived.values()], processor, start_of=start_of)
     groups = {}
     for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
         of = [replace(r, prompt=prompt, images=[seen(image, processor)[1] for image in r.pil_images]) for r in rollouts]
@@ -201,14 +210,14 @@ def drop_long_prompts(
     processor: Processor,
     max_tokens: int,
     bad_rows: str = "error",
-    opened: Open | None = None,
+    start_of: StartOf = as_given,
 ) -> tuple[list[Example], list[str], list[int]]:
     """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
     lengths of those kept. A text that the tokenizer would read a special token from is a bad row: it could end a turn,
     or stand for an image that is not there. UserError unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
-        start = opened(example) if opened else example
+        start = start_of(example)
         if found := processor.special_tokens_in(start.messages):
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
             bad.append(shown(line))
@@ -232,11 +241,11 @@ class Examples(list[Example]):
 
 
 def load_examples(
-    path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, opened: Open | None = None
+    path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, start_of: StartOf = as_given
 ) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows, opened)
+    kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
     special = sum(SPECIAL_TOKEN in line for line in dropped)
     for line in (unreadable + dropped)[:10]:
         print0(f"left out: {line}")
@@ -341,7 +350,7 @@ class Engine:
     ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
         soon as it is finished, in any order."""
-        rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
+        rollouts = begun(prompts, n)
         self.sample(Responses(rollouts, sampling, on_rollout), sampling)
         return rollouts
 

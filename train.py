@@ -29,6 +29,7 @@ import torch.distributed as dist
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
 from engines.self_test import self_test
+from envs import EnvConfig
 from envs._load import load_environments
 from envs._play import player
 from errors import check_writable, need
@@ -49,7 +50,7 @@ from report.samples import report_samples
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
-from rollout import EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, load_examples, make_prompts, remake
+from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
 
@@ -314,9 +315,9 @@ def main(cfg: Config) -> None:
     algo, out = cfg.algo, Path(cfg.run.out)
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
     env = load_environments(cfg.env)
-    opened = env.opened if env else None
+    start_of = env.start_of if env else as_given
     rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world, played=env is not None)
-    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=rewards, opened=opened)
+    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=rewards, start_of=start_of)
     train_set = load(cfg.data.data)
     eval_set = load(cfg.data.eval_data) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
@@ -337,13 +338,13 @@ def main(cfg: Config) -> None:
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, opened)
+        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, start_of)
     limits = env.image_limits if env else None
     engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx, limits)
     engine.interrupted = interrupt.requested
     if cfg.run.self_test:
         first = sampling(cfg, step=0, round=0)
-        print0(self_test(models.policy, engine, train_set, processor, packer, first, opened))
+        print0(self_test(models.policy, engine, train_set, processor, packer, first, start_of))
     play = player(engine, env, processor)
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
@@ -352,14 +353,13 @@ def main(cfg: Config) -> None:
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell)
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    evaluation = Evaluation(
-        play, eval_set, processor, rewards, ctx, greedy, stage=curriculum.last(), stop=interrupt.agreed, opened=opened
-    )
+    more = {"stage": curriculum.last(), "stop": interrupt.agreed, "start_of": start_of}
+    evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(out, stage, state.step) | stage.pop())
 
     by_uid = {example.uid: example for example in train_set}
-    remade = partial(remake, by_uid=by_uid, processor=processor, opened=opened)
+    remade = partial(remake, by_uid=by_uid, processor=processor, start_of=start_of)
 
     # --- loop ---
     for step in range(state.step, cfg.run.steps):
@@ -369,7 +369,7 @@ def main(cfg: Config) -> None:
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
             with stage("rollout"):
-                prompts = make_prompts(next_examples(curriculum, pool, state), processor, opened=opened)
+                prompts = make_prompts(next_examples(curriculum, pool, state), processor, start_of=start_of)
                 grading = rewards.begin(step, curriculum.stage(step))
                 rollouts = play.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
             with stage("reward"):

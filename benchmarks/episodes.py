@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
     environments = Environments(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600), Sleeper)
-    prompts = make_prompts(rows, processor, opened=environments.opened)
+    prompts = make_prompts(rows, processor, start_of=environments.start_of)
     episodes = Episodes(HFEngine(hf, processor, torch.device("cpu")), environments, processor)
     seconds_of(episodes, prompts, 800)
     found: dict[str, list[tuple[float, float]]] = {"awake": [], "asleep": [], "anew": []}

@@ -182,7 +182,7 @@ class Row:
     active: bool = True  # is it being sampled?
 
 
-class Batch:
+class Decoding:
     """Rows whose prompts went through the model together, and what it has computed of them."""
 
     def __init__(self, rows: list[Row], hidden_BH: Tensor, shared: SharedPrompts, cache: KVCache):
@@ -229,7 +229,7 @@ class HFEngine(Engine):
         if head_HV.device.type == "cpu":
             head_HV = head_HV.float()  # once: a CPU has no product of 16-bit numbers with sums of 32 bits
         waiting: list[Rollout] = []  # whose prompts did not go through the model yet
-        batches: list[Batch] = []
+        batches: list[Decoding] = []
         while True:
             busy = any(batch.active for batch in batches)
             over = responses.over  # before taking: what comes in between is taken the next time
@@ -298,7 +298,7 @@ class HFEngine(Engine):
         hidden = language_hidden(self.hf, embeds, positions_3PL, mask[:, None], deep, ids_PL == image_token, cache)
         return hidden[:, -1], valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
 
-    def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Batch:
+    def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Decoding:
         """Their prompts through the model, each once."""
         prompts = list(dict.fromkeys(r.prompt for r in rollouts))
         number = {prompt: p for p, prompt in enumerate(prompts)}
@@ -313,9 +313,9 @@ class HFEngine(Engine):
             generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample))
             uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
             rows.append(Row(r, uniform.tolist(), position))
-        return Batch(rows, hidden_PH[prompt_B], SharedPrompts(prompt_cache, valid_PL, prompt_B), cache)
+        return Decoding(rows, hidden_PH[prompt_B], SharedPrompts(prompt_cache, valid_PL, prompt_B), cache)
 
-    def _go_on(self, batch: Batch, came: Sequence[Rollout]) -> list[Rollout]:
+    def _go_on(self, batch: Decoding, came: Sequence[Rollout]) -> list[Rollout]:
         """The last token that was sampled and what the environment said after it, through the model; returns those that
         are no rows of the batch. Rows with as many new tokens go together."""
         number = {id(row.rollout): b for b, row in enumerate(batch.rows)}
@@ -329,7 +329,7 @@ class HFEngine(Engine):
                 batch.rows[b].active = True
         return [r for r in came if id(r) not in number]
 
-    def _step(self, batch: Batch, responses: Responses, sampling: Sampling, head_HV: Tensor) -> None:
+    def _step(self, batch: Decoding, responses: Responses, sampling: Sampling, head_HV: Tensor) -> None:
         """A token of each row that is being sampled."""
         rows = [batch.rows[b] for b in batch.active]
         if not rows:
@@ -357,7 +357,7 @@ class HFEngine(Engine):
         grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
         return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
 
-    def _forward(self, batch: Batch, numbers: list[int]) -> None:
+    def _forward(self, batch: Decoding, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]
         ids, images = [row.tokens[-1:] or row.rollout.response[row.n_seen :] for row in rows], []

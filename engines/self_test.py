@@ -23,7 +23,7 @@ from model import Policy, Processor
 from packing import Packer
 from parallel.sharding import full_parameters, local, reshard
 from prepare_data import Example
-from rollout import Engine, Examples, Open, Prompt, Rollout, Sampling, make_prompts
+from rollout import Engine, Examples, Prompt, Rollout, Sampling, StartOf, as_given, make_prompts
 from utils import derive_seed
 
 # Mean |difference| of a token's log-probability, in nats. In fp32 it is rounding, some 1e-7, and any mistake is far
@@ -141,14 +141,14 @@ def self_test(
     processor: Processor,
     packer: Packer,
     sampling: Sampling,
-    opened: Open | None = None,
+    start_of: StartOf = as_given,
 ) -> str:
     """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
     rank does the same work on the same prompts, so that collectives match."""
     new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
     samples = SAMPLES * (NEW_TOKENS // new_tokens)  # a mean over few tokens would be chance
     chosen = choose(examples, packer.max_tokens, 1 if packer.share else samples)
-    prompts = make_prompts(chosen, processor, opened=opened)
+    prompts = make_prompts(chosen, processor, start_of=start_of)
     sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 

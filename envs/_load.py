@@ -32,7 +32,7 @@ class Environments:
 
     def __init__(self, cfg: EnvConfig, kind: type | None = None):
         self.cfg = cfg
-        self.told = f"--env {cfg.env}"
+        self.flag = f"--env {cfg.env}"
         kind = kind or load_class(cfg.env)
         settings = {}
         for pair in cfg.env_settings:
@@ -45,23 +45,23 @@ class Environments:
             inspect.signature(kind).bind(**settings)
         except TypeError as error:
             takes = ", ".join(inspect.signature(kind).parameters) or "none"
-            raise UserError(f"{self.told}: --env-settings: {error}; it takes {takes}") from error
+            raise UserError(f"{self.flag}: --env-settings: {error}; it takes {takes}") from error
         self.make = functools.partial(kind, **settings)
         for name in ("reset", "step"):
-            need(callable(getattr(kind, name, None)), f"{self.told} has no method {name}; see docs/environments.md")
+            need(callable(getattr(kind, name, None)), f"{self.flag} has no method {name}; see docs/environments.md")
         self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
-        told = f"{self.told}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
+        told = f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
         need(type(self.images_per_turn) is int and self.images_per_turn >= 0, told)
-        self.most_opened = 0  # images that an episode began with
+        self.most_at_start = 0  # images that an episode began with
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
         self.worked = False  # has any episode not failed yet?
         self.told_room = False
 
-    def opened(self, example: Example) -> Example:
+    def start_of(self, example: Example) -> Example:
         """An example with the messages and images that its episodes begin with."""
-        where = f"{self.told}: row {example.uid!r}: reset"
+        where = f"{self.flag}: row {example.uid!r}: reset"
         env = self.make()
         with Note(f"raised by {where}"):
             said = env.reset(copied(example))
@@ -72,14 +72,14 @@ class Environments:
             same = images is example.images
             images = images if same else list(map(encoded, images))
             sizes = example.image_sizes if same else [decoded(data).size for data in images]
-        close(env, self.told)
-        self.most_opened = max(self.most_opened, len(sizes))
+        close(env, self.flag)
+        self.most_at_start = max(self.most_at_start, len(sizes))
         self.largest = max([self.largest, *sizes], key=math.prod)
         return replace(example, messages=messages, images=images)
 
     def image_limits(self) -> tuple[int, tuple[int, int]]:
-        """The most images of an episode, and the size of the largest that one began with, of what was opened so far."""
-        return self.most_opened + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
+        """The most images of an episode, and the size of the largest that one began with, of all examples so far."""
+        return self.most_at_start + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
 
 
 def load_environments(cfg: EnvConfig) -> Environments | None:

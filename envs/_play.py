@@ -38,6 +38,7 @@ from rollout import (
     Rollout,
     Sampling,
     Turn,
+    begun,
     seen,
 )
 from utils import print0
@@ -50,7 +51,7 @@ WAITS = 0.2
 
 
 @dataclass
-class Said:
+class Observed:
     """An observation, as tokens and patches."""
 
     tokens: list[int]  # of the chat template, up to the policy's next response; image tokens expanded
@@ -123,14 +124,13 @@ class Play(Responses):
         self.on_rollout = on_rollout
         self.images: dict[str, Future] = {}  # each is resized and cut into patches once
         self.changed = threading.Condition()
-        self.answers: list[tuple[int, Said | Failed | None]] = []  # by episode; None: it has begun
+        self.answers: list[tuple[int, Observed | Failed | None]] = []  # by episode; None: it has begun
         self.failed: list[Failed] = []
         self.began = time.monotonic()
         self.answered_at = self.began  # when the last answer came
         self.waited = 0.0  # for environments, while others could have been sampled
-        rollouts = [Rollout(prompt, sample, [], [], [], "", "") for prompt in prompts for sample in range(n)]
-        self.episodes = [Episode(i, rollout) for i, rollout in enumerate(rollouts)]
-        self.by_request = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
+        self.episodes = [Episode(i, rollout) for i, rollout in enumerate(begun(prompts, n))]
+        self.episode_of = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
         for episode in self.episodes:
             self._ask(episode)
 
@@ -141,7 +141,7 @@ class Play(Responses):
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def room(self, rollout: Rollout) -> int:
-        first = self.by_request[id(rollout)].rollout.prompt
+        first = self.episode_of[id(rollout)].rollout.prompt
         limit = len(first.token_ids) + self.sampling.max_new_tokens
         return limit - len(rollout.prompt.token_ids) - len(rollout.response)
 
@@ -150,7 +150,7 @@ class Play(Responses):
             for episode in self.episodes:
                 if not episode.rollout.ended_by:
                     episode.rollout.ended_by = "length"
-                    close(episode.env, self.environments.told)
+                    close(episode.env, self.environments.flag)
         with self.changed:
             self._be_patient(idle=wait > 0)
             if not self.answers and wait and not self.over:
@@ -161,12 +161,12 @@ class Play(Responses):
         for number, answer in sorted(answers, key=lambda pair: pair[0]):
             episode = self.episodes[number]
             episode.thinks = False
-            if not episode.rollout.ended_by and (asked := self._answered(episode, answer)) is not None:
+            if not episode.rollout.ended_by and (asked := self._go_on(episode, answer)) is not None:
                 ready.append(asked)
         return ready
 
     def added(self, rollout: Rollout) -> None:
-        episode = self.by_request[id(rollout)]
+        episode = self.episode_of[id(rollout)]
         own = episode.rollout
         if rollout is not own:  # a turn that is a sequence of its own
             rollout.ended_by = "response"
@@ -198,7 +198,7 @@ class Play(Responses):
             try:
                 said = call()
             except CAUGHT as error:
-                self._answer(episode, self._failure(episode, error))
+                self._deliver(episode, self._failure(episode, error))
                 return
             if inspect.isawaitable(said):
                 episode.future = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
@@ -213,12 +213,12 @@ class Play(Responses):
         if episode.rollout.ended_by:  # it came too late
             return
         try:
-            answer = self._beginning(episode, said()) if response is None else self._said(episode, said())
+            answer = self._same_start(episode, said()) if response is None else self._observed(episode, said())
         except CAUGHT as error:
             answer = self._failure(episode, error)
-        self._answer(episode, answer)
+        self._deliver(episode, answer)
 
-    def _answer(self, episode: Episode, answer: "Said | Failed | None") -> None:
+    def _deliver(self, episode: Episode, answer: "Observed | Failed | None") -> None:
         with self.changed:
             self.answers.append((episode.number, answer))
             self.answered_at = time.monotonic()
@@ -227,16 +227,16 @@ class Play(Responses):
     def _failure(self, episode: Episode, error: BaseException) -> Failed:
         return Failed("errors", type(error).__name__, f"raised {type(error).__name__}: {str(error):.300}", error)
 
-    def _beginning(self, episode: Episode, said: Any) -> None:
+    def _same_start(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
         prompt = episode.rollout.prompt
         messages, images = checked_start(said)
-        same = messages == list(prompt.shown.messages)
+        same = messages == list(prompt.start.messages)
         if images is not prompt.example.images:
-            same &= list(map(encoded, images)) == list(prompt.shown.images)
+            same &= list(map(encoded, images)) == list(prompt.start.images)
         need(same, "reset says something else than before for the same example")
 
-    def _said(self, episode: Episode, said: Any) -> Said:
+    def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""
         need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
         from rewards.calls import checked
@@ -245,7 +245,8 @@ class Play(Responses):
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
         if said.done:  # its last words are for those who read the episode
             last = checked_messages(said.messages) if said.messages else []
-            return Said([], [m | {"content": m["content"].replace(IMAGE_MARK, "")} for m in last], [], rewards, True)
+            last = [message | {"content": message["content"].replace(IMAGE_MARK, "")} for message in last]
+            return Observed([], last, [], rewards, True)
         messages = checked_messages(said.messages)
         roles = [message["role"] for message in messages]
         need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
@@ -257,8 +258,8 @@ class Play(Responses):
         special = self.processor.special_tokens_in(messages)
         need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
         images = [self._seen(image, episode.rollout.prompt.blank) for image in said.images]
-        ids = expanded(self.processor.continuation(messages), [patches for _, patches in images], self.processor)
-        return Said(ids, messages, images, rewards, False)
+        ids = self.processor.expand(self.processor.continuation(messages), [patches for _, patches in images])
+        return Observed(ids, messages, images, rewards, False)
 
     def _seen(self, image: Any, blank: bool) -> tuple[Image.Image, ImageInput]:
         """As the model sees it; one that other episodes saw too is the same object."""
@@ -275,8 +276,10 @@ class Play(Responses):
         return future.result()
 
     def _be_patient(self, idle: bool) -> None:
-        """Wait for environments that were just asked, see PATIENCE; with the lock held. While the engine is idle it
-        costs nothing, as long as some answer: they may be many."""
+        """Wait for environments that were just asked, see PATIENCE; with the lock held.
+
+        Each has PATIENCE from when it began, and all waits of this call have a budget. While the engine is idle a wait
+        costs nothing, and any answer starts PATIENCE anew: they may be many for few threads."""
         while self.environments.quick:
             answered = {number for number, _ in self.answers}
             thinking = [e for e in self.episodes if e.thinks and e.number not in answered]
@@ -306,7 +309,7 @@ class Play(Responses):
 
     # --- an answer ---
 
-    def _answered(self, episode: Episode, answer: "Said | Failed | None") -> Rollout | None:
+    def _go_on(self, episode: Episode, answer: "Observed | Failed | None") -> Rollout | None:
         """What the engine is to add the next response to; None: the episode is over."""
         r = episode.rollout
         if answer is None:
@@ -328,9 +331,9 @@ class Play(Responses):
         asked = r
         if self.player.separate:
             said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
-            messages = [*r.prompt.shown.messages, *said, *answer.messages]
+            messages = [*r.prompt.start.messages, *said, *answer.messages]
             asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
-            self.by_request[id(asked)] = episode
+            self.episode_of[id(asked)] = episode
         if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
             r.finish_reason = "length"
             self._end(episode, "room")
@@ -348,9 +351,9 @@ class Play(Responses):
         """The next turn as the chat template writes all that was said."""
         pil_images, images = r.prompt.pil_images + pil_images, r.prompt.images + images
         short_ids = self.processor.render(messages)
-        ids = expanded(short_ids, images, self.processor)
+        ids = self.processor.expand(short_ids, images)
         prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
-        return Rollout(prompt, r.sample, [], [], [], "", "")
+        return Rollout(prompt, r.sample)
 
     def _plain(self, message: dict) -> dict:
         """What the policy said, where the template writes it anew: special tokens and marks that it spelt stay text."""
@@ -361,14 +364,14 @@ class Play(Responses):
 
     def _end(self, episode: Episode, why: str) -> None:
         episode.rollout.ended_by = why
-        close(episode.env, self.environments.told)
+        close(episode.env, self.environments.flag)
         self.on_rollout(episode.rollout)
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
         r = episode.rollout
         grader_stats[f"episode/{failed.kind}"] += 1
-        failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.told} {failed.line}")
-        close(episode.env, self.environments.told)
+        failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.flag} {failed.line}")
+        close(episode.env, self.environments.flag)
         if self.cfg.env_errors == "stop":
             if isinstance(failed.error, UserError) or failed.error is None:
                 raise UserError(failed.line) from failed.error
@@ -402,12 +405,3 @@ class Play(Responses):
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
             told = f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}"
             print(told, file=sys.stderr, flush=True)
-
-
-def expanded(short_ids: Sequence[int], images: Sequence[ImageInput], processor: Processor) -> list[int]:
-    """Each placeholder as the image tokens of its image."""
-    ids: list[int] = []
-    following = iter(images)
-    for token in short_ids:
-        ids += [token] * (next(following).n_tokens if token == processor.image_token_id else 1)
-    return ids

@@ -51,8 +51,8 @@ def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, fl
 
 Box = tuple[Fraction, Fraction, Fraction, Fraction]  # left, top, right, bottom, from 0 to 1
 MAX_CALL_CHARS = 200
-PLACES = {"top": "top upper", "bottom": "bottom lower", "left": "left", "right": "right", "": "centre center middle"}
-PLACES = {word: place for place, words in PLACES.items() for word in words.split()}
+PLACES = {word: word for word in ("top", "bottom", "left", "right")} | {"upper": "top", "lower": "bottom"}
+PLACES |= dict.fromkeys(("centre", "center", "middle"), "")
 PLACE = re.compile("|".join(PLACES))
 FILLERS = set("the of image quadrant corner half part side".split())
 HALVES = {"top": (0, 1), "left": (0, 1), "bottom": (1, 2), "right": (1, 2)}  # of two

@@ -13,7 +13,7 @@ from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_d
 from packing import Packer
 from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from rollout import Examples, Open, Rollout, make_prompts
+from rollout import Examples, Rollout, StartOf, as_given, make_prompts
 from settings import setting
 from utils import Context, print0
 
@@ -158,12 +158,12 @@ def probe_memory(
     packer: Packer,
     processor: Processor,
     max_new_tokens: int,
-    opened: Open | None = None,
+    start_of: StartOf = as_given,
 ) -> int:
     """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the
     run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
     longest = examples[examples.lengths.index(max(examples.lengths))]
-    prompt = make_prompts([longest], processor, opened=opened)[0]
+    prompt = make_prompts([longest], processor, start_of=start_of)[0]
     room = packer.max_tokens - len(prompt.token_ids)
     rollouts = []
     for sample, taken in enumerate(range(0, room, max_new_tokens)):

@@ -16,7 +16,7 @@ from utils import Context
 
 def report_samples(out: Path, step: int, batch: Any, metrics: dict[str, float], ctx: Context) -> None:
     """Of a packing.Batch, on all ranks at once."""
-    examples = ctx.gather_main(list({r.prompt.uid: r.prompt.shown for r in batch.rollouts}.values()))
+    examples = ctx.gather_main(list({r.prompt.uid: r.prompt.start for r in batch.rollouts}.values()))
     records = ctx.gather_main(sample_records(batch))
     if not ctx.main:
         return

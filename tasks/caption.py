@@ -93,6 +93,11 @@ def rouge_l(words: Words, references: list[Words]) -> float:
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
 
 
+def grams_of(texts: list[Words], n: int) -> set[Words]:
+    """The n-grams that any of the texts has."""
+    return set().union(*(ngrams(text, n) for text in texts))
+
+
 class Corpus:
     """In how many documents, each the references of one row, an n-gram occurs: CIDEr weighs it by how rare it is."""
 
@@ -104,11 +109,11 @@ class Corpus:
         """Count a row."""
         self.size += 1
         for n in range(1, MAX_N + 1):
-            self.frequency.update(set().union(*(ngrams(reference, n) for reference in references)))
+            self.frequency.update(grams_of(references, n))
 
     def of(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
-        grams = set().union(*(ngrams(reference, n) for reference in references for n in range(1, MAX_N + 1)))
+        grams = set().union(*(grams_of(references, n) for n in range(1, MAX_N + 1)))
         return {" ".join(gram): self.frequency[gram] for gram in sorted(grams) if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:

@@ -137,7 +137,9 @@ year yr
 celsius centigrade °c
 fahrenheit °f
 """  # a line for each meaning: colours, materials, plurals that follow no rule, spellings, things, units
-MEANING = {word: line.split()[0] for line in SYNONYMS.strip().splitlines() for word in line.split()}
+MEANING: dict[str, str] = {}
+for line in map(str.split, SYNONYMS.strip().splitlines()):
+    MEANING |= dict.fromkeys(line, line[0])
 NO_PLURALS = set("glasses shorts news goods means customs lens".split())  # other things than their singulars
 
 UNITS = set("dollar euro cent meter kilometer centimeter millimeter foot inch yard mile kilogram gram pound".split())

@@ -81,7 +81,7 @@ def play(loaded, family, turns, n=2, tokens=400, kind=Scripted, n_images=1, engi
     hf, processor = loaded[family]
     processor = often(processor)
     envs = environments(kind, **{"max_turns": 5, **settings})
-    prompts = make_prompts(examples_of(turns, n_images), processor, opened=envs.opened)
+    prompts = make_prompts(examples_of(turns, n_images), processor, start_of=envs.start_of)
     engine = engine or HFEngine(hf, processor, CPU)
     engine.processor = processor
     return Episodes(engine, envs, processor).generate(prompts, n, Sampling(tokens, seed=1)), processor
@@ -195,7 +195,7 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     assert processor.rewrites_history()
     envs = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([1, 3, 4]), processor, opened=envs.opened)
+    prompts = make_prompts(examples_of([1, 3, 4]), processor, start_of=envs.start_of)
     rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400, seed=1))
     assert {r.ended_by for r in rollouts} == {"done"}
     policy = M.Policy(hf, processor)
@@ -327,7 +327,7 @@ def test_one_that_sleeps_holds_nobody(kind, loaded, monkeypatch):
         monkeypatch.setattr(kind, "seconds", seconds)
         envs = environments(kind, max_turns=5)
         envs.quick = False  # a run waits once, 0.2 s, to learn that they are slow
-        prompts = make_prompts(examples_of([3] * 32), processor, opened=envs.opened)
+        prompts = make_prompts(examples_of([3] * 32), processor, start_of=envs.start_of)
         over, began = {}, time.monotonic()
         episodes = Episodes(HFEngine(hf, processor, CPU), envs, processor)
         done = episodes.generate(prompts, 1, Sampling(400), lambda r: over.update({r.prompt.uid: time.monotonic()}))
@@ -458,7 +458,7 @@ def test_a_beginning_that_is_none_is_told_with_its_row(said, message):
             return said
 
     with pytest.raises(UserError, match=message):
-        environments(Begins).opened(examples_of([1])[0])
+        environments(Begins).start_of(examples_of([1])[0])
 
 
 def test_what_is_opened_is_closed(loaded):
@@ -481,7 +481,7 @@ def test_what_is_opened_is_closed(loaded):
 def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
     hf, plain = loaded["qwen2_5_vl"]
     processor, envs = often(plain), environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, opened=envs.opened)
+    prompts = make_prompts(examples_of([4, 4]), processor, blank=True, start_of=envs.start_of)
     rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400))
     images = [image for r in rollouts for image in r.images]
     assert len(images) > 4 and all(image.pixel_values.std() < 1e-6 for image in images)
@@ -538,7 +538,7 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
     spelt = "b <|image_pad|> c <|im_end|> d <image>"
     monkeypatch.setattr(rollout, "response_texts", lambda processor, responses: [spelt for _ in responses])
     made = environments(Scripted, max_turns=5)
-    prompts = make_prompts(examples_of([3]), processor, opened=made.opened)
+    prompts = make_prompts(examples_of([3]), processor, start_of=made.start_of)
     [r] = Episodes(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, Sampling(400))
     assert r.ended_by == "done" and r.turns == 3
     for turn in r.separate:

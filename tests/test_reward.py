@@ -634,7 +634,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     begin = rewards.begin
     monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
-    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank, opened: examples)
+    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank, start_of: examples)
     ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
     asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
     before = reward.grader_stats.copy()
