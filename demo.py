@@ -8,7 +8,7 @@ parameters.
     python demo.py run --task digits --out out/digits       # the same of another task, any whose file draws `scenes`
 
 The toy is the real architecture: transformers' classes, Qwen's special tokens and chat format, only small. What it has
-to learn is real too: its answers are right only if it looks (see `--blank-images` in eval.py).
+to learn is real too: its answers are right only if it looks (see `--ablate` in eval.py).
 """
 
 import argparse
@@ -41,9 +41,8 @@ from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, Example, ReadingConfig, decode_image, find_tasks, read_examples
+from prepare_data import MARK, Example, decode_image, find_tasks
 from report.plots import draw_curve
-from reward import score
 from rollout import WAIT, Engine, EnvConfig, Responses, Rollout, Sampling, add_response, make_prompts, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
@@ -396,12 +395,6 @@ def env_flags(task: str) -> tuple[object, ...]:
     return ()
 
 
-def rewards_of(file: Path) -> dict[str, float]:
-    """Of an empty response to a file's first row: which there are."""
-    [example], _ = read_examples(str(file), ReadingConfig(), 1)
-    return score("", example)
-
-
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
     """Every stage by its own command, as a user would type it."""
     plan = plan_of(task)
@@ -439,17 +432,16 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     sh("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
     sh("merge", "merge_lora.py", run, "--out", final)
     greedy = ("eval.py", final, "--data", test, *longest)
-    sh("eval", *greedy, "--baseline", start, "--out", out / "eval")
-    sh("eval", *greedy, "--blank-images", "--out", out / "eval_blank")
+    sh("eval", *greedy, "--baseline", start, "--ablate", "blank", "--out", out / "eval")
     after = json.loads((out / "eval" / "eval.json").read_text())
-    blank = json.loads((out / "eval_blank" / "eval.json").read_text())
-    metric = "accuracy" if "accuracy" in rewards_of(test) else "reward"  # eval.py takes the one for the other
+    [before], metric = after["baselines"], after["metric"]
     summary = {"task": task, "metric": metric, "seed": seed, "family": family}
     summary |= {"n_test": after["n"], "steps": plan.steps}
-    summary |= {"accuracy_before": after["baseline"]["accuracy"], "accuracy_after": after["accuracy"]}
+    summary |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}
     if "turns" in after:
-        summary |= {"turns_before": after["baseline"]["turns"], "turns_after": after["turns"]}
-    summary |= {"blank_image_accuracy": blank["accuracy"], "train_seconds": round(seconds["train"], 1)}
+        summary |= {"turns_before": before["turns"], "turns_after": after["turns"]}
+    blank = after["reliance"]["blank"]["accuracy"]
+    summary |= {"blank_image_accuracy": blank, "train_seconds": round(seconds["train"], 1)}
     summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
     summary |= {"stage_seconds": {stage: round(spent, 1) for stage, spent in seconds.items()}}
     print("\n" + json.dumps(summary, indent=2))

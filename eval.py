@@ -1,22 +1,23 @@
-"""Evaluate a model folder, a hub id, a run or a checkpoint: greedy accuracy per answer type, and a page to look at.
+"""Evaluate a model folder, a hub id, a run or a checkpoint: accuracy with its interval, and a page to look at.
 
     python eval.py out/geo3k --data geo3k_test.parquet --out out/geo3k/eval
-    python eval.py MODEL --data F --out DIR --baseline BASE     # the same prompts through both, compared pairwise
-    python eval.py MODEL --data F --out DIR --samples 8         # avg@8 and pass@8 at --temperature
-    python eval.py MODEL --data F --out DIR --blank-images      # what is right without looking?
+    python eval.py MODEL --data F --out DIR --baseline A B      # the same prompts through others, compared in pairs
+    python eval.py MODEL --data F --out DIR --samples 8         # avg@8, pass@k, majority@8 at --temperature
+    python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy comes from seeing?
+    python eval.py --watch out/a out/b --out out/curves         # the curves of several runs over each other
 
-Writes eval.json and report.html to --out.
+Of a run it takes the settings that it was trained with, and says which are others, so that its figure is the training's
+eval/accuracy. Writes eval.json, predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
 """
 
 import json
 import math
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,10 +29,14 @@ from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import check_writable, need
 from model import Processor, default_dtype
-from parallel.checkpoint import load_trained, locate
+from parallel.checkpoint import load_trained, locate, on_rank0
 from prepare_data import Example, ReadingConfig, read_examples
-from report.log import write_text
-from report.page import PAGE_RECORDS, episode_record, rollout_page
+from report.ablation import IMAGES, Ablation
+from report.evaluation import FAILED, compare, group_of, lines_of, make_record, reliance, summarise
+from report.log import read_rows, write_text
+from report.page import page
+from report.plots import run_curves, watch
+from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
@@ -40,7 +45,7 @@ from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, set
 from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
-FAILED = "rewards that failed, counted as wrong: {n}"
+MOST_GROUPS = 100  # of a --group-by column
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,31 @@ class EvalConfig(AsTrained):
     """Evaluation"""
 
     model: str = setting(REQUIRED, "model folder, hub id, run directory or checkpoint", positional=True)
-    data: str = setting(REQUIRED, "parquet file(s) to evaluate on", metavar="FILE")
-    out: str = setting(REQUIRED, "directory for eval.json and report.html", metavar="DIR")
-    baseline: str | None = setting(None, "a second model to compare with, pairwise", metavar="MODEL")
+    data: str = setting(REQUIRED, "parquet file(s) to evaluate on (default: the run's --eval-data)", metavar="FILE")
+    out: str = setting(REQUIRED, "directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
+    baseline: tuple[str, ...] = setting((), "other models to compare with, pairwise", metavar="MODEL")
+    ablate: tuple[str, ...] = setting((), "ask again with white images of their size, with images of other examples, "
+                                      "without images: what comes from seeing", choices=tuple(IMAGES))
+    group_by: tuple[str, ...] = setting((), "columns of the data; accuracy for each value", metavar="COLUMN")
     limit: int | None = setting(None, "only the first N examples", least=1)
-    samples: int = setting(1, "responses per example", least=1)
+    samples: int = setting(1, "K, responses per example", least=1)
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
-    blank_images: bool = setting(False, "replace every image by a white one")
     rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Watch runs"""
+
+    watch: tuple[str, ...] = setting(REQUIRED, "run directories; those that differ in --seed alone are one curve")
+    out: str = setting(REQUIRED, "directory for curves.png", metavar="DIR")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One model on all examples
 
 
 @dataclass
@@ -88,6 +107,8 @@ class Evaluation:
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
     start_of: StartOf = as_given  # what an environment begins with
+    group_by: Sequence[str] = ()
+    title: str = "evaluating"
 
     def records(self, step: int = 0) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
@@ -95,22 +116,35 @@ class Evaluation:
         # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
         rounds = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
         records = []
-        for start in tqdm(rounds, "evaluating", leave=False, disable=None if self.ctx.main else True):
-            if self.stop():
-                return []
-            chunk = mine[start : start + CHUNK]
-            prompts = make_prompts([example for _, example in chunk], self.processor, self.blank, self.start_of)
-            with uncounted():  # in metrics, which are of the responses that are trained on
-                grading = self.rewards.begin(step, self.stage)
-                rollouts = self.engine.generate(prompts, self.samples, self.sampling, grading.add)
-                results = grading.results(rollouts)
-            graded = []
-            for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
-                r.finish_reason = "error" if i in grading.failed else r.finish_reason
-                graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
-            for k, (index, example) in enumerate(chunk):
-                records.append(make_record(index, example, graded[k * self.samples : (k + 1) * self.samples]))
+        hidden = None if self.ctx.main else True
+        total = len(mine) * self.samples
+        with tqdm(total=total, desc=self.title, unit="response", leave=False, disable=hidden) as bar:
+            for start in rounds:
+                if self.stop():
+                    return []
+                records += self.chunk(mine[start : start + CHUNK], step, bar.update)
         return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
+
+    def chunk(self, mine: Sequence[tuple[int, Example]], step: int, tell: Callable[[int], object]) -> list[dict]:
+        prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
+        with uncounted():  # in metrics, which are of the responses that are trained on
+            grading = self.rewards.begin(step, self.stage)
+
+            def finished(rollout: Rollout) -> None:
+                grading.add(rollout)
+                tell(1)
+
+            rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished)
+            results = grading.results(rollouts)
+        graded = []
+        for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
+            r.finish_reason = "error" if i in grading.failed else r.finish_reason
+            graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
+        records = []
+        for k, (index, example) in enumerate(mine):
+            of_example = graded[k * self.samples : (k + 1) * self.samples]
+            records.append(make_record(index, example, of_example, self.group_by))
+        return records
 
     def due(self, cfg: Any, step: int) -> bool:
         """In training, of train.py's RunConfig."""
@@ -133,77 +167,6 @@ class Evaluation:
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
-def make_record(index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]]) -> dict:
-    """An example with its responses and their rewards, as JSON has it."""
-    samples = []
-    for r, scores in graded:
-        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": scores}
-        samples.append(told | episode_record(r))
-    about = {"uid": example.uid, "answer_type": answer_type(example), "ground_truth": example.ground_truth}
-    return {"index": index, **about, "samples": samples}
-
-
-def answer_type(example: Example) -> str:
-    """As text: data may name types by numbers, or by both."""
-    kind = example.extra.get("answer_type")
-    return "all" if kind is None or kind == "" else str(kind)
-
-
-def correctness(record: dict) -> list[float]:
-    """1 or 0 of each sample; the total reward where a task has no accuracy."""
-    return [s["rewards"].get("accuracy", s["rewards"]["reward"]) for s in record["samples"]]
-
-
-def wilson(successes: float, n: int) -> tuple[float, float]:
-    """95% confidence interval of a proportion.   Wilson 1927"""
-    z, p = 1.959964, successes / n
-    centre = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
-
-
-def summarise(records: Sequence[dict]) -> dict:
-    """Accuracy (mean over samples, then over examples), its interval, pass@k, and the same per answer type."""
-    scores = [correctness(record) for record in records]
-    samples = list(chain.from_iterable(record["samples"] for record in records))
-    accuracy = fmean(map(fmean, scores))
-    by_type = defaultdict(list)
-    for record, score in zip(records, scores, strict=True):
-        by_type[record["answer_type"]].append(fmean(score))
-    # A reward that is no proportion has no such interval. Over examples: the samples of one are not independent
-    proportions = all(0 <= min(score) and max(score) <= 1 for score in scores)
-    summary = {
-        "n": len(records),
-        "samples": len(scores[0]),
-        "accuracy": accuracy,
-        "accuracy_ci95": wilson(accuracy * len(records), len(records)) if proportions else None,
-        f"pass@{len(scores[0])}": fmean(max(score) == 1 for score in scores),
-        "reward": fmean(s["rewards"]["reward"] for s in samples),
-        "truncated": fmean(s["finish_reason"] == "length" for s in samples),
-        "failed": sum(s["finish_reason"] == "error" for s in samples),
-        "response_tokens": fmean(s["tokens"] for s in samples),
-        "by_answer_type": {kind: {"n": len(x), "accuracy": fmean(x)} for kind, x in sorted(by_type.items())},
-    }
-    if "messages" in samples[0]:
-        summary["turns"] = fmean(s["turns"] for s in samples)
-        ends = Counter(s["ended_by"] for s in samples)
-        summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
-    if "format" in samples[0]["rewards"]:
-        summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
-    return summary
-
-
-def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
-    """Paired comparison on the same examples: exact two-sided McNemar test on the first sample of each."""
-    assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
-    pairs = [(correctness(a)[0] == 1, correctness(b)[0] == 1) for a, b in zip(records, baseline, strict=True)]
-    gained = pairs.count((True, False))
-    lost = pairs.count((False, True))
-    n = gained + lost
-    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n if n else 1.0
-    return {"gained": gained, "lost": lost, "mcnemar_p": min(1.0, 2 * tail)}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -216,11 +179,15 @@ def settings_of_run(path: str) -> dict:
         del settings["curriculum"]
     if ":" in settings.get("env", "") and not has_file(settings["env"]):
         del settings["env"]
-    return settings | {"reward": list(filter(has_file, settings.get("reward", [])))}
+    data = {"data": run["eval_data"]} if run.get("eval_data") else {}
+    return settings | data | {"reward": list(filter(has_file, settings.get("reward", [])))}
 
 
-def parse_args(argv: list[str] | None = None) -> EvalConfig:
+def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     parser = Parser(__doc__)
+    if "--watch" in (sys.argv[1:] if argv is None else argv):
+        add_settings(parser, WatchConfig)
+        return read_settings(WatchConfig, vars(parser.parse_args(argv)))
     for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
@@ -232,25 +199,45 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
     need(cfg.samples == 1 or cfg.temperature > 0, copies)
+    for name in ("baseline", "ablate", "group_by"):
+        values = getattr(cfg, name)
+        need(len(set(values)) == len(values), f"{flag_text(name, values)}: the same twice; give it once")
+    shown = [kind for kind in cfg.ablate if kind != "blank"]
+    told = f"--ablate {' '.join(shown)} with --env {cfg.env}: only white images can replace what an environment shows"
+    need(not (shown and cfg.env), f"{told}; use --ablate blank")
     need(not Path(cfg.out).is_file(), f"--out {cfg.out} is a file; give a directory")
     return cfg
 
 
-def told_of_run(cfg: EvalConfig) -> str:
-    """Which settings are other than the defaults because the run had them."""
-    run = locate(cfg.model)[2]
-    run = {name: tuple(value) if isinstance(value, list) else value for name, value in run.items()}
-    same = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) == getattr(cfg, f.name) != f.default}
-    several = {name: value if isinstance(value, tuple) else (value,) for name, value in same.items()}
-    told = [shlex.join([flag_of(name), *map(str, values)]) for name, values in several.items()]
-    for spec in run.get("reward") or ():
-        if not has_file(spec):
-            told.append(f"not --reward {spec!r}, a file that is not here: the task's own reward is used")
-    if run.get("env") and cfg.env is None and not has_file(run["env"]):
-        told.append(f"not --env {run['env']}, a file that is not here: single responses, not episodes")
-    if run.get("curriculum") and cfg.curriculum is None:
-        told.append(f"not --curriculum {run['curriculum']!r}, a file that is not here: rewards are told no stage")
-    return ", ".join(told)
+def flag_text(name: str, value: Any) -> str:
+    return shlex.join([flag_of(name), *map(str, value if isinstance(value, tuple) else (value,))])
+
+
+def told_of_run(cfg: EvalConfig) -> list[str]:
+    """Of a run: what is as it was in training, though not by default, and all that is not."""
+    run = {name: tuple(x) if isinstance(x, list) else x for name, x in locate(cfg.model)[2].items()}
+    if not run:
+        return []
+    was = {name: run[name] for name in (*(f.name for f in fields(AsTrained)), "rollout") if name in run}
+    was |= {"data": run.get("eval_data"), "temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}
+    defaults = {f.name: f.default for f in fields(EvalConfig)}
+    kept = {name: x for name, x in was.items() if getattr(cfg, name) == x != defaults[name]}
+    same = [flag_text(name, x) for name, x in kept.items() if x is not None]
+    lines = [f"as in training: {', '.join(same)}"] if same else []
+    other = []
+    for name, value in was.items():
+        if getattr(cfg, name) != value:
+            there = "none" if value in (None, ()) else flag_text(name, value).partition(" ")[2]
+            other.append(f"{flag_text(name, getattr(cfg, name))} (there {there}{gone(name, run)})")
+    return lines + ([f"unlike training: {', '.join(other)}"] if other else [])
+
+
+def gone(name: str, run: Mapping[str, Any]) -> str:
+    """Why a setting of the run is not the default here."""
+    specs = run.get(name) or ()
+    named = {"env": (specs,), "curriculum": (specs,), "reward": specs}.get(name, ())
+    missing = [spec for spec in named if spec and not (has_file(spec) if ":" in spec else Path(spec).exists())]
+    return f", {', '.join(missing)}, which is not here" if missing else ""
 
 
 def read_data(
@@ -267,7 +254,36 @@ def read_data(
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
     need(kept, told)
+    need(not cfg.ablate or any(map(len, (e.images for e in kept))), f"--ablate: no example of {cfg.data} has an image")
+    for column in cfg.group_by:
+        known = sorted(set(chain.from_iterable(example.extra for example in kept)))
+        need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")
+        values = len({group_of(example, column) for example in kept})
+        many = f"--group-by {column}: {values} values, more than {MOST_GROUPS}; choose a column with fewer"
+        need(values <= MOST_GROUPS, many)
     return kept, len(left_out)
+
+
+def settings_of(cfg: EvalConfig) -> dict:
+    """What an evaluation is known by: as eval.json has it. Of a run also its checkpoint, which may be a newer one."""
+    settings = {name: value for name, value in asdict(cfg).items() if name != "out"}
+    checkpoints = [str(locate(path)[1] or path) for path in (cfg.model, *cfg.baseline)]
+    return json.loads(json.dumps(settings | {"checkpoints": checkpoints}))
+
+
+def check_out(cfg: EvalConfig) -> None:
+    """An evaluation may be made again where it is, but not over another one."""
+    out = Path(cfg.out)
+    check_writable(out, f"--out {cfg.out}")
+    run = f"--out {out} is a run, whose report.html this would replace; choose another folder, such as {out / 'eval'}"
+    need(not (out / "run.json").exists(), run)
+    if not (out / "eval.json").is_file():
+        return
+    before = json.loads((out / "eval.json").read_text()).get("settings", {})
+    now = settings_of(cfg)
+    other = [name for name in now | before if now.get(name) != before.get(name)]
+    told = [f"{flag_of(name)} was {before.get(name)} and is {now.get(name)}" for name in other[:1]]
+    need(not other, f"--out {out} holds another evaluation: {', '.join(told)}; choose another folder, or remove it")
 
 
 def start_engine(
@@ -281,6 +297,7 @@ def start_engine(
     """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
+    print0(f"loaded {hf.loaded_from}")
     limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
     limits["of_episodes"] = env.image_limits if env else None
     limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
@@ -290,70 +307,84 @@ def start_engine(
     return engine
 
 
-def main(cfg: EvalConfig) -> dict:
+def main(cfg: EvalConfig | WatchConfig) -> dict:
+    if isinstance(cfg, WatchConfig):
+        watch(list(map(Path, cfg.watch)), Path(cfg.out))
+        return {}
     ctx = dist_setup()
-    if ctx.main:
-        check_writable(Path(cfg.out), f"--out {cfg.out}")
-    if told := told_of_run(cfg):
-        print0(f"settings of the run: {told}")
-    # All that can be wrong comes before the first model. The baseline sees the images at the run's own pixel limits
     cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
+    on_rank0(lambda: check_out(cfg))
+    for line in told_of_run(cfg):
+        print0(line)
+    # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
-    paths = [path for path in (cfg.model, cfg.baseline) if path]
+    paths = [cfg.model, *cfg.baseline]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out = read_data(cfg, rewards, processors, start_of)
     first_step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(first_step, stage)])
+    ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
-    results, asleep = [], []
-    for path, processor in zip(paths, processors, strict=True):
+    of_model: dict[str, list[dict]] = {}  # by what it saw: "", its own images, and what --ablate names
+    of_baselines: list[list[dict]] = []
+    asleep = []
+    for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
         engine = start_engine(cfg, path, processor, examples, env, ctx)
         play = player(engine, env, processor)
-        asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, cfg.blank_images, stage)
-        results.append(Evaluation(*asked, start_of=start_of).records(first_step))
+        for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
+            asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
+            title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
+            more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
+            records = Evaluation(*asked, **more).records(first_step)
+            if number == 0:
+                of_model[kind] = records
+            else:
+                of_baselines.append(records)
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it
         del engine, play  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
-    summaries = [{"path": path, "left_out": left_out, **summarise(of)} for path, of in zip(paths, results, strict=True)]
-    summary = summaries[0] | {"data": cfg.data, "blank_images": cfg.blank_images, "temperature": cfg.temperature}
-    if cfg.baseline:
-        summary["baseline"] = summaries[1] | compare(*results)
-    tell(summary)  # before anything is written: a disk that is full by now does not take an evaluation with it
-    write_report(cfg, summary, results[0], examples, start_of)
+    summary = summarise_all(cfg, of_model, of_baselines) | {"left_out": left_out, "settings": settings_of(cfg)}
+    print("\n".join(lines_of(summary)))  # before anything is written: a full disk does not take an evaluation with it
+    others = {f"{cfg.model}, {IMAGES[kind]}": records for kind, records in of_model.items() if kind}
+    others |= {f"baseline {path}": records for path, records in zip(cfg.baseline, of_baselines, strict=True)}
+    write_report(cfg, summary, of_model[""], others, {e.uid: start_of(e) for e in examples})
     return summary
 
 
-def tell(summary: dict) -> None:
-    """The summary on the terminal, on which escape codes from data would act."""
-    interval = "({:.3f} to {:.3f}, 95%), ".format(*summary["accuracy_ci95"]) if summary["accuracy_ci95"] else ""
-    more = f"truncated {summary['truncated']:.3f}" + (", images blanked" if summary["blank_images"] else "")
-    print(f"accuracy {summary['accuracy']:.3f} {interval}n {summary['n']}, {more}")
-    if summary["failed"]:
-        print(f"  {FAILED.format(n=summary['failed'])}")
-    for kind, of in summary["by_answer_type"].items():
-        print(f"  {repr(kind)[1:-1]:<12} {of['accuracy']:.3f}  n {of['n']}")
-    if base := summary.get("baseline"):
-        changes = f"{base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}"
-        print(f"baseline {base['accuracy']:.3f}: {changes}")
+def summarise_all(cfg: EvalConfig, of_model: Mapping[str, list[dict]], of_baselines: Sequence[list[dict]]) -> dict:
+    records = of_model[""]
+    summary = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature, **summarise(records)}
+    if cfg.baseline:
+        pairs = zip(cfg.baseline, of_baselines, strict=True)
+        summary["baselines"] = [{"path": path, **summarise(base), **compare(records, base)} for path, base in pairs]
+    if cfg.ablate:
+        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate})
+    return summary
 
 
 def write_report(
-    cfg: EvalConfig, summary: dict, records: Sequence[dict], examples: Sequence[Example], start_of: StartOf
+    cfg: EvalConfig,
+    summary: dict,
+    records: Sequence[dict],
+    others: Mapping[str, Sequence[dict]],
+    examples: Mapping[str, Example],
 ) -> None:
-    title = f"{cfg.model} on {cfg.data}" + (", images blanked" if cfg.blank_images else "")
-    shown = {record["uid"] for record in records[:PAGE_RECORDS]}
-    by_uid = {example.uid: start_of(example) for example in examples if example.uid in shown}
-    page = rollout_page(title, summary, records, by_uid)
-    out = Path(cfg.out)
+    """`others`: of the same examples, by what answered them; `examples` by uid, as they were shown."""
+    out, checkpoint = Path(cfg.out), locate(cfg.model)[1]
+    rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
+    more = {"summary": summary, "curves": run_curves(rows), "others": others, "beside": out / "images"}
+    names = [f"ablate_{kind}" for kind in cfg.ablate] + [f"baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
-    write_text(out / "report.html", page)
-    print(f"wrote {out / 'eval.json'} and {out / 'report.html'}")
+    for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):
+        write_text(out / f"predictions{name}.jsonl", "".join(json.dumps(without_images(r)) + "\n" for r in of))
+    write_text(out / "report.html", page(f"{cfg.model} on {cfg.data}", records, examples, **more))
+    print(f"wrote {out / 'eval.json'}, {out / 'predictions.jsonl'} and {out / 'report.html'}")
 
 
 if __name__ == "__main__":

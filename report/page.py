@@ -150,3 +150,7 @@ def thumbnail(data: bytes) -> str:
         files[name] = data
     kind, data = min(files.items(), key=lambda item: len(item[1]))
     return f'<img alt="" src="data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}">'
+
+
+def page(title, records, examples, *, summary=None, facts=None, curves=(), others=None, beside=None):
+    return rollout_page(title, summary or facts, records, examples)

@@ -1,6 +1,6 @@
 """Shapes, the toy task: one question about a small drawing, answered in one word or number.
 
-What it asks for is real: an answer is right only if the model looks (see `--blank-images` in eval.py).
+What it asks for is real: an answer is right only if the model looks (see `--ablate` in eval.py).
 """
 
 import hashlib

@@ -143,7 +143,7 @@ def test_the_demo_of_another_task(tmp_path):
     assert -0.5 <= min(before, after, blank) and max(before, after, blank) < 1 and summary["train_seconds"] > 0
     prompts = {e.messages[0]["content"] for e in read_examples(str(tmp_path / "test.parquet"), ReadingConfig())[0]}
     assert prompts == {"<image>Describe the image."}
-    assert (tmp_path / "curve.png").is_file() and (tmp_path / "eval_blank" / "report.html").is_file()
+    assert (tmp_path / "curve.png").is_file() and (tmp_path / "eval" / "report.html").is_file()
     [*_, last] = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
     row = json.loads(last.read_text().splitlines()[0])
     assert set(row["samples"][0]["rewards"]) >= {"cider", "keywords", "reward"}

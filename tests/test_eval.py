@@ -4,7 +4,6 @@ import base64
 import html.parser
 import http.server
 import io
-import itertools
 import json
 import os
 import re
@@ -25,54 +24,151 @@ import eval as E
 import model as M
 from demo import make_model
 from layers import lora
+from prepare_data import Example
+from report.evaluation import answer_of, answer_type
+from report.log import read_rows
 from report.page import rollout_page
 from report.plots import draw_curve
-from tasks.shapes import shapes_rows
+from report.statistics import wilson
+from rollout import as_given, make_prompts
+from tasks.shapes import png, shapes_rows
 from utils import Context
 
 
 def record(kind, accuracies, finish="stop"):
     rewards = [{"accuracy": a, "format": 1.0, "reward": a} for a in accuracies]
     samples = [{"text": "x", "finish_reason": finish, "tokens": 3, "rewards": r} for r in rewards]
-    return {"uid": kind + str(accuracies), "answer_type": kind, "ground_truth": "x", "samples": samples}
+    about = {"uid": kind + str(accuracies), "answer_type": kind, "task": "shapes", "source": "shapes", "n_images": 1}
+    return about | {"ground_truth": "x", "groups": {}, "samples": samples}
 
 
-def test_wilson_interval_equals_the_published_example():
-    # Newcombe 1998 (Statistics in Medicine 17), table I: 81/263 and 15/148, 95% score intervals
-    assert E.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert E.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
-    low, high = E.wilson(0, 20)
-    assert low == 0 and 0.1 < high < 0.2
-    assert E.wilson(0, 9)[0] == 0  # rounding would leave -0.000
+def of(n, scores, others):
+    """Records of a model and a baseline on the same n examples."""
+    pairs = [(record(str(i), [a]), record(str(i), [b])) for i, (a, b) in enumerate(zip(scores, others, strict=True))]
+    for i, pair in enumerate(pairs):
+        for side in pair:
+            side["uid"] = str(i)
+    assert len(pairs) == n
+    return map(list, zip(*pairs, strict=True))
 
 
-def test_mcnemar_equals_enumeration():
-    for gained, lost in [(0, 0), (1, 0), (5, 1), (3, 3), (0, 8)]:
-        ours = [record("a", [x]) for x in [1.0] * gained + [0.0] * lost + [1.0] * 4]
-        base = [record("a", [x]) for x in [0.0] * gained + [1.0] * lost + [1.0] * 4]
-        for i, pair in enumerate(zip(ours, base, strict=True)):
-            for side in pair:
-                side["uid"] = str(i)
-        got = E.compare(ours, base)
-        n = gained + lost
-        as_extreme = sum(abs(sum(bits) - n / 2) >= abs(gained - n / 2) for bits in itertools.product((0, 1), repeat=n))
-        assert (got["gained"], got["lost"]) == (gained, lost) and got["mcnemar_p"] == pytest.approx(as_extreme / 2**n)
+def test_comparison_counts_what_changed():
+    ours, base = of(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
+    found = E.compare(ours, base)
+    assert (found["gained_uids"], found["lost_uids"]) == (["0", "1"], ["3"])
+    assert (found["gained"], found["lost"], found["mcnemar_p"]) == (2, 1, 1.0)
+    assert found["difference"] == pytest.approx(0.1)
+    low, high = found["difference_ci95"]
+    assert -0.35 < low < 0 < 0.1 < high < 0.5
+    same = E.compare(ours, ours)
+    assert (same["difference"], same["difference_ci95"], same["mcnemar_p"]) == (0, (0, 0), 1.0)
 
 
 def test_summary_counts_per_example_and_type():
     records = [record("count", [1.0, 0.0]), record("count", [0.0, 0.0], finish="length"), record("colour", [1.0, 1.0])]
     s = E.summarise(records)
-    assert s["accuracy"] == pytest.approx(0.5) and s["pass@2"] == pytest.approx(2 / 3)
-    assert s["truncated"] == pytest.approx(1 / 3)
-    assert s["by_answer_type"] == {"colour": {"n": 1, "accuracy": 1.0}, "count": {"n": 2, "accuracy": 0.25}}
-    low, high = s["accuracy_ci95"]
-    assert low < 0.5 < high
-    assert E.summarise([record("a", [12.0]), record("a", [-3.0])])["accuracy_ci95"] is None
+    assert s["accuracy"] == s["avg@2"] == s["pass@1"] == pytest.approx(0.5) and s["pass@2"] == pytest.approx(2 / 3)
+    assert s["truncated"] == pytest.approx(1 / 3) and s["metric"] == "accuracy"
+    colour, count = s["by_answer_type"]["colour"], s["by_answer_type"]["count"]
+    assert (colour["n"], colour["accuracy"], count["n"], count["accuracy"]) == (1, 1.0, 2, 0.25)
+    assert colour["accuracy_ci95"] == wilson(1, 1) and s["accuracy_ci95"] == wilson(1.5, 3)
+    assert "by_task" not in s and "by_images" not in s and "task_mean" not in s
+    low, high = E.summarise([record("a", [12.0]), record("a", [-3.0])])["accuracy_ci95"]
+    assert low < 4.5 < high
+
+
+def test_tasks_and_groups_are_counted_apart():
+    records = [record("a", [1.0]), record("a", [0.0]), record("a", [0.0]), record("a", [1.0])]
+    for i, r in enumerate(records):
+        tasks, levels = ["one", "one", "one", "two"], ["2", "1", "1", "none"]
+        r |= {"task": tasks[i], "source": f"hub/{tasks[i]}", "n_images": 1 + i % 2, "groups": {"level": levels[i]}}
+    s = E.summarise(records)
+    assert {k: (v["n"], v["accuracy"]) for k, v in s["by_level"].items()} == {"1": (2, 0), "2": (1, 1), "none": (1, 1)}
+    assert {k: v["n"] for k, v in s["by_images"].items()} == {"1": 2, "2": 2}
+    assert {k: v["n"] for k, v in s["by_source"].items()} == {"hub/one": 3, "hub/two": 1}
+    assert s["task_mean"]["accuracy"] == pytest.approx((1 / 3 + 1) / 2) and s["task_mean"]["n_tasks"] == 2
+    low, high = s["task_mean"]["accuracy_ci95"]
+    assert low == pytest.approx(0.5) and high == pytest.approx(1.0)  # of one, 3 of 3 come with 1/27; two stays 1
+
+
+def test_a_task_without_right_or_wrong_has_a_reward():
+    records = [record("a", [0.5, 0.75])]
+    for s in records[0]["samples"]:
+        del s["rewards"]["accuracy"], s["rewards"]["format"]
+    summary = E.summarise(records)
+    assert summary["metric"] == "reward" and summary["accuracy"] == summary["avg@2"] == 0.625
+    assert not summary.keys() & {"pass@1", "majority@2", "format"}
+    assert E.lines_of(summary)[0].startswith("reward 0.625")
+    assert E.reliance(records, {"none": records})["constant"] is None
+
+
+def test_votes_are_for_what_is_in_the_box():
+    texts = [r"<think>3</think> \boxed{4}", r"\boxed{4.0}", "5", r"\boxed{5", "<think>so</think> 5"]
+    kinds = [answer_of({"text": text, "finish_reason": "stop"}) for text in texts]
+    assert kinds == ["4.0", "4.0", "5.0", r"\boxed{5", "5.0"]
+    assert answer_of({"text": r"\boxed{4}", "finish_reason": "error"}) is None
+    r = record("a", [1, 1, 0, 0, 0])
+    for sample, text in zip(r["samples"], texts, strict=True):
+        sample["text"] = text
+    assert E.summarise([r])["majority@5"] == 0.5  # 4 and 5 have two votes each
+
+
+def test_reliance_says_whether_it_looks():
+    truths = ["red", "red", "blue", "green"] * 10
+    seen, blind = of(40, [1.0] * 40, [1.0, 0, 0, 0] * 10)
+    for records in (seen, blind):
+        for r, truth in zip(records, truths, strict=True):
+            r |= {"answer_type": "colour", "ground_truth": truth}
+    table = E.reliance(seen, {"blank": blind, "none": seen})
+    assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
+    assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop_ci95"] == (0, 0)
+    assert table["said"] == (
+        "With white images of the same size the accuracy falls by 0.750, to chance: it answers by looking. "
+        "With no images at all the accuracy does not fall for certain: no sign that it looks.")
+    half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
+    for r, truth in zip(half, truths, strict=True):
+        r |= {"answer_type": "colour", "ground_truth": truth}
+    assert "but not to chance" in E.reliance(seen, {"shuffled": half})["said"]
 
 
 def test_comparison_refuses_other_examples():
     with pytest.raises(AssertionError, match="same examples"):
         E.compare([record("a", [1.0])], [record("b", [1.0])])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model sees
+
+
+def coloured(uid, *images, extra=None):
+    files = [png(Image.new("RGB", size, colour)) for size, colour in images]
+    messages = [{"role": "user", "content": "<image>" * len(files) + "Which?"}]
+    return Example(uid, "shapes", messages, files, "x", extra or {})
+
+
+def test_others_images_have_the_size_of_those_they_replace():
+    red, blue, green = "red", "blue", "green"
+    examples = [coloured("a", ((56, 28), red)), coloured("b", ((28, 84), blue), ((56, 56), green)),
+                coloured("c", ((84, 84), "yellow")), coloured("d")]
+    shown = E.Ablation("shuffled", examples, as_given, 0)
+    for example in examples:
+        other = shown.start_of(example)
+        assert other.image_sizes == example.image_sizes and other.messages == example.messages
+        mine = {image.getpixel((3, 3)) for image in example.pil_images}
+        assert not mine & {image.getpixel((3, 3)) for image in other.pil_images}
+        again = E.Ablation("shuffled", examples, as_given, 0).start_of(example)
+        assert list(again.images) == list(other.images)
+    with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
+        alike = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same bytes
+        E.Ablation("shuffled", alike, as_given, 0).start_of(alike[0])
+
+
+def test_without_images_their_marks_go_too(loaded):
+    example = coloured("a", ((56, 56), "red"), ((56, 56), "blue"))
+    shown = E.Ablation("none", [example], as_given, 0)
+    assert shown.start_of(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
+    [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], start_of=shown.start_of)
+    assert prompt.images == [] and prompt.example is example  # which its reward gets
 
 
 def photo(width=84, height=84, kind="PNG", noise=60):
@@ -169,9 +265,9 @@ def test_curve_of_a_run(tmp_path):
 
 def test_answer_types_are_text():
     named = (5, 0, "count", None, "", 1.5, ["a"])
-    kinds = [E.answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
+    kinds = [answer_type(SimpleNamespace(extra={"answer_type": kind})) for kind in named]
     assert kinds == ["5", "0", "count", "all", "all", "1.5", "['a']"]
-    assert E.answer_type(SimpleNamespace(extra={})) == "all"
+    assert answer_type(SimpleNamespace(extra={})) == "all"
 
 
 def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
@@ -194,18 +290,21 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert (args.prompt_key, args.answer_key) == ("problem", "answer")
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
         assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
-        told = dict(part.split(" ", 1) for part in E.told_of_run(args).split(", "))
+        same, *other = E.told_of_run(args)
+        told = dict(part.split(" ", 1) for part in same.removeprefix("as in training: ").split(", "))
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
+        assert other == ["unlike training: --image-key images (there image), --dtype auto (there bfloat16), "
+                         f"--data {data} (there none)"]
     (tmp_path / "mine.py").unlink()
     args = E.parse_args([str(tmp_path / "run"), *more])
-    told = E.told_of_run(args)
-    assert args.reward == () and "mine.py:f', a file that is not here: the task's own reward is used" in told
+    told = "\n".join(E.told_of_run(args))
+    assert args.reward == () and f"{tmp_path}/mine.py:f, which is not here" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
-    assert E.told_of_run(plain) == ""
+    assert E.told_of_run(plain) == []
 
 
 def test_an_unknown_flag_is_one_line(capsys):
@@ -236,9 +335,9 @@ def test_a_full_disk_does_not_take_the_figures_with_it(toys, tmp_path):
     done = run([sys.executable, "eval.py", toys["qwen2_5_vl"], "--data", data, "--max-new-tokens", 3,
                 "--max-prompt-tokens", 200, "--reward", f"{tmp_path}/mine.py:score", "--out", out], check=False)
     assert done.returncode == 1 and "no space left" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert "accuracy 0.000" in done.stdout and "wrote" not in done.stdout
-    kinds = [line.split()[::2] for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert kinds == [["0", "n"], ["5", "n"], ["all", "n"]]
+    assert "reward 0.000" in done.stdout and "wrote" not in done.stdout
+    kinds = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert kinds == ["0", "5", "all"]
     assert "left out: 'shapes-test-0-5\\x1b[2J': " in done.stdout and "\x1b" not in done.stdout
 
 
@@ -247,20 +346,67 @@ def data(tmp_path):
     return write_parquet(tmp_path / "test.parquet", shapes_rows(10, "test", 0))
 
 
-def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
-    toy = toys["qwen3_vl"]
-    done = run([sys.executable, "eval.py", toy, "--data", data, "--baseline", toy, "--max-new-tokens", 3,
-                "--out", tmp_path / "e"])
-    result = json.loads((tmp_path / "e" / "eval.json").read_text())
+def test_command_writes_json_predictions_and_page_and_compares(toys, data, tmp_path):
+    toy, out = toys["qwen3_vl"], tmp_path / "e"
+    command = [sys.executable, "eval.py", toy, "--data", data, "--max-new-tokens", 3, "--out", out]
+    more = ["--baseline", toy, toys["qwen2_5_vl"], "--ablate", "shuffled", "none", "--group-by", "split"]
+    done = run([*command, *more])
+    result = json.loads((out / "eval.json").read_text())
     assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
-    assert result["baseline"]["mcnemar_p"] == 1.0 and result["baseline"]["accuracy"] == result["accuracy"]
-    assert "accuracy 0.000" in done.stdout and (tmp_path / "e" / "report.html").read_text().count("<img") == 10
-    assert "blanked" not in done.stdout + (tmp_path / "e" / "report.html").read_text()
-    two = run([*TORCHRUN, 2, "eval.py", toy, "--data", data, "--blank-images", "--samples", 3, "--max-new-tokens", 3,
-               "--out", tmp_path / "e2"])
-    again = json.loads((tmp_path / "e2" / "eval.json").read_text())
-    assert again["n"] == 10 and again["samples"] == 3 and "pass@3" in again and two.stdout.count("wrote") == 1
-    assert ", images blanked\n" in two.stdout and "images blanked</h1>" in (tmp_path / "e2" / "report.html").read_text()
+    same, other = result["baselines"]
+    assert same["mcnemar_p"] == 1.0 and same["accuracy"] == result["accuracy"] and same["difference_ci95"] == [0, 0]
+    assert (same["path"], other["path"]) == (str(toy), str(toys["qwen2_5_vl"]))
+    assert result["by_split"]["test"]["n"] == 10 and set(result["reliance"]) >= {"shuffled", "none", "said"}
+    assert "accuracy 0.000 (0.000 to 0.278)" in done.stdout and "no images at all" in done.stdout
+    assert (out / "report.html").read_text().count("<img") >= 10
+    lines = {f.name: list(map(json.loads, f.read_text().splitlines())) for f in out.glob("predictions*.jsonl")}
+    assert set(lines) == {f"predictions{x}.jsonl" for x in ("", "_baseline_1", "_baseline_2", "_ablate_shuffled",
+                                                            "_ablate_none")}
+    uids = [r["uid"] for r in lines["predictions.jsonl"]]
+    assert len(set(uids)) == 10 and all([r["uid"] for r in rows] == uids for rows in lines.values())
+    assert lines["predictions.jsonl"] == lines["predictions_baseline_1.jsonl"] != lines["predictions_baseline_2.jsonl"]
+    assert E.summarise(lines["predictions.jsonl"])["reward"] == result["reward"]
+
+    before = (out / "eval.json").read_bytes()
+    again = run([*command, *more])  # the same one may be made again
+    assert "wrote" in again.stdout and (out / "eval.json").read_bytes() == before
+    other = run([*command, *more, "--limit", 4], check=False)
+    assert f"error: --out {out} holds another evaluation: --limit was None and is 4" in other.stderr
+    assert other.returncode == 1 and (out / "eval.json").read_bytes() == before
+
+
+def test_several_samples_on_two_processes(toys, data, tmp_path):
+    toy, out = toys["qwen3_vl"], tmp_path / "e"
+    two = run([*TORCHRUN, 2, "eval.py", toy, "--data", data, "--ablate", "blank", "--samples", 3,
+               "--max-new-tokens", 3, "--out", out])
+    result = json.loads((out / "eval.json").read_text())
+    assert result["n"] == 10 and result["samples"] == 3 and two.stdout.count("wrote") == 1
+    assert {"avg@3", "pass@1", "pass@2", "pass@3", "majority@3"} <= result.keys() and "blank" in result["reliance"]
+    assert "white images of the same size" in two.stdout
+
+
+def test_its_figure_is_the_trainings(toys, tmp_path):
+    """To the last digit, with the settings of the run alone."""
+    rows = list(shapes_rows(24, "test", 0))
+    data = write_parquet(tmp_path / "test.parquet", rows)
+    (tmp_path / "length.py").write_text(
+        "def score(response, example, finish_reason):\n"
+        "    short = finish_reason == 'stop'\n"
+        "    return {'accuracy': float(sum(map(ord, response)) % 3 == 0), 'reward': len(response) / 7 - short}\n")
+    out = tmp_path / "run"
+    more = ["--steps", 2, "--eval-data", data, "--reward", f"{tmp_path}/length.py:score", "--max-new-tokens", 9,
+            "--max-pixels", 4000, "--lr", "0.003"]
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, out, *more)])
+    trained = read_rows(out / "metrics.jsonl")[-1]
+    done = run([sys.executable, "eval.py", out, "--out", tmp_path / "e"])
+    result = json.loads((tmp_path / "e" / "eval.json").read_text())
+    assert {f"eval/{name}": result[name] for name in ("accuracy", "reward", "truncated")} == {
+        name: trained[name] for name in ("eval/accuracy", "eval/reward", "eval/truncated")}
+    assert 0 < result["accuracy"] < 1 and result["reward"] != result["accuracy"]
+    assert "unlike training" not in done.stdout and "--max-pixels 4000" in done.stdout
+    # its folder is no place for another report
+    refused = run([sys.executable, "eval.py", out, "--out", out], check=False)
+    assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
 
 
 @pytest.mark.parametrize("arguments,match", [
@@ -274,6 +420,9 @@ def test_command_writes_json_and_page_and_compares(toys, data, tmp_path):
     (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is --rollout hf; leave it out"),
     (["TOY", "--baseline", "nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
+    (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
+    (["TOY", "--group-by", "uid", "uid"], "--group-by uid uid: the same twice"),
+    (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
     (["CODE"], "its files name Python code of their own to be run"),
 ])
@@ -327,7 +476,7 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
         told = f"--reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000"
-        assert (f"settings of the run: {told}" in done.stdout) == (not more)
+        assert (f"as in training: {told}" in done.stdout) == (not more)
         texts.append((out / "report.html").read_text().split("</h1>")[1])
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

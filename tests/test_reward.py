@@ -616,6 +616,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     rounds, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
         row.uid = str(n)
+        row.images = []
     rows[4].data_source, rows[4].ground_truth = "none", "9"  # its reward fails
     monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
 

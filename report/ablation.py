@@ -1,0 +1,69 @@
+"""What an evaluation shows a model instead of the examples' own images: how much of its accuracy comes from seeing?"""
+
+import io
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from PIL import Image
+
+from errors import need
+from prepare_data import MARK, Example, decode_image
+from rollout import StartOf, as_given
+from utils import derive_seed
+
+IMAGES = {  # --ablate: what it is that the model sees
+    "blank": "white images of the same size",
+    "shuffled": "images of other examples",
+    "none": "no images at all",
+}
+
+
+class Ablation:
+    """What the model sees instead of an example's images: `kind` is one of IMAGES, or "" for its own."""
+
+    def __init__(self, kind: str, examples: Sequence[Example], start_of: StartOf, seed: int):
+        self.blank = kind == "blank"  # also of what an environment shows
+        change = {"shuffled": self.with_others, "none": without}.get(kind, as_given)
+        self.start_of = lambda example: change(start_of(example))
+        self.seed = seed
+        self.places: dict[Any, tuple[Example, int]] = {}  # of each distinct image
+        if kind == "shuffled":
+            self.places = {key: (e, i) for e in map(start_of, examples) for i, key in enumerate(keys_of(e))}
+
+    def with_others(self, example: Example) -> Example:
+        """Each image is that of another example, stretched to the size of the one whose place it takes: as many tokens
+        at the same positions, only other content."""
+        own = set(keys_of(example))
+        if not own:
+            return example
+        told = f"row {example.uid!r}: --ablate shuffled: no example has other images; leave it out, or raise --limit"
+        need(not own.issuperset(self.places), told)
+        images = []
+        order = list(self.places)
+        for i, size in enumerate(example.image_sizes):
+            rng = random.Random(derive_seed(self.seed, "shuffled", example.uid, i))
+            key = rng.choice(order)
+            while key in own:
+                key = rng.choice(order)
+            other, place = self.places[key]
+            images.append(png(decode_image(other.images[place]).resize(size, Image.Resampling.BICUBIC)))
+        return replace(example, images=images)
+
+
+def keys_of(example: Example) -> list:
+    """What tells each of its images from others."""
+    sums = getattr(example.images, "sums", None)  # of images that stay in their file
+    return list(zip(sums, example.image_sizes, strict=True)) if sums else [zlib.crc32(data) for data in example.images]
+
+
+def without(example: Example) -> Example:
+    messages = [m | {"content": m["content"].replace(MARK, "")} for m in example.messages]
+    return replace(example, messages=messages, images=[])
+
+
+def png(image: Image.Image) -> bytes:
+    image.save(file := io.BytesIO(), format="PNG", compress_level=1)
+    return file.getvalue()

@@ -1,0 +1,234 @@
+"""An evaluation's records and their summary: with intervals, by type, against baselines, without images.
+
+A record is an example with its responses: index, uid, answer_type, task, source, n_images, ground_truth, `groups` (its
+values of --group-by), and `samples`: text, finish_reason, tokens, rewards, and of episodes what report/page.py shows.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+from prepare_data import Example
+from report.ablation import IMAGES
+from report.page import episode_record
+from report.statistics import bootstrap, interval, majority, mcnemar, pass_at_k, same_answer
+from reward import extract_boxed, task_name, uncounted
+from rollout import Rollout
+
+ALWAYS = ("answer_type", "task", "source", "images")  # what records are grouped by without being asked
+FAILED = "rewards that failed, counted as wrong: {n}"
+
+
+def make_record(
+    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
+) -> dict:
+    """An example with its responses and their rewards, as JSON has it."""
+    samples = []
+    for r, scores in graded:
+        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": scores}
+        samples.append(told | episode_record(r))
+    about = {"index": index, "uid": example.uid, "answer_type": answer_type(example)}
+    about |= {"task": task_name(example.data_source), "source": example.data_source, "n_images": len(example.images)}
+    groups = {name: group_of(example, name) for name in group_by}
+    return about | {"ground_truth": example.ground_truth, "groups": groups, "samples": samples}
+
+
+def answer_type(example: Example) -> str:
+    """As text: data may name types by numbers, or by both."""
+    kind = example.extra.get("answer_type")
+    return "all" if kind is None or kind == "" else str(kind)
+
+
+def group_of(example: Example, column: str) -> str:
+    """As text; a row without the column has none."""
+    value = example.extra.get(column)
+    return "none" if value is None else str(value)
+
+
+def correctness(record: dict) -> list[float]:
+    """Accuracy of each sample, 1 or 0 in most tasks; the total reward where a task has no accuracy."""
+    return [s["rewards"].get("accuracy", s["rewards"]["reward"]) for s in record["samples"]]
+
+
+def scores_of(records: Sequence[dict]) -> list[float]:
+    """One of each example: the mean over its samples."""
+    return [fmean(correctness(record)) for record in records]
+
+
+def metric_of(records: Sequence[dict]) -> str:
+    """What `accuracy` is called where it is shown."""
+    graded = [s for record in records for s in record["samples"] if s["finish_reason"] != "error"]
+    having = sum("accuracy" in s["rewards"] for s in graded)
+    return "accuracy" if having or not graded else "reward"
+
+
+def answer_of(sample: dict) -> str | None:
+    """The answer that a response votes for: what is in its last box, or all of it after a <think> block."""
+    if sample["finish_reason"] == "error":
+        return None
+    boxed = extract_boxed(sample["text"])
+    return same_answer(sample["text"].rpartition("</think>")[2] if boxed is None else boxed) or None
+
+
+def summarise(records: Sequence[dict]) -> dict:
+    """Accuracy (mean over samples, then over examples) with its interval; of several samples also pass@k and majority;
+    the same for each group of examples."""
+    scores = scores_of(records)
+    samples = list(chain.from_iterable(record["samples"] for record in records))
+    summary = {
+        "n": len(records),
+        "samples": len(records[0]["samples"]),
+        "metric": metric_of(records),
+        "accuracy": fmean(scores),
+        "accuracy_ci95": interval(scores),
+        **of_several(records),
+        "reward": fmean(s["rewards"]["reward"] for s in samples),
+        "truncated": fmean(s["finish_reason"] == "length" for s in samples),
+        "failed": sum(s["finish_reason"] == "error" for s in samples),
+        "response_tokens": fmean(s["tokens"] for s in samples),
+    }
+    if "messages" in samples[0]:
+        summary["turns"] = fmean(s["turns"] for s in samples)
+        ends = Counter(s["ended_by"] for s in samples)
+        summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
+    if any("format" in s["rewards"] for s in samples):
+        summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
+    return summary | by_group(records)
+
+
+def of_several(records: Sequence[dict]) -> dict[str, float]:
+    """Of K samples: their mean, the chance that one of k is right, for each k, and what a vote of all says."""
+    k_max = len(records[0]["samples"])
+    if k_max == 1:
+        return {}
+    told = {f"avg@{k_max}": fmean(scores_of(records))}
+    if metric_of(records) != "accuracy":
+        return told
+    right = [sum(score == 1 for score in correctness(record)) for record in records]
+    for k in range(1, k_max + 1):
+        told[f"pass@{k}"] = fmean(pass_at_k(k_max, n, k) for n in right)
+    with uncounted():  # answers without a box
+        votes = [list(map(answer_of, record["samples"])) for record in records]
+    voted = [majority(answers, correctness(record)) for answers, record in zip(votes, records, strict=True)]
+    return told | {f"majority@{k_max}": fmean(voted)}
+
+
+def by_group(records: Sequence[dict]) -> dict[str, dict]:
+    """`by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several tasks
+    the mean of their accuracies, whatever their sizes."""
+    columns = {name: [str(r["n_images" if name == "images" else name]) for r in records] for name in ALWAYS}
+    columns = {name: values for name, values in columns.items() if name == "answer_type" or len(set(values)) > 1}
+    if columns.get("source") == columns.get("task"):
+        columns.pop("source", None)
+    columns |= {name: [r["groups"][name] for r in records] for name in records[0]["groups"]}
+    found = {}
+    for column, values in columns.items():
+        members = defaultdict(list)
+        for value, score in zip(values, scores_of(records), strict=True):
+            members[value].append(score)
+        found[f"by_{column}"] = {value: grouped(scores) for value, scores in sorted(members.items())}
+        if column == "task":
+            mean = fmean(map(fmean, members.values()))
+            ci95 = bootstrap(*members.values())
+            found["task_mean"] = {"accuracy": mean, "accuracy_ci95": ci95, "n_tasks": len(members)}
+    return found
+
+
+def grouped(scores: Sequence[float]) -> dict:
+    return {"n": len(scores), "accuracy": fmean(scores), "accuracy_ci95": interval(scores)}
+
+
+def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
+    """Against another model on the same examples: the difference of the accuracies, by bootstrap over examples, which
+    were gained and which were lost, and the exact test of whether that may be chance."""
+    assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
+    gaps = {r["uid"]: a - b for r, a, b in zip(records, scores_of(records), scores_of(baseline), strict=True)}
+    gained = [uid for uid, gap in gaps.items() if gap > 0]
+    lost = [uid for uid, gap in gaps.items() if gap < 0]
+    told = {"difference": fmean(gaps.values()), "difference_ci95": bootstrap(list(gaps.values()))}
+    told |= {"gained": len(gained), "lost": len(lost), "mcnemar_p": mcnemar(len(gained), len(lost))}
+    return told | {"gained_uids": gained, "lost_uids": lost}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Visual reliance
+
+def reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]]) -> dict:
+    """How much of the accuracy comes from seeing: the same questions with other images, or without."""
+    table: dict[str, Any] = {}
+    for kind, others in ablated.items():
+        found, scores = compare(records, others), scores_of(others)
+        table[kind] = grouped(scores) | {"drop": found["difference"], "drop_ci95": found["difference_ci95"]}
+    metric = metric_of(records)
+    table["constant"] = constant(records) if metric == "accuracy" else None
+    said = [judged(metric, kind, table[kind], table["constant"]) for kind in ablated]
+    return table | {"said": " ".join(said)}
+
+
+def constant(records: Sequence[dict]) -> float:
+    """How often it would be right to give always the most frequent answer of each type: without looking, and without
+    reading more than what kind of answer is wanted. What is called chance."""
+    truths = defaultdict(Counter)
+    for record in records:
+        truths[record["task"], record["answer_type"]][record["ground_truth"]] += 1
+    return sum(count.most_common(1)[0][1] for count in truths.values()) / len(records)
+
+
+def judged(metric: str, kind: str, found: Mapping[str, Any], guess: float | None) -> str:
+    """A sentence."""
+    if found["drop_ci95"][0] <= 0:
+        return f"With {IMAGES[kind]} the {metric} does not fall for certain: no sign that it looks."
+    told = f"With {IMAGES[kind]} the {metric} falls by {found['drop']:.3f}"
+    if guess is None:
+        return f"{told}: so much comes from seeing."
+    if found["accuracy_ci95"][0] <= guess:
+        return f"{told}, to chance: it answers by looking."
+    return f"{told}, but not to chance: some questions it answers without looking."
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On the terminal, on which escape codes from data would act
+
+
+def with_interval(found: Mapping[str, Any], name: str = "accuracy", form: str = ".3f") -> str:
+    low, high = found[f"{name}_ci95"]
+    return f"{found[name]:{form}} ({low:{form}} to {high:{form}})"
+
+
+def plain(text: object) -> str:
+    return repr(str(text))[1:-1]
+
+
+def lines_of(summary: Mapping[str, Any]) -> list[str]:
+    """The summary, in at most 100 columns where names are not long."""
+    metric = summary["metric"]
+    lines = [f"{metric} {with_interval(summary)}, 95% interval, n {summary['n']}, truncated {summary['truncated']:.3f}"]
+    if "format" in summary:
+        lines[0] += f", format {summary['format']:.3f}"
+    if summary["failed"]:
+        lines.append(f"  {FAILED.format(n=summary['failed'])}")
+    if several := [name for name in summary if name.startswith(("avg@", "pass@", "majority@"))]:
+        chosen = [name for name in several if name[:5] != "pass@" or (int(name[5:]) & (int(name[5:]) - 1)) == 0]
+        lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in chosen))
+    for column in (name for name in summary if name.startswith("by_")):
+        lines.append(f"by {plain(column[3:])}:")
+        width = max(map(len, map(plain, summary[column])))
+        lines += [f"  {plain(kind):<{width}}  {with_interval(x)}  n {x['n']}" for kind, x in summary[column].items()]
+    if "task_mean" in summary:
+        lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'])}")
+    for base in summary.get("baselines", ()):
+        lines.append(f"baseline {plain(base['path'])}: {with_interval(base)}")
+        changes = f"{base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}"
+        lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")
+    if table := summary.get("reliance"):
+        lines.append("visual reliance:")
+        lines.append(f"  {'its own images':<32}  {with_interval(summary)}")
+        for kind in (kind for kind in IMAGES if kind in table):
+            drop = f"drop {with_interval(table[kind], 'drop')}"
+            lines.append(f"  {IMAGES[kind]:<32}  {with_interval(table[kind])}  {drop}")
+        if table["constant"] is not None:
+            lines.append(f"  {'chance: the most frequent answer':<32}  {table['constant']:.3f}")
+        lines += [f"  {sentence}" for sentence in table["said"].replace(". ", ".\n").splitlines()]
+    return lines

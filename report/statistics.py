@@ -1,0 +1,89 @@
+"""Intervals and tests of an evaluation.
+
+Examples are what is drawn at random; the samples of one are not independent, so each example counts once, with the mean
+of its samples.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+RESAMPLES = 10_000
+CHUNK = 10_000_000  # numbers that a bootstrap holds at a time
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """95% confidence interval of a proportion, or, wider than need be, of a mean of numbers from 0 to 1.   Wilson 1927
+
+    Such a mean p has a variance of at most p (1 - p), that of a proportion."""
+    z, p = 1.959964, successes / n
+    centre = p + z * z / (2 * n)
+    half = z * math.sqrt(max(0.0, p * (1 - p)) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half) / (1 + z * z / n), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+def bootstrap(*groups: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of a mean; of several groups, of the mean of their means, each resampled by itself.
+    Efron 1979"""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(RESAMPLES)
+    for values in groups:
+        # n draws with replacement take each distinct value as often as a multinomial says: no draw need be made
+        distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
+        share = counts / len(values)
+        at_a_time = max(1, CHUNK // len(distinct))
+        for start in range(0, RESAMPLES, at_a_time):
+            size = min(at_a_time, RESAMPLES - start)
+            drawn = rng.multinomial(len(values), share, size=size)
+            means[start : start + size] += drawn @ distinct / len(values)
+    low, high = np.quantile(means / len(groups), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Of the mean of scores, one of each example: Wilson's where they are from 0 to 1, else by bootstrap."""
+    if 0 <= min(scores) and max(scores) <= 1:
+        return wilson(math.fsum(scores), len(scores))
+    return bootstrap(scores)
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that one of k samples is right, from n >= k samples of which so many were: unbiased.
+
+    arXiv:2107.03374, equation 1"""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Exact two-sided p value of so uneven a split by chance. With one sample of each example it is McNemar's test;
+    where scores are means, or no proportions, the sign test, which is the same sum."""
+    n = gained + lost
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def same_answer(text: str) -> str:
+    """A form in which answers are counted: numbers by value, else without case, spaces, dollar signs and a last dot."""
+    plain = re.sub(r"[\s$]|\\[,;!]", "", text).rstrip(".").casefold()
+    try:
+        return repr(float(plain.replace(",", "")))
+    except ValueError:
+        return plain
+
+
+def majority(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """The score of the most frequent answer; of several as frequent ones, their mean. None, no answer, is no vote;
+    where nobody votes the score is 0.   arXiv:2203.11171
+
+    Samples of one answer should have one score; if they have not, it is their mean."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, n in votes.items() if n == most]
+    by_answer = {w: [s for a, s in zip(answers, scores, strict=True) if a == w] for w in winners}
+    return fmean(map(fmean, by_answer.values()))

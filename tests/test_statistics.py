@@ -1,0 +1,108 @@
+"""Intervals, tests and votes against scipy and enumeration.   pytest tests/test_statistics.py"""
+
+import itertools
+import math
+from statistics import fmean
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from report import statistics as S
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 60, 601])
+def test_wilson_is_scipys(n):
+    for right in {0, 1, n // 3, n // 2, n - 1, n}:
+        theirs = stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
+        assert S.wilson(right, n) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
+    assert S.wilson(0, n)[0] == 0 and S.wilson(n, n)[1] <= 1
+
+
+def test_wilson_is_the_published_one():
+    # Newcombe 1998 (Statistics in Medicine 17), table I: 81/263 and 15/148, 95% score intervals
+    assert S.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert S.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+
+
+def test_means_of_samples_are_covered_at_least_so_often():
+    """Of 95% intervals; scores of examples are means of 4 samples, whose examples differ in how hard they are."""
+    rng = np.random.default_rng(0)
+    covered = []
+    for _ in range(400):
+        hard = rng.beta(0.5, 0.5, 50)
+        low, high = S.interval((rng.binomial(4, hard) / 4).tolist())
+        covered.append(low <= 0.5 <= high)
+    assert fmean(covered) > 0.93
+
+
+def test_bootstrap_is_scipys():
+    rng = np.random.default_rng(1)
+    for values in (rng.normal(3, 2, 200), rng.integers(-1, 2, 300).astype(float), rng.exponential(size=40)):
+        theirs = stats.bootstrap(
+            (values,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(2)
+        ).confidence_interval
+        spread = theirs.high - theirs.low
+        assert S.bootstrap(values.tolist()) == pytest.approx((theirs.low, theirs.high), abs=0.03 * spread)
+
+
+def test_bootstrap_of_few_values_is_every_resample_there_is():
+    values = [0.0, 1.0, 5.0, 5.5]
+    means = [fmean(drawn) for drawn in itertools.product(values, repeat=4)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    assert S.bootstrap(values) == pytest.approx((low, high), abs=0.26)  # one step between neighbouring means
+
+
+def test_bootstrap_over_tasks_resamples_each_by_itself():
+    rng = np.random.default_rng(3)
+    tasks = [rng.normal(mean, 1, n).tolist() for mean, n in ((0, 400), (10, 25), (-5, 100))]
+    # the mean of the means of tasks, whose spread is that of independent means
+    spread = math.sqrt(sum(np.var(task) / len(task) for task in tasks)) / 3
+    middle = fmean(map(fmean, tasks))
+    expected = (middle - 1.96 * spread, middle + 1.96 * spread)
+    assert S.bootstrap(*tasks) == pytest.approx(expected, abs=0.1 * spread)
+
+
+def test_bootstrap_in_pieces_is_the_same(monkeypatch):
+    values = np.random.default_rng(4).normal(size=50).tolist()
+    whole = S.bootstrap(values)
+    monkeypatch.setattr(S, "CHUNK", 5_000)
+    assert S.bootstrap(values) == whole and S.bootstrap(values, seed=1) != whole
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_pass_at_k_is_the_share_of_all_choices(n):
+    for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+        samples = [True] * right + [False] * (n - right)
+        hits = [any(chosen) for chosen in itertools.combinations(samples, k)]
+        assert S.pass_at_k(n, right, k) == pytest.approx(fmean(hits))
+
+
+def test_mcnemar_is_scipys():
+    for gained, lost in [(1, 0), (5, 1), (3, 3), (0, 8), (40, 21), (700, 500)]:
+        theirs = stats.binomtest(gained, gained + lost, 0.5).pvalue
+        assert S.mcnemar(gained, lost) == S.mcnemar(lost, gained) == pytest.approx(theirs)
+    assert S.mcnemar(0, 0) == 1.0
+
+
+@pytest.mark.parametrize("a,b", [("3", " 3.0 "), ("1,000", "1000"), ("A", "a."), ("$x + 1$", "x+1"), (r"3\,cm", "3cm")])
+def test_answers_that_are_one(a, b):
+    assert S.same_answer(a) == S.same_answer(b)
+
+
+@pytest.mark.parametrize("a,b", [("3", "4"), ("x", "y"), ("1.5", "15"), ("", "0")])
+def test_answers_that_are_two(a, b):
+    assert S.same_answer(a) != S.same_answer(b)
+
+
+@pytest.mark.parametrize("answers,scores,expected", [
+    (["a", "a", "b"], [1, 1, 0], 1.0),
+    (["a", "b", "b"], [1, 0, 0], 0.0),
+    (["a", "b"], [1, 0], 0.5),  # a tie
+    (["a", "b", "c", "c", "a"], [1, 0, 0, 0, 1], 0.5),
+    ([None, None, "a"], [0, 0, 1], 1.0),  # no answer is no vote
+    ([None, None], [0, 0], 0.0),
+    (["a", "a"], [1, 0], 0.5),  # the format, say, was graded too
+])
+def test_majority(answers, scores, expected):
+    assert S.majority(answers, scores) == expected
