@@ -179,7 +179,7 @@ def constant(records: Sequence[dict]) -> float:
 def judged(metric: str, kind: str, found: Mapping[str, Any], guess: float | None) -> str:
     """A sentence."""
     if found["drop_ci95"][0] <= 0:
-        return f"With {IMAGES[kind]} the {metric} does not fall for certain: no sign that it looks."
+        return f"With {IMAGES[kind]} there is no certain fall of the {metric}: no sign that it looks."
     told = f"With {IMAGES[kind]} the {metric} falls by {found['drop']:.3f}"
     if guess is None:
         return f"{told}: so much comes from seeing."

@@ -124,7 +124,7 @@ def test_reliance_says_whether_it_looks():
     assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop_ci95"] == (0, 0)
     assert table["said"] == (
         "With white images of the same size the accuracy falls by 0.750, to chance: it answers by looking. "
-        "With no images at all the accuracy does not fall for certain: no sign that it looks.")
+        "With no images at all there is no certain fall of the accuracy: no sign that it looks.")
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}

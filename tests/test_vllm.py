@@ -603,14 +603,16 @@ def test_two_processes(tp, toys, data, tmp_path):
 
 
 def test_eval_with_either_engine(toys, data, tmp_path):
+    """The third: one engine of both processes."""
     results = []
-    for engine in ("hf", "vllm"):
-        more = ["--baseline", toys["qwen2_5_vl"], "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
-        out = tmp_path / engine
-        given = ["--data", data, "--out", out, "--rollout", engine, *more]
-        run([sys.executable, "eval.py", toys["qwen2_5_vl"], *given])
-        results.append(json.loads((tmp_path / engine / "eval.json").read_text()))
-    assert results[0] == results[1] and results[0]["reward"] > 0
+    more = ["--baseline", toys["qwen2_5_vl"], "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
+    more += ["--ablate", "shuffled", "none"]
+    for name, engine in {"hf": ["hf"], "vllm": ["vllm"], "tp": ["vllm", "--vllm", "tensor_parallel_size=2"]}.items():
+        given = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / name, *more, "--rollout", *engine]
+        run([*([*TORCHRUN, 2] if name == "tp" else [sys.executable]), *given])
+        results.append(json.loads((tmp_path / name / "eval.json").read_text()))
+        assert results[-1].pop("settings")["rollout"] == engine[0]
+    assert results[0] == results[1] == results[2] and results[0]["reward"] > 0
 
 
 LORA = ["--lora-rank", 4, "--lora-alpha", 32]

@@ -1,0 +1,76 @@
+"""A toy that learns to look falls to chance without its images, one that need not look does not, and eval.py says so.
+
+pytest -s tests/test_reliance.py prints both tables.
+"""
+
+import itertools
+import json
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+from test_train import run, write_parquet
+
+import demo
+from tasks.shapes import png, shapes_rows
+
+COLOURS = {"lemon": "yellow", "grass": "green", "sky": "blue", "blood": "red", "coal": "black", "snow": "white"}
+
+
+def scenes(split, seed):
+    """Questions that tell their answers, each with an image of noise."""
+    from PIL import Image
+
+    rng = random.Random(f"{split}/{seed}")
+    while True:
+        image = png(Image.effect_noise((56, 56), 100).convert("RGB"))
+        things = rng.sample(sorted(COLOURS), 3)
+        ask = "<image>Answer in \\boxed{}. Which colour has {}?".replace("{}?", "%s?")
+        yield [image], [("colour", ask % t, f"\\boxed{{{COLOURS[t]}}}", COLOURS[t]) for t in things]
+
+
+def noise_rows(n):
+    for i, ([image], questions) in enumerate(itertools.islice(scenes("test", 0), n)):
+        _, prompt, _, truth = questions[i % 3]
+        yield {"data_source": "shapes", "prompt": [{"role": "user", "content": prompt}],
+               "images": [{"bytes": image, "path": None}], "reward_model": {"style": "rule", "ground_truth": truth},
+               "extra_info": {"split": "test", "index": i, "uid": f"noise-{i}", "answer_type": "colour"}}
+
+
+def trained(folder, task, steps):
+    """Supervised, from random weights."""
+    base = folder / "base"
+    demo.make_model(base, task=task)
+    demo.warm_start(base, folder / "start", 0, steps, 0, task)
+    return folder / "start"
+
+
+def evaluated(model, rows, out, kinds):
+    data = write_parquet(out.with_suffix(".parquet"), rows)
+    done = run([sys.executable, "eval.py", model, "--data", data, "--max-new-tokens", 14, "--out", out,
+                "--ablate", *kinds])
+    print(done.stdout)
+    return json.loads((out / "eval.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_reliance_is_told(tmp_path, monkeypatch):
+    known = demo.with_scenes() | {"noise": SimpleNamespace(scenes=scenes)}
+    monkeypatch.setattr(demo, "with_scenes", lambda: known)
+    monkeypatch.setattr(demo, "dist_setup", lambda: SimpleNamespace(rank=0, world=1, main=True))
+    monkeypatch.setattr(demo.dist, "all_reduce", lambda tensor: None)
+
+    blind, told = evaluated(trained(tmp_path / "noise", "noise", 50), noise_rows(50), tmp_path / "blind", ("blank", "none"))
+    assert blind["accuracy"] > 0.9 and blind["reliance"]["constant"] < 0.35
+    for kind in ("blank", "none"):
+        assert blind["reliance"][kind]["accuracy"] > 0.9
+    assert told.count("no sign that it looks") == 2 and "by looking" not in told
+
+    model, kinds = trained(tmp_path / "shapes", "shapes", 180), ("blank", "shuffled")
+    sees, told = evaluated(model, shapes_rows(100, "test", 0), tmp_path / "sees", kinds)
+    assert sees["accuracy"] > 0.6
+    for kind in kinds:
+        found = sees["reliance"][kind]
+        assert found["accuracy_ci95"][0] <= sees["reliance"]["constant"] and found["drop_ci95"][0] > 0.1
+        assert f"{found['drop']:.3f}, to chance: it answers by looking" in told
