@@ -30,6 +30,13 @@ def scenes(split, seed):
         yield [image], [("colour", ask % t, f"\\boxed{{{COLOURS[t]}}}", COLOURS[t]) for t in things]
 
 
+def colours(split, seed):
+    """Of the shapes' questions those for a colour."""
+    for images, questions in demo.find_tasks()["shapes"].scenes(split, seed):
+        if chosen := [asked for asked in questions if asked[0] == "colour"]:
+            yield images, chosen
+
+
 def noise_rows(n):
     for i, ([image], questions) in enumerate(itertools.islice(scenes("test", 0), n)):
         _, prompt, _, truth = questions[i % 3]
@@ -56,19 +63,21 @@ def evaluated(model, rows, out, kinds):
 
 @pytest.mark.slow
 def test_reliance_is_told(tmp_path, monkeypatch):
-    known = demo.with_scenes() | {"noise": SimpleNamespace(scenes=scenes)}
+    known = demo.with_scenes() | {"noise": SimpleNamespace(scenes=scenes), "colour": SimpleNamespace(scenes=colours)}
     monkeypatch.setattr(demo, "with_scenes", lambda: known)
     monkeypatch.setattr(demo, "dist_setup", lambda: SimpleNamespace(rank=0, world=1, main=True))
     monkeypatch.setattr(demo.dist, "all_reduce", lambda tensor: None)
 
-    blind, told = evaluated(trained(tmp_path / "noise", "noise", 50), noise_rows(50), tmp_path / "blind", ("blank", "none"))
+    model, kinds = trained(tmp_path / "noise", "noise", 50), ("blank", "none")
+    blind, told = evaluated(model, noise_rows(50), tmp_path / "blind", kinds)
     assert blind["accuracy"] > 0.9 and blind["reliance"]["constant"] < 0.35
-    for kind in ("blank", "none"):
+    for kind in kinds:
         assert blind["reliance"][kind]["accuracy"] > 0.9
     assert told.count("no sign that it looks") == 2 and "by looking" not in told
 
-    model, kinds = trained(tmp_path / "shapes", "shapes", 180), ("blank", "shuffled")
-    sees, told = evaluated(model, shapes_rows(100, "test", 0), tmp_path / "sees", kinds)
+    model, kinds = trained(tmp_path / "colour", "colour", 100), ("blank", "shuffled")
+    rows = [row for row in shapes_rows(400, "test", 0) if row["extra_info"]["answer_type"] == "colour"]
+    sees, told = evaluated(model, rows, tmp_path / "sees", kinds)
     assert sees["accuracy"] > 0.6
     for kind in kinds:
         found = sees["reliance"][kind]
