@@ -5,7 +5,7 @@ import html
 import io
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
@@ -31,6 +31,14 @@ h1{font-size:1.35rem}
 .said img{display:block;max-width:160px;image-rendering:pixelated;margin:.3rem 0}
 @media(max-width:700px){.card{grid-template-columns:minmax(0,1fr)} .card img{max-width:320px}}
 """
+
+
+class Curve(NamedTuple):
+    """A panel of a run: `image` is an <svg> or <img> tag of ours; `note` says what is healthy, as text."""
+
+    title: str
+    image: str
+    note: str
 
 
 def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
