@@ -30,7 +30,7 @@ from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate
 from prepare_data import Example, ReadingConfig, read_examples
-from report.log import write_text
+from report.log import RunLog, write_text
 from report.page import PAGE_RECORDS, episode_record, rollout_page
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
@@ -116,7 +116,7 @@ class Evaluation:
         """In training, of train.py's RunConfig."""
         return bool(self.examples) and (step == cfg.steps or (cfg.eval_every > 0 and step % cfg.eval_every == 0))
 
-    def run(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
+    def run(self, log: RunLog, stage: Stages, step: int) -> dict[str, float]:
         """In training: metrics, on rank 0; none where the run is asked to end."""
         with stage("eval", interruptible=False):
             records = self.records(step)
@@ -128,8 +128,12 @@ class Evaluation:
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
         tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}{failed}")
-        write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
-        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated", "failed")}
+        shown = {record["uid"] for record in records[:PAGE_RECORDS]}
+        examples = {example.uid: self.start_of(example) for example in self.examples if example.uid in shown}
+        log.evaluated(step, records, examples, summary)
+        metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
+        if interval := summary["accuracy_ci95"]:
+            metrics |= {"eval/accuracy_low": interval[0], "eval/accuracy_high": interval[1]}
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 

@@ -41,6 +41,10 @@ class Curve(NamedTuple):
     note: str
 
 
+def page(title, records, examples, *, summary=None, facts=None, curves=(), others=None, beside=None) -> str:
+    return rollout_page(title, summary or facts or {}, records, examples) + "".join(c.image for c in curves)
+
+
 def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
     """`facts`: eval.summarise's, or a step's metrics. `records`: prompts with their samples, as eval.py has them,
     in training with advantages. `examples`: by uid."""

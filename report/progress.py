@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -92,8 +93,19 @@ def following(items: Sequence[T], what: str) -> Iterator[T]:
             progress.add()
 
 
-def training(batch: Any, passes: int, count: Callable[[], float]) -> Progress:
-    """Of an update, in tokens; micro-batches are of about the same size. `count`: tokens that were trained on so far,
-    `passes`: how often each is."""
-    rows = [micro.token_index_K for micros in batch.minibatches for micro in micros]
-    return Progress("trained tokens", passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows), count)
+def comparing(batch: Any) -> Progress:
+    """Of the log-probabilities and values before an update: tokens of a packing.Batch that have theirs."""
+    tokens = batch.tokens
+
+    def count() -> int:
+        columns = [column for column in (tokens.old_logps, tokens.values, tokens.ref_logps) if column is not None]
+        return int((~columns[0].isnan()).sum()) if columns else 0
+
+    return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
+
+
+def training(batch: Any, passes: int, meter: Any) -> Progress:
+    """Of an update, in tokens that were trained on, which `meter` counts after each micro-batch."""
+    rows = (micro.token_index_K for micro in chain(*batch.minibatches))
+    total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
+    return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))
