@@ -127,6 +127,7 @@ class RunLog:
         self.start = start
         self.gallery: Gallery | None = None
         self.drawn = -1  # how many rows report.html and curves.png have
+        self.reporting: dict[str, float] = {}  # seconds that these took since the last row
         self.began = self.step_began = time.perf_counter()
         if not ctx.main:
             return
@@ -173,7 +174,7 @@ class RunLog:
             else:
                 self._write(step, metrics)
             self._draw()
-            self.step_began = time.perf_counter()
+            self.step_began, self.reporting = time.perf_counter(), {}
 
     def evaluated(self, step: int, records: Sequence[dict], examples: dict[str, Example], summary: dict) -> None:
         """An evaluation's records: OUT/eval/step_*.jsonl has all, the page those of which the examples are given."""
@@ -201,8 +202,8 @@ class RunLog:
         if not self.ctx.main:
             return
         now = time.perf_counter()
-        metrics = metrics | {"time/step": now - self.step_began}
-        self.step_began = now
+        metrics = metrics | {"time/step": now - self.step_began} | self.reporting
+        self.step_began, self.reporting = now, {}
         device = None
         if self.ctx.device.type == "cuda":
             device = torch.cuda.get_device_name()
@@ -248,6 +249,7 @@ class RunLog:
 
     def _draw(self) -> None:
         """report.html and curves.png anew, if there is anything new."""
+        began = time.perf_counter()
         rows = read_rows(self.path)
         curves = ()
         if len(rows) == self.drawn:
@@ -264,6 +266,7 @@ class RunLog:
         if self.gallery or not (self.out / "report.html").exists():  # else that of before the run was cut off
             shown = {"summary": gallery.summary, "facts": gallery.facts, "curves": curves}
             write_text(self.out / "report.html", page(*gallery[:3], **shown))
+        self.reporting = {"time/report": time.perf_counter() - began}
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""

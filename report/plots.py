@@ -187,6 +187,7 @@ def dress(axes: Any) -> Any:
     axes.set_xlabel("step", fontsize=8)
     axes.yaxis.label.set_size(8)
     axes.margins(x=0.01)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     return axes
 
 
@@ -212,15 +213,17 @@ def draw_grid(found: Sequence[Panel], file: Path, head: str = "", names: int = 0
     """Three in a row, under a line of text if given, over the `names` of curves that all have in common. A file is
     written whole or not at all."""
     n_rows = max(1, -(-len(found) // 3))
-    figure = new_figure(15.0, 3.3 * n_rows + 0.2 * names + (0.4 if head else 0.0))
-    figure.suptitle(head, fontsize=9)
+    top = 0.7 if head else 0.4
+    bottom = 0.6 + 0.2 * names
+    figure = new_figure(15.0, 3.2 * n_rows + top + bottom - 0.7, top, bottom)
+    figure.text(0.5, 1 - 0.1 / figure.get_figheight(), head, fontsize=9, ha="center", va="top")
     for place, panel in enumerate(found, 1):
         axes = dress(figure.add_subplot(n_rows, 3, place))
         panel.draw(axes)
         axes.set_title(panel.title, fontsize=10)
     if names:
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", fontsize=8, frameon=False)
+        figure.legend(handles, labels, loc="lower left", fontsize=8, frameon=False)
     temporary = file.with_name(f".{file.name}.tmp")
     with writing(file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -228,11 +231,15 @@ def draw_grid(found: Sequence[Panel], file: Path, head: str = "", names: int = 0
         temporary.replace(file)
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Inches. Without pyplot, which would keep it and choose a backend for the whole process."""
+def new_figure(width: float, height: float, top: float = 0.1, bottom: float = 0.45) -> Any:
+    """Inches; margins that are fixed, as those that matplotlib finds take as long as the drawing. Without pyplot, which
+    would keep it and choose a backend for the whole process."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height))
+    sides = {"left": 0.65 / width, "right": 1 - 0.55 / width, "wspace": 0.28, "hspace": 0.36}
+    figure.subplots_adjust(top=1 - top / height, bottom=bottom / height, **sides)
+    return figure
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -340,7 +347,7 @@ def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> No
     """
     rows = read_rows(run / "metrics.jsonl")
     evals, rewards = series(rows, "eval/accuracy"), series(rows, "reward/mean")
-    figure = new_figure(7.2, 3.8)
+    figure = new_figure(7.2, 3.8, top=0.3, bottom=0.5)
     axes = figure.add_subplot()
     axes.plot(*rewards, color="#9db4d3", linewidth=1, label="reward of the step's samples")
     label = f"greedy {metric}, unseen images"
