@@ -128,12 +128,10 @@ class Evaluation:
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
         tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}{failed}")
-        shown = {record["uid"] for record in records[:PAGE_RECORDS]}
-        examples = {example.uid: self.start_of(example) for example in self.examples if example.uid in shown}
-        log.evaluated(step, records, examples, summary)
+        log.evaluated(step, records, summary, self.examples, self.start_of)
         metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
         if interval := summary["accuracy_ci95"]:
-            metrics |= {"eval/accuracy_low": interval[0], "eval/accuracy_high": interval[1]}
+            metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), interval, strict=True))
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 

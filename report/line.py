@@ -28,7 +28,7 @@ def speeds(metrics: Mapping[str, float], world: int, device: str | None) -> dict
     """What follows from a step's metrics; nothing where it cannot be known. `device`: the name of each rank's GPU."""
     found = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics:
-        found["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        found["perf/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     peak = peak_flops(device) if device else None
     if peak and metrics.get("time/update") and metrics.get("update/flops"):
         found["perf/mfu"] = metrics["update/flops"] / world / metrics["time/update"] / peak
@@ -53,7 +53,7 @@ COLUMNS = (  # 100 wide together with five-digit steps and the time that is left
     Column("len", "response/tokens", 5, 1),
     Column("gnorm", "policy/grad_norm", 6, 3),
     Column("ent", "policy/entropy", 5, 3),
-    Column("tok/s", "rollout/tokens_per_second", 5, 0),
+    Column("tok/s", "perf/tokens_per_second", 5, 0),
     Column("mfu", "perf/mfu", 4, 2, optional=True),
     Column("secs", "time/step", 5, 1),
     Column("roll", "time/rollout", 5, 1),

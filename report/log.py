@@ -1,7 +1,6 @@
 """What a run tells: run.json, metrics.jsonl, report.html, curves.png and more in its directory, and to trackers; a line
 a step, and warnings."""
 
-import fcntl
 import importlib.util
 import json
 import math
@@ -23,79 +22,19 @@ from tqdm import tqdm
 from errors import UserError, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
+from report.files import json_line, lock_folder, read_rows, write_rows, write_text  # noqa: F401  for readers
 from report.line import head_line, speeds, step_line
-from report.page import page
+from report.page import PAGE_RECORDS, page
+from report.plots import draw_curves, run_curves
 from report.samples import gather_samples, show, without_images
 from report.summary import run_summary
 from report.trackers import Trackers
 from report.warnings import Warnings
+from rollout import StartOf
 from settings import flag_of
 from utils import Context, Meter, print0
 
 HEAD_EVERY = 20  # steps between lines that name the columns
-
-
-def lock_folder(out: Path, patience: float = 5.0) -> object:
-    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the
-    holder. `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are
-    killed."""
-    with writing(out, "--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a+")
-    deadline = time.monotonic() + patience
-    while not try_lock(file):
-        if time.monotonic() > deadline:
-            holder = Path(file.name).read_text().strip()
-            raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
-        time.sleep(0.2)
-    file.truncate(0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"process {os.getpid()} on {platform.node()}, since {since}", file=file, flush=True)
-    return file
-
-
-def try_lock(file: Any) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # some network file systems have no locks
-        told = f"{file.name} cannot be locked ({error.strerror}): take care that no other run writes there"
-        print(told, file=sys.stderr)
-    return True
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is none."""
-    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line.endswith("\n") else []
-        except ValueError as error:
-            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
-    return rows
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
-    write_text(path, "".join(map(json_line, rows)))
-
-
-def json_line(row: dict[str, float]) -> str:
-    """JSON has no NaN and no infinity: they become null."""
-    finite = {key: x if x is not None and math.isfinite(x) else None for key, x in row.items()}
-    return json.dumps(finite) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    with writing(path, "--out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the name without the text
-        os.replace(temporary, path)
 
 
 def git(command: str) -> str:
@@ -176,12 +115,17 @@ class RunLog:
             self._draw()
             self.step_began, self.reporting = time.perf_counter(), {}
 
-    def evaluated(self, step: int, records: Sequence[dict], examples: dict[str, Example], summary: dict) -> None:
-        """An evaluation's records: OUT/eval/step_*.jsonl has all, the page those of which the examples are given."""
-        self._write_records(self.out / "eval" / f"step_{step:06d}.jsonl", records)
-        write_text(self.out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
-        shown = [record for record in records if record["uid"] in examples]
-        self.gallery = Gallery(f"{self.out.name}: evaluation at step {step}", shown, examples, summary=summary)
+    def evaluated(
+        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
+    ) -> None:
+        """OUT/eval/step_*.jsonl has all records of an evaluation, the page those of the first examples."""
+        path = self.out / "eval" / f"step_{step:06d}.json"
+        write_text(path, json.dumps(summary, indent=2) + "\n")
+        self._write_records(path.with_suffix(".jsonl"), records)
+        shown = records[:PAGE_RECORDS]
+        uids = {record["uid"] for record in shown}
+        by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
+        self.gallery = Gallery(f"{self.out.name}: evaluation at step {step}", shown, by_uid, summary=summary)
 
     def samples(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
         """Of a packing.Batch, on all ranks at once: on the terminal, in OUT/rollouts, and to trackers."""
@@ -255,8 +199,6 @@ class RunLog:
         if len(rows) == self.drawn:
             return
         if importlib.util.find_spec("matplotlib"):
-            from report.plots import draw_curves, run_curves
-
             draw_curves(rows, self.out / "curves.png")
             curves = run_curves(rows)
         elif self.drawn < 0:

@@ -41,7 +41,7 @@ class Curve(NamedTuple):
     note: str
 
 
-def page(title, records, examples, *, summary=None, facts=None, curves=(), others=None, beside=None) -> str:
+def page(title, records, examples, *, summary=None, facts=None, curves=()) -> str:
     return rollout_page(title, summary or facts or {}, records, examples) + "".join(c.image for c in curves)
 
 

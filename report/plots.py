@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from errors import need, writing
-from report.log import read_rows
+from report.files import read_rows
 from report.page import Curve
 from settings import flag_of
 
@@ -237,7 +237,7 @@ def new_figure(width: float, height: float, top: float = 0.1, bottom: float = 0.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
-    sides = {"left": 0.65 / width, "right": 1 - 0.55 / width, "wspace": 0.28, "hspace": 0.36}
+    sides = {"left": 0.8 / width, "right": 1 - 0.55 / width, "wspace": 0.28, "hspace": 0.36}
     figure.subplots_adjust(top=1 - top / height, bottom=bottom / height, **sides)
     return figure
 
