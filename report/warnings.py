@@ -3,10 +3,10 @@ of was over. The thresholds are rules of thumb that healthy runs of our tasks st
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 
 FLAT_STEPS = 5  # without a signal
-WINDOW = 5  # measured values that a mean is over: single steps are noisy
+WINDOW = 5  # measured values that a median is of: two odd steps are no trend
 ENTROPY_LEFT = 0.1  # of what the run began with: less than that, and nearly all tokens are certain
 SOLVED = 0.9  # mean reward part "accuracy" from which low entropy is what a learnt task looks like
 LENGTH_LEFT = 0.25  # of the length that the run began with: reasoning is gone by then
@@ -28,8 +28,8 @@ class Warnings:
         self.compared = compared
         self.flat_steps = 0
         self.values: dict[str, list[float]] = {}  # the last WINDOW of each metric
-        self.first: dict[str, float] = {}  # the mean of the first WINDOW
-        self.least: dict[str, float] = {}  # of all means over WINDOW
+        self.first: dict[str, float] = {}  # the median of the first WINDOW
+        self.least: dict[str, float] = {}  # of all these medians
         self.said: set[str] = set()
 
     def feed(self, row: Row) -> list[str]:
@@ -53,12 +53,12 @@ class Warnings:
     def _take(self, name: str, value: float) -> None:
         values = self.values[name] = [*self.values.get(name, []), value][-WINDOW:]
         if len(values) == WINDOW:
-            self.first.setdefault(name, fmean(values))
-            self.least[name] = min(self.least.get(name, fmean(values)), fmean(values))
+            self.first.setdefault(name, median(values))
+            self.least[name] = min(self.least.get(name, median(values)), median(values))
 
     def _now(self, name: str) -> tuple[float, float, float] | None:
-        """Means over WINDOW: the last, the first, the least; None before there is one."""
-        return (fmean(self.values[name]), self.first[name], self.least[name]) if name in self.first else None
+        """Medians of WINDOW: the last, the first, the least; None before there is one."""
+        return (median(self.values[name]), self.first[name], self.least[name]) if name in self.first else None
 
     def _flat(self, row: Row) -> str | None:
         flat = row.get("reward/constant_groups") == 1 and (self.compared or not row.get("update/steps"))
