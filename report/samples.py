@@ -17,7 +17,9 @@ SHOWN = 160  # characters of a text on the terminal; of a longer one its beginni
 def gather_samples(batch: Any, ctx: Context) -> tuple[list[dict], dict[str, Example]]:
     """On all ranks at once, of a packing.Batch: its records and, by uid, what was asked; empty but on rank 0."""
     examples = ctx.gather_main(list({r.prompt.uid: r.prompt.start for r in batch.rollouts}.values()))
-    return ctx.gather_main(sample_records(batch)), {example.uid: example for example in examples}
+    records = ctx.gather_main(sample_records(batch))
+    records = [record | {"index": index} for index, record in enumerate(records)]
+    return records, {example.uid: example for example in examples}
 
 
 def without_images(record: dict) -> dict:
@@ -35,7 +37,7 @@ def sample_records(batch: Any) -> list[dict]:
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R.clamp(min=1)).tolist(), strict=True):
         told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": r.rewards}
         told |= episode_record(r)
-        record = records.setdefault(r.prompt.uid, {"index": len(records), **about(r.prompt), "samples": []})
+        record = records.setdefault(r.prompt.uid, {**about(r.prompt), "samples": []})
         record["samples"].append(told | {"advantage": advantage})
     return list(records.values())
 

@@ -501,7 +501,7 @@ def score(response, example):
     trial, evaluation, step = 1, 6, 12
     cut = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 3))
     assert cut.returncode == 143 and "stopped after step 2 of 2, saved in" in cut.stderr, cut.stderr
-    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1]
+    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1] and (tmp_path / "cut" / "report.html").exists()
     assert start("cut").returncode == 0
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     assert "eval/accuracy" in rows(tmp_path / "cut")[-1]

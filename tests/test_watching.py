@@ -39,6 +39,7 @@ from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
 from report.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.warnings import Warnings
+from rewards.grading import Grading
 from rollout import Prompt, Rollout
 from tasks.shapes import shapes_rows
 from utils import Context, Meter
@@ -361,6 +362,15 @@ def test_progress_of_a_part_that_raises_ends_with_it():
         assert showing()
         raise ZeroDivisionError
     assert not showing()
+
+
+def test_graded_responses_are_those_without_an_open_call():
+    grading = object.__new__(Grading)
+    pools = {"": SimpleNamespace(open={12}), "judge": SimpleNamespace(open={14, 99})}
+    grading.rewards = SimpleNamespace(pools=SimpleNamespace(pools=pools))
+    grading.asked = dict.fromkeys((1, 2, 3, 4))
+    grading.where = {(1, ""): (11, 0), (2, ""): (12, 0), (3, ""): (13, 0), (3, "judge"): (14, 0)}
+    assert grading.answered() == 2  # the first, and the fourth, which nobody grades
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
