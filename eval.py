@@ -33,14 +33,16 @@ from parallel.checkpoint import load_trained, locate, on_rank0
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
 from report.evaluation import FAILED, compare, group_of, lines_of, make_record, reliance, summarise
-from report.log import read_rows, write_text
+from report.gallery import choose
+from report.log import RunLog, read_rows, write_text
 from report.page import page
 from report.plots import run_curves, watch
+from report.progress import Progress
 from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
-from rollout import ENGINES, VLLM_HELP, Engine, Rollout, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -116,25 +118,19 @@ class Evaluation:
         # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
         rounds = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
         records = []
-        hidden = None if self.ctx.main else True
-        total = len(mine) * self.samples
-        with tqdm(total=total, desc=self.title, unit="response", leave=False, disable=hidden) as bar:
+        with Progress(self.title, len(mine) * self.samples) as progress:
             for start in rounds:
                 if self.stop():
                     return []
-                records += self.chunk(mine[start : start + CHUNK], step, bar.update)
+                records += self.chunk(mine[start : start + CHUNK], step, progress)
         return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
 
-    def chunk(self, mine: Sequence[tuple[int, Example]], step: int, tell: Callable[[int], object]) -> list[dict]:
+    def chunk(self, mine: Sequence[tuple[int, Example]], step: int, progress: Progress) -> list[dict]:
         prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
         with uncounted():  # in metrics, which are of the responses that are trained on
             grading = self.rewards.begin(step, self.stage)
-
-            def finished(rollout: Rollout) -> None:
-                grading.add(rollout)
-                tell(1)
-
-            rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished)
+            on_rollout = progress.counting(grading.add)
+            rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
             results = grading.results(rollouts)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
@@ -150,7 +146,7 @@ class Evaluation:
         """In training, of train.py's RunConfig."""
         return bool(self.examples) and (step == cfg.steps or (cfg.eval_every > 0 and step % cfg.eval_every == 0))
 
-    def run(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
+    def run(self, log: RunLog, stage: Stages, step: int) -> dict[str, float]:
         """In training: metrics, on rank 0; none where the run is asked to end."""
         with stage("eval", interruptible=False):
             records = self.records(step)
@@ -162,8 +158,9 @@ class Evaluation:
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
         tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}{failed}")
-        write_text(out / "eval" / f"step_{step:06d}.json", json.dumps(summary, indent=2) + "\n")
-        metrics = {f"eval/{name}": summary[name] for name in ("accuracy", "reward", "truncated", "failed")}
+        log.evaluated(step, records, summary, self.examples, self.start_of)
+        metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
+        metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))
         return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
@@ -353,7 +350,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     print("\n".join(lines_of(summary)))  # before anything is written: a full disk does not take an evaluation with it
     others = {f"{cfg.model}, {IMAGES[kind]}": records for kind, records in of_model.items() if kind}
     others |= {f"baseline {path}": records for path, records in zip(cfg.baseline, of_baselines, strict=True)}
-    write_report(cfg, summary, of_model[""], others, {e.uid: start_of(e) for e in examples})
+    shown = {record["uid"] for record in choose(of_model[""], summary)}
+    write_report(cfg, summary, of_model[""], others, {e.uid: start_of(e) for e in examples if e.uid in shown})
     return summary
 
 
@@ -378,7 +376,7 @@ def write_report(
     """`others`: of the same examples, by what answered them; `examples` by uid, as they were shown."""
     out, checkpoint = Path(cfg.out), locate(cfg.model)[1]
     rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
-    more = {"summary": summary, "curves": run_curves(rows), "others": others, "beside": out / "images"}
+    more = {"summary": summary, "curves": run_curves(rows), "others": others, "folder": out / "images"}
     names = [f"ablate_{kind}" for kind in cfg.ablate] + [f"baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):

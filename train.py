@@ -45,8 +45,9 @@ from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, Example, ReadingConfig
 from report.log import RunLog, Skipped, lock_folder
-from report.metrics import measure_tokens, measure_values, rollout_metrics
-from report.samples import report_samples
+from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
+from report.progress import Progress, comparing, training
+from report.trackers import check_trackers
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
@@ -68,6 +69,8 @@ class RunConfig:
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
+    keep_best: bool = setting(False, "also keep the checkpoint of the best evaluation, which then is saved at once")
+    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER")
     self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
     grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
     timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
@@ -131,7 +134,9 @@ def check(cfg: Config, world: int) -> None:
     cfg.optim.check(cfg.model, cfg.run.steps)
     need(not cfg.run.eval_every or cfg.data.eval_data, f"--eval-every {cfg.run.eval_every} needs --eval-data")
     need(not Path(cfg.run.out).is_file(), f"--out {cfg.run.out} is a file; give a directory")
+    need(not cfg.run.keep_best or cfg.data.eval_data, "--keep-best needs --eval-data, and with it --eval-every")
     check_writable(Path(cfg.run.out), "--out")
+    check_trackers(cfg.run.track)
     cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths))
 
 
@@ -192,6 +197,8 @@ def make_batch(
         counted = [algo.counts(r.finish_reason) for r in part]
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
         minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
+    trained = [r for r, alive in zip(rollouts, live, strict=True) if alive]
+    meter.sum("update/flops", algo.epochs * update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0))
     return Batch(rollouts, token_batch(rollouts, weights), minibatches)
 
 
@@ -259,15 +266,16 @@ def update_policy(
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
         norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
-        meter.add("loss/policy", policy_total, 1 / ctx.data_world)  # a mean over updates, of sums over ranks
-        meter.add("policy/grad_norm", norm)
+        # A norm of 0: nothing had a gradient, so there is no loss either. A mean over updates, of sums over ranks
+        meter.add("loss/policy", policy_total, (norm != 0) / ctx.data_world)
+        meter.add("policy/grad_norm", norm, norm != 0)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
-        if algo.needs_values:
-            meter.add("loss/value", value_total, 1 / ctx.data_world)
         if models.critic:
             norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
-            meter.add("value/grad_norm", norm)
+            meter.add("value/grad_norm", norm, norm != 0)
             skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
+        if algo.needs_values:
+            meter.add("loss/value", value_total, (norm != 0) / ctx.data_world)
 
 
 def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
@@ -351,15 +359,16 @@ def main(cfg: Config) -> None:
     log = RunLog(cfg, ctx, checkpoint, state.step)
     log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
-    interrupt.arm(saver.save_and_tell)
+    interrupt.arm(saver.save_and_tell, log.end)
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     more = {"stage": curriculum.last(), "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(out, stage, state.step) | stage.pop())
+        log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())
 
     by_uid = {example.uid: example for example in train_set}
     remade = partial(remake, by_uid=by_uid, processor=processor, start_of=start_of)
+    compares = algo.needs_old_logps or algo.needs_values or algo.needs_reference
 
     # --- loop ---
     for step in range(state.step, cfg.run.steps):
@@ -368,11 +377,12 @@ def main(cfg: Config) -> None:
 
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
-            with stage("rollout"):
+            with stage("rollout"), Progress("responses", len(pool.places()) * algo.group_size) as progress:
                 prompts = make_prompts(next_examples(curriculum, pool, state), processor, start_of=start_of)
                 grading = rewards.begin(step, curriculum.stage(step))
-                rollouts = play.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), grading.add)
-            with stage("reward"):
+                on_rollout = progress.counting(grading.add)
+                rollouts = play.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), on_rollout)
+            with stage("reward"), Progress("graded responses", len(rollouts), grading.answered):
                 give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
         engine.sleep()  # the update needs its memory
@@ -382,14 +392,14 @@ def main(cfg: Config) -> None:
             batch = make_batch(pool, cfg, packer, remade, ctx, meter)
 
         # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
-        with stage("logprobs"):
+        with stage("logprobs", timed=compares), comparing(batch):
             compute_before_update(batch, models, cfg)
 
         # 5. advantage: one function of the rewards and of what was just computed
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
         # 6. update
-        with stage("update"):
+        with stage("update"), training(batch, algo.epochs, meter):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
 
@@ -404,10 +414,10 @@ def main(cfg: Config) -> None:
         state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
         metrics |= curriculum.metrics(step, state.curriculum)
         models.after_step(state.step, algo.ref_every)
-        if state.step % SAMPLE_EVERY == 0 or state.step == log.start + 1:
-            report_samples(out, state.step, batch, metrics, ctx)
+        if state.step % SAMPLE_EVERY == 0 or state.step in (log.start + 1, cfg.run.steps):
+            log.samples(state.step, batch, metrics)
         if evaluation.due(cfg.run, state.step):
-            metrics |= evaluation.run(out, stage, state.step)
+            metrics |= evaluation.run(log, stage, state.step)
             state = saver.state = replace(state, eval_due=evaluation.cut_at)
         log.step(state.step, metrics | stage.pop())
         skipped.report(state.step, saver.save)

@@ -197,7 +197,7 @@ class Stages:
         self.entered = 0
 
     @contextmanager
-    def __call__(self, name: str, interruptible: bool = True) -> Iterator[None]:
+    def __call__(self, name: str, interruptible: bool = True, timed: bool = True) -> Iterator[None]:
         if interruptible:
             self.check()
         start = time.perf_counter()
@@ -206,7 +206,8 @@ class Stages:
         self._enter(f"what follows {name}")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        if timed:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _enter(self, name: str) -> None:
         self.stage = name

@@ -227,7 +227,7 @@ class Toy:
     def equal(self, out: Path, ranks: int, run: Run | None = None) -> dict[str, bool]:
         whole = self.folder / f"whole{ranks}"
         rows = [
-            [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_rows(x / "metrics.jsonl")]
+            [{k: v for k, v in r.items() if k[:5] not in ("time/", "perf/")} for r in read_rows(x / "metrics.jsonl")]
             for x in (out, whole)
         ]
         checks = {"metrics are those of the run that nothing happened to": rows[0] == rows[1]}

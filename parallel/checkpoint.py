@@ -271,10 +271,13 @@ def check_room(out: Path, keep: int, models: Models) -> None:
         print0(f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints need {more / 2**30:.3g} more")
 
 
-def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: dict | None = None) -> None:
+def save_checkpoint(
+    out: Path, step: int, models: Models, keep: int, position: dict | None = None, best: int | None = None
+) -> None:
     """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
-    killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` are removed. What
-    could not be continued from (a weight that is NaN) is not written, and nothing is removed for it.
+    killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` and that of the
+    step `best` are removed. What could not be continued from (a weight that is NaN) is not written, and nothing is
+    removed for it.
 
     `position` is what else the next step depends on. Random state is not stored because there is none: every draw is
     seeded from (seed, purpose, step, ...).
@@ -310,7 +313,7 @@ def save_checkpoint(out: Path, step: int, models: Models, keep: int, position: d
         os.rename(temporary, final)
         sync(final.parent)
         for old in complete_checkpoints(out)[:-keep]:
-            if old != final:
+            if old != final and step_of(old) != best:
                 _discard(old)
 
     def fail(error: OSError) -> None:

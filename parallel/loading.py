@@ -30,6 +30,7 @@ from errors import UserError, check_writable, need, writing
 from layers.attention import register_attention
 from model import Policy, find_family, load_config, load_hf, prepare
 from parallel.sharding import local
+from report.progress import following
 from utils import print0
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights, as safetensors calls them
@@ -180,7 +181,7 @@ def load_sharded(policy: Policy, path: str) -> None:
     policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     if tied:  # each module has got a tensor of its own
         hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
-    for name, p in hf.named_parameters():
+    for name, p in following(list(hf.named_parameters()), "loading parameters"):
         # Files are opened anew for each parameter: what was read stays in a process's memory as long as they are open
         for file, stored_there in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
             _, offset = compute_local_shape_and_global_offset(waiting[name], p.device_mesh, p.placements)

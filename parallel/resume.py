@@ -11,6 +11,7 @@ from errors import need
 from parallel import checkpoint
 from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
 from report.log import read_rows
+from report.summary import best_evaluation
 from settings import flag_of
 
 # Other weights would be trained: a checkpoint does not fit a run where these differ
@@ -93,18 +94,27 @@ class Saver:
         self.start = start  # the checkpoint that the run continues from
         self.saved = state.step
         self.state = state  # of the last whole step
-        checkpoint.check_room(self.out, cfg.keep, models.saved)
+        checkpoint.check_room(self.out, cfg.keep + cfg.keep_best, models.saved)
 
     def save(self) -> Path | None:
         """A checkpoint, unless there is one; the newest."""
         if self.state.step > self.saved:
             position = {"parts": self.models.parts} | asdict(self.state)
-            checkpoint.save_checkpoint(self.out, self.state.step, self.models.saved, self.cfg.keep, position)
+            best = self.best_step() if self.cfg.keep_best else None
+            checkpoint.save_checkpoint(self.out, self.state.step, self.models.saved, self.cfg.keep, position, best)
             self.saved = self.state.step
         return (complete_checkpoints(self.out) or [self.start])[-1]
 
+    def best_step(self) -> int | None:
+        """Of the best evaluation so far, on all ranks. metrics.jsonl says so, and a run that goes on has it up to its
+        checkpoint, so that it keeps what one that was not cut off would keep."""
+        return on_rank0(lambda: getattr(best_evaluation(read_rows(self.out / "metrics.jsonl")), "step", None))
+
     def after_step(self) -> None:
-        if self.state.step % self.cfg.save_every == 0 or self.state.step == self.cfg.steps:
+        """Where a checkpoint is due. Of a step's evaluation the row is written by now."""
+        step, every = self.state.step, self.cfg.eval_every
+        due = step % self.cfg.save_every == 0 or step == self.cfg.steps
+        if due or (self.cfg.keep_best and every and step % every == 0 and self.best_step() == step):
             self.save()
 
     def save_and_tell(self) -> str:

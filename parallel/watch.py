@@ -52,6 +52,7 @@ class Interrupt(threading.Thread):
         super().__init__(daemon=True)
         self.grace, self.number, self.since = grace, 0, 0.0
         self.save: Callable[[], str] | None = None
+        self.after: Callable[[], None] | None = None
         self.timer: threading.Timer | None = None
         self.pipe, heard = os.pipe()
         os.set_blocking(heard, False)
@@ -60,9 +61,10 @@ class Interrupt(threading.Thread):
             signal.signal(number, lambda *_: None)  # instead of what it would do; the thread does the rest
         self.start()
 
-    def arm(self, save: Callable[[], str]) -> None:
-        """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it."""
-        self.save = save
+    def arm(self, save: Callable[[], str], after: Callable[[], None] = lambda: None) -> None:
+        """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it; `after`
+        finishes the rest, in what is left of the grace period."""
+        self.save, self.after = save, after
 
     def requested(self) -> bool:
         """Of this rank alone; what only it does may end early."""
@@ -80,6 +82,10 @@ class Interrupt(threading.Thread):
             text = f"{signal.Signals(number).name}: {self.save()}"
             if self.timer:
                 self.timer.cancel()
+            left = self.grace - (time.monotonic() - self.since) if self.number else self.grace
+            rest = later(max(0.0, left), self._leave, number, text)
+            self.after()
+            rest.cancel()
             raise Interrupted(number, text)
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
-"""What a run tells: run.json, metrics.jsonl and tensorboard/ in its directory, a line a step, and warnings."""
+"""What a run tells: run.json, metrics.jsonl, report.html, curves.png and more in its directory, and to trackers; a line
+a step, and warnings."""
 
-import fcntl
 import importlib.util
 import json
 import math
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -21,73 +21,21 @@ from tqdm import tqdm
 
 from errors import UserError, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
+from prepare_data import Example
+from report.files import json_line, lock_folder, read_rows, write_rows, write_text  # noqa: F401  for readers
+from report.gallery import choose
+from report.line import head_line, speeds, step_line
+from report.page import page
+from report.plots import draw_curves, run_curves
+from report.samples import gather_samples, show, without_images
+from report.summary import run_summary
+from report.trackers import Trackers
+from report.warnings import Warnings
+from rollout import StartOf
 from settings import flag_of
 from utils import Context, Meter, print0
 
-FLAT_STEPS = 5  # without a signal, before a warning
-
-
-def lock_folder(out: Path, patience: float = 5.0) -> object:
-    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the
-    holder. `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are
-    killed."""
-    with writing(out, "--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "a+")
-    deadline = time.monotonic() + patience
-    while not try_lock(file):
-        if time.monotonic() > deadline:
-            holder = Path(file.name).read_text().strip()
-            raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
-        time.sleep(0.2)
-    file.truncate(0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"process {os.getpid()} on {platform.node()}, since {since}", file=file, flush=True)
-    return file
-
-
-def try_lock(file: Any) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # some network file systems have no locks
-        told = f"{file.name} cannot be locked ({error.strerror}): take care that no other run writes there"
-        print(told, file=sys.stderr)
-    return True
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is none."""
-    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line.endswith("\n") else []
-        except ValueError as error:
-            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
-    return rows
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
-    write_text(path, "".join(map(json_line, rows)))
-
-
-def json_line(row: dict[str, float]) -> str:
-    """JSON has no NaN and no infinity: they become null."""
-    finite = {key: x if x is not None and math.isfinite(x) else None for key, x in row.items()}
-    return json.dumps(finite) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    with writing(path, "--out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the name without the text
-        os.replace(temporary, path)
+HEAD_EVERY = 20  # steps between lines that name the columns
 
 
 def git(command: str) -> str:
@@ -96,8 +44,19 @@ def git(command: str) -> str:
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
+class Gallery(NamedTuple):
+    """What report.html shows under the curves: an evaluation's records with its summary, or a step's with its
+    metrics."""
+
+    title: str
+    records: Sequence[dict]
+    examples: dict[str, Example]
+    summary: dict | None = None
+    facts: dict | None = None
+
+
 class RunLog:
-    """run.json, metrics.jsonl, tensorboard/ (where it is installed) and the terminal. Only rank 0 writes."""
+    """run.json, metrics.jsonl, samples, curves, a page, trackers and the terminal. Only rank 0 writes."""
 
     def __init__(self, cfg: Any, ctx: Context, checkpoint: Path | None, start: int):
         self.out = Path(cfg.run.out)
@@ -106,20 +65,24 @@ class RunLog:
         self.ctx = ctx
         self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
         self.start = start
-        self.flat_steps = 0
+        self.gallery: Gallery | None = None
+        self.drawn = -1  # how many rows report.html and curves.png have
+        self.reporting: dict[str, float] = {}  # seconds that these took since the last row
         self.began = self.step_began = time.perf_counter()
         if not ctx.main:
             return
+        described = self._described()
         if start == 0:
-            self._describe()
+            self._describe(described)
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
-        write_rows(self.path, [row for row in read_rows(self.path) if start and row["step"] <= start])
-        self.board = None
-        if importlib.util.find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(self.out / "tensorboard", purge_step=start + 1)
+        rows = [row for row in read_rows(self.path) if start and row["step"] <= start]
+        write_rows(self.path, rows)
+        self.warnings = Warnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
+        for row in rows:
+            self.warnings.feed(row)
+        self.trackers = Trackers(cfg.run.track, self.out, described, start)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+        self.began = self.step_began = time.perf_counter()
 
     def introduce(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
         """What is about to run, and which settings are others than they were before."""
@@ -142,37 +105,72 @@ class RunLog:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Of an evaluation before the first step, or one that the run was interrupted in: part of that step's row."""
-        if self.ctx.main:
+        if self.ctx.main and metrics:
             rows = read_rows(self.path)
             if rows and rows[-1]["step"] == step:
-                write_rows(self.path, [*rows[:-1], rows[-1] | metrics])
+                whole = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
+                write_rows(self.path, [*rows[:-1], rows[-1] | metrics | {"time/step": whole}])
+                self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
-            self.step_began = time.perf_counter()
+            self._draw()
+            self.step_began, self.reporting = time.perf_counter(), {}
+
+    def evaluated(
+        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
+    ) -> None:
+        """OUT/eval/step_*.jsonl has all records of an evaluation, the page those of the first examples."""
+        path = self.out / "eval" / f"step_{step:06d}.json"
+        write_text(path, json.dumps(summary, indent=2) + "\n")
+        self._write_records(path.with_suffix(".jsonl"), records)
+        shown = choose(records, summary)
+        uids = {record["uid"] for record in shown}
+        by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
+        self.gallery = Gallery(f"{self.out.name}: evaluation at step {step}", shown, by_uid, summary=summary)
+
+    def samples(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
+        """Of a packing.Batch, on all ranks at once: on the terminal, in OUT/rollouts, and to trackers."""
+        records, examples = gather_samples(batch, self.ctx)
+        if not self.ctx.main:
+            return
+        tqdm.write("\n".join(show(records, examples)))
+        stem = self.out / "rollouts" / f"step_{step:06d}"
+        self._write_records(stem.with_suffix(".jsonl"), records)
+        gallery = Gallery(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
+        write_text(stem.with_suffix(".html"), page(*gallery[:3], facts=metrics))
+        self.trackers.samples(step, records, examples)
+        if not self.cfg.data.eval_data:
+            self.gallery = gallery
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A row, a line on the terminal, and a warning where nothing is learnt."""
+        """A row, a line on the terminal, and warnings."""
         if not self.ctx.main:
             return
         now = time.perf_counter()
-        metrics = metrics | {"time/step": now - self.step_began}
-        self.step_began = now
+        metrics = metrics | {"time/step": now - self.step_began} | self.reporting
+        self.step_began, self.reporting = now, {}
+        device = None
         if self.ctx.device.type == "cuda":
+            device = torch.cuda.get_device_name()
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics |= speeds(metrics, self.ctx.world, device)
         if self.start and step == self.start + 1:
-            self._describe()
+            self._describe(self._described())
         self._write(step, metrics)
         eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
-        tqdm.write(step_line(step, self.cfg.run.steps, metrics, eta))
-        self._warn_if_flat(metrics)
+        if (step - self.start - 1) % HEAD_EVERY == 0:
+            tqdm.write(head_line(self.cfg.run.steps, metrics))
+        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
+            tqdm.write(line)
         self.bar.update()
+        if "eval/accuracy" in metrics:
+            self._draw()
 
-    def _describe(self) -> None:
-        """run.json: what it takes to run it again. A run that goes on has its settings there once they have made a
-        step: a start that fails leaves those before it."""
+    def _described(self) -> dict:
+        """What it takes to run it again."""
         cpu = f"{platform.machine()}, {os.cpu_count()} cores"
         versions = {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)}
-        described = {
+        return {
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "args": self.cfg.flat(),
             "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
@@ -180,55 +178,55 @@ class RunLog:
             "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
             "world": self.ctx.world,
         }
+
+    def _describe(self, described: dict) -> None:
+        """run.json. A run that goes on has its settings there once they have made a step: a start that fails leaves
+        those before it."""
         write_text(self.out / "run.json", json.dumps(described, indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         with writing(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
-        if self.board:
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
+        self.trackers.log(step, metrics)
 
-    def _warn_if_flat(self, m: dict[str, float]) -> None:
-        # an advantage that does not compare the samples of a prompt may learn from what differs between prompts
-        compared = ADVANTAGES[self.cfg.algo.adv].grouped
-        flat = m["reward/constant_groups"] == 1 and (compared or not m.get("update/steps"))
-        self.flat_steps = self.flat_steps + 1 if flat else 0
-        if self.flat_steps == FLAT_STEPS:
-            tqdm.write(
-                f"warning: in the last {FLAT_STEPS} steps all samples of a prompt got the same reward (mean "
-                f"{m['reward/mean']:.3g}), so rewards teach nothing; look at the samples in {self.out / 'rollouts'}, "
-                "at what the reward expects, and at --temperature"
-            )
+    def _write_records(self, path: Path, records: Sequence[dict]) -> None:
+        write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
+
+    def _draw(self) -> None:
+        """report.html and curves.png anew, if there is anything new."""
+        began = time.perf_counter()
+        rows = read_rows(self.path)
+        curves = ()
+        if len(rows) == self.drawn:
+            return
+        if importlib.util.find_spec("matplotlib"):
+            draw_curves(rows, self.out / "curves.png")
+            curves = run_curves(rows)
+        elif self.drawn < 0:
+            tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
+        self.drawn = len(rows)
+        gallery = self.gallery or Gallery(self.out.name, [], {})
+        if self.gallery or not (self.out / "report.html").exists():  # else that of before the run was cut off
+            shown = {"summary": gallery.summary, "facts": gallery.facts, "curves": curves}
+            write_text(self.out / "report.html", page(*gallery[:3], **shown))
+        self.reporting = {"time/report": time.perf_counter() - began}
+
+    def end(self) -> None:
+        """Also of a run that was asked to end before its last step."""
+        if self.ctx.main:
+            self._draw()
+            self.trackers.close()
 
     def close(self) -> None:
         if not self.ctx.main:
             return
         self.bar.close()
-        if self.board:
-            self.board.close()
+        self.end()
+        write_text(self.out / "summary.json", json.dumps(run_summary(self.out, read_rows(self.path)), indent=2) + "\n")
         told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if self.start >= self.cfg.run.steps:
             told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
         print(told, flush=True)
-
-
-def step_line(step: int, steps: int, m: dict[str, float], eta: float) -> str:
-    """A step on the terminal; "-" where nothing was measured."""
-
-    def shown(name: str, form: str) -> str:
-        return format(m[name], form) if name in m else "-"
-
-    turns = f"turns {m['episode/turns']:.2f}  " if "episode/turns" in m else ""
-    if failed := m.get("episode/ended_by/error"):
-        turns += f"failed {failed:.2f}  "
-    return (
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  const "
-        f"{m['reward/constant_groups']:.2f}  {turns}resp {m['response/tokens']:6.1f} tok  loss "
-        f"{shown('loss/policy', '+.4f')}  gnorm {shown('policy/grad_norm', '7.3f')}  entropy "
-        f"{shown('policy/entropy', '.3f')}  lr {m['lr']:.1e}  {m['time/step']:.2f}s (rollout {m['time/rollout']:.2f} "
-        f"update {m['time/update']:.2f} sync {m['time/sync']:.2f})  eta {tqdm.format_interval(eta)}"
-    )
 
 
 class Skipped:

@@ -1,6 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -8,7 +8,7 @@ import torch
 
 import grpo
 from model import PolicyOutput
-from packing import TokenBatch
+from packing import FlopRates, TokenBatch, rollouts_flops
 from reward import grader_stats, task_name
 from rollout import ENDS, GroupPool, Rollout
 from utils import Context, Meter
@@ -24,6 +24,7 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         meter.add("reward/constant_groups", len({r.reward for r in group if r.rewards}) <= 1)
     for r in chain.from_iterable(pool.groups.values()):
         n_tokens = sum(r.response_mask)
+        meter.sum("rollout/responses", 1)
         meter.add("response/tokens", n_tokens)
         meter.add("response/truncated", r.finish_reason == "length")
         meter.sum("rollout/tokens", n_tokens)
@@ -44,7 +45,8 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         meter.sum(name, grader_stats[name])
     grader_stats.clear()
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
-    metrics["reward/mean"] = metrics.pop("reward/reward", math.nan)  # NaN: all rewards failed
+    if "reward/reward" in metrics:  # else all rewards failed
+        metrics["reward/mean"] = metrics.pop("reward/reward")
     return metrics | (sampling_metrics(pool) if pool.algo.sample_rounds > 1 else {})
 
 
@@ -73,13 +75,31 @@ def sampling_metrics(pool: GroupPool) -> dict[str, float]:
     return {f"sampling/{name}": float(n) for name, n in counts.items()}
 
 
+def update_flops(rollouts: Sequence[Rollout], rates: FlopRates, frozen: bool) -> float:
+    """Of one pass over them, each prompt once: a forward, and two for the backward; without the products for gradients
+    of weights where these are `frozen` (adapters). Nothing that recomputation or padding adds."""
+    groups: dict[str, list[Rollout]] = {}
+    for r in rollouts:
+        groups.setdefault(r.prompt.uid, []).append(r)
+    share = 2 / 3 if frozen else 1.0
+    rates = rates._replace(token=share * rates.token, trained_token=share * rates.trained_token)
+    return 3 * sum(rollouts_flops(group, rates) for group in groups.values() if any(map(has_tokens, group)))
+
+
+def has_tokens(r: Rollout) -> bool:
+    return any(r.response_mask)
+
+
 def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
     """Of the critic, before the update: the mean, and which share of the returns' variance it explains."""
     returns_N = tokens.returns.double()
     values_N = tokens.values.double()
     spread, error = ctx.moments(returns_N)[1], ctx.moments(returns_N - values_N)[1]
-    meter.set("value/mean", ctx.moments(values_N)[0])
-    meter.set("value/explained_variance", 1 - (error / spread) ** 2 if spread > 0 else 0.0)
+    mean = ctx.moments(values_N)[0]
+    if ctx.sum({"n": float(len(values_N))})["n"]:
+        meter.set("value/mean", mean)
+    if spread > 0:
+        meter.set("value/explained_variance", 1 - (error / spread) ** 2)
 
 
 @torch.no_grad()

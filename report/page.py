@@ -1,156 +1,327 @@
-"""An evaluation or a step's rollouts as one HTML file that needs no other: images, prompts, responses, rewards."""
+"""An evaluation, or a step's rollouts, as one HTML file that needs no other: numbers with their intervals, curves, and
+a gallery of prompts, images, responses and rewards. page.css and page.js are its style and its keys."""
 
 import base64
-import html
-import io
-from collections.abc import Sequence
-from itertools import islice
-from typing import Any
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from PIL import Image, ImageOps
+from prepare_data import Example
+from report.ablation import IMAGES
+from report.gallery import MOST_PROMPTS, Gallery, choose, number, safe
+from report.thumbnails import image_tag
 
-from prepare_data import FORMATS, IMAGE_ERRORS, MARK, Example, decode_image
-
-PAGE_RECORDS = 200  # prompts on a page; more makes browsers slow
-THUMBNAIL = 320  # pixels of an image's longer side on a page
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1080px;padding:0 1rem;overflow-wrap:anywhere;
-color:#1c2330;background:#f6f7f9}
-h1{font-size:1.35rem}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.4rem;margin:1rem 0 1.5rem}
-.fact,.card{background:#fff;border:1px solid #dfe3ea;border-radius:8px;padding:.25rem .7rem}
-.fact b,.fact span,.sample code{display:block}
-.fact span,.meta,.sample div,.sample span{color:#647084;font-size:.8rem}
-.card{display:grid;grid-template-columns:220px minmax(0,1fr);gap:1.2rem;margin:0 0 1rem;padding:1rem}
-.card img{width:100%;max-height:320px;object-fit:contain;margin-bottom:.4rem}
-.prompt,.sample code{white-space:pre-wrap}
-.sample{border-left:4px solid #c9ced8;padding:.15rem .7rem;margin:.5rem 0}
-.right{border-color:#2e9e5b} .wrong{border-color:#d2433f}
-.sample code{max-height:24em;overflow:auto;font:13px/1.45 ui-monospace,monospace}
-.said{background:#f0f2f6;border-radius:6px;padding:.3rem .6rem;margin:.3rem 0;white-space:pre-wrap}
-.said img{display:block;max-width:160px;image-rendering:pixelated;margin:.3rem 0}
-@media(max-width:700px){.card{grid-template-columns:minmax(0,1fr)} .card img{max-width:320px}}
-"""
+MOST_BYTES = 20_000_000  # of a page
+HERE = Path(__file__).parent
+FILTERS = {  # of the gallery: name -> key, what it shows
+    "all": ("a", "all"), "wrong": ("w", "wrong"), "right": ("r", "right"), "gained": ("g", "gained"),
+    "lost": ("l", "lost"), "disagree": ("d", "samples disagree"), "cut": ("c", "truncated"), "failed": ("f", "failed"),
+}  # fmt: skip
+ORDERS = {"order": "in order", "tokens": "longest first", "reward": "lowest reward first", "spread": "largest spread"}
+KEYS = {
+    "j / k": "next, previous prompt", "o, Enter": "open its image in full", "s": "another order", "/": "search",
+    "t": "formulas as they were written, and back", "?": "this list", "Esc": "close, or leave the search",
+}  # fmt: skip
 
 
-def rollout_page(title: str, facts: dict, records: Sequence[dict], examples: dict[str, Example]) -> str:
-    """`facts`: eval.summarise's, or a step's metrics. `records`: prompts with their samples, as eval.py has them,
-    in training with advantages. `examples`: by uid."""
-    head = "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-    lines = [f"{head}<title>{safe(title)}</title><style>{STYLE}</style><h1>{safe(title)}</h1>", "<div class=facts>"]
-    for name, value in figures(facts).items():
-        lines.append(f"<div class=fact><b>{number(value)}</b><span>{safe(name)}</span></div>")
-    lines.append("</div>")
-    if len(records) > PAGE_RECORDS:
-        lines.append(f"<p>The first {PAGE_RECORDS} of {len(records)} prompts.</p>")
-    note = "<div class=meta>blanked for the model</div>" if facts.get("blank_images") else ""
-    lines += [card(record, examples[record["uid"]], note) for record in records[:PAGE_RECORDS]]
-    return "\n".join(lines) + "\n"
+class Curve(NamedTuple):
+    title: str
+    image: str  # an <svg> or <img> tag of ours
+    note: str  # what is healthy, and what to think otherwise
 
 
-def safe(text: object) -> str:
-    """For all that comes from data, from the policy or from a user's reward."""
-    return html.escape(str(text))
+def page(
+    title: str,
+    records: Sequence[dict],
+    examples: Mapping[str, Example],
+    *,
+    summary: dict | None = None,
+    facts: Mapping[str, float] | None = None,
+    curves: Sequence[Curve] = (),
+    others: Mapping[str, Sequence[dict]] | None = None,
+    folder: Path | None = None,
+) -> str:
+    """`examples`: by uid, of those that `choose(records, summary)` gives, as the model saw them. `summary`: an
+    evaluation's; `facts`: a training step's metrics. `others`: label -> what other models, or this one without its
+    images, said to the same prompts. `folder`: a folder next to the page's file, for images in full size."""
+    summary = summary or {}
+    head = [f"<header><h1>{safe(title)}</h1>{subtitle(summary)}</header>"]
+    head += [tiles(summary), facts_block(facts or {}), tables(summary), curve_block(curves)]
+    shown = choose(records, summary)
+    cards = Gallery(shown, examples, summary, others or {}, folder) if shown else None
+    return document(title, "".join(head), cards, len(records))
 
 
-def number(value: float | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def document(title: str, head: str, gallery: Gallery | None, total: int) -> str:
+    style, script = ((HERE / f"page.{kind}").read_text() for kind in ("css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy += "; base-uri 'none'; form-action 'none'"
+    start = (
+        '<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=Content-Security-Policy '
+        f'content="{policy}"><meta name=viewport content="width=device-width,initial-scale=1">'
+        f"<meta name=referrer content=no-referrer><title>{safe(title)}</title><style>{style}</style></head>"
+        "<body>"
+    )
+    end = f"<script>{script}</script></body></html>\n"
+    if not gallery:
+        return f"{start}{head}{end}"
+    room = MOST_BYTES - sum(len(text.encode()) for text in (start, head, end)) - 20_000  # what stands around the cards
+    cards = []
+    for n in range(len(gallery.records)):
+        card = gallery.card(n)
+        room -= len(card.encode())
+        if room < 0:
+            break
+        cards.append(card)
+    notes = gallery.notes()
+    if len(cards) < total:
+        first = "first those gained, lost, failed, truncated or wrong" if total > MOST_PROMPTS else "the first"
+        notes.insert(0, f"{len(cards):,} of {total:,} prompts are shown, {first}.")
+    system = ""
+    if gallery.same_system:
+        text = gallery.texts.show(gallery.same_system)
+        system = f"<details class=system><summary>The system message of all prompts</summary>{text}</details>"
+    told = "".join(f"<p class=note>{safe(note)}</p>" for note in notes)
+    switch = "<label><input type=checkbox id=source> formulas as they were written <kbd>t</kbd></label>"
+    top = f"<div class=title><h2>Prompts</h2>{switch}</div>{told}{system}{toolbar(gallery)}"
+    body = f"{top}<main id=gallery>{''.join(cards)}</main>{keys()}"
+    return f"{start}{head}{body}{end}"
 
 
-def figures(facts: dict) -> dict[str, float | str]:
-    """What a page begins with: the accuracy, the comparison, then all other numbers, then each type's accuracy."""
-    shown = {"accuracy": facts["accuracy"]} if "accuracy" in facts else {}
-    if interval := facts.get("accuracy_ci95"):
-        shown["95% interval"] = "{:.3f} to {:.3f}".format(*interval)
-    if baseline := facts.get("baseline"):
-        shown["baseline accuracy"] = baseline["accuracy"]
-        shown |= {"gained": baseline["gained"], "lost": baseline["lost"], "McNemar p": baseline["mcnemar_p"]}
-    shown |= {name: x for name, x in facts.items() if isinstance(x, int | float) and not isinstance(x, bool)}
-    if facts.get("samples") == 1:
-        shown.pop("pass@1", None)  # the accuracy once more
-    return shown | {f"accuracy: {kind}": of["accuracy"] for kind, of in facts.get("by_answer_type", {}).items()}
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers
 
 
-def card(record: dict, example: Example, note: str) -> str:
-    """A prompt: its images on the left, under a note if there is one, its text and its samples on the right."""
-    images = "".join(thumbnail(data) + credit(i, record["samples"]) for i, data in enumerate(example.images, 1))
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-    truth = f"{safe(record['uid'])} &middot; truth <b>{safe(record['ground_truth'])}</b>"
-    left = f"<div>{note + images if images else '(no image)'}</div>"
-    samples = "".join(map(sample_block, record["samples"]))
-    right = f"<div><div class=prompt>{safe(prompt)}</div><div class=meta>{truth}</div>{samples}</div>"
-    return f"<div class=card>{left}{right}</div>"
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def credit(image: int, samples: Sequence[dict]) -> str:
-    """What each sample earned for an image, counted from 1, if its task's reward says."""
-    earned = [s["rewards"][f"image_{image}"] for s in samples if f"image_{image}" in s["rewards"]]
-    return f"<div class=meta>image {image}: credit {', '.join(map(number, earned))}</div>" if earned else ""
+def share(value: float | None) -> str:
+    return f"{value + 0.0:.3f}" if is_number(value) else "&ndash;"
 
 
-def sample_block(sample: dict) -> str:
-    """A response, with its rewards under it."""
-    rewards = sample["rewards"]
-    notes = [f"{safe(name)} {number(float(value))}" for name, value in rewards.items()]
-    if "advantage" in sample:
-        notes.append(f"advantage {sample['advantage']:+.3f}")
-    notes.append(f"{sample['tokens']} tokens")
-    if sample["finish_reason"] == "error":
-        notes.append("its environment failed" if sample.get("ended_by") == "error" else "its reward failed")
-    if sample["finish_reason"] == "length":
-        notes.append("cut at the length limit")
-    if "turns" in sample:
-        notes.append(f"{sample['turns']} turns, ended by {sample['ended_by']}")
-    verdict = "right" if rewards.get("accuracy", rewards.get("reward", 0.0)) >= 0.5 else "wrong"
-    said = f"<code>{safe(sample['text']) or '<span>(empty)</span>'}</code>"
-    text = turns_block(sample) if "turns" in sample else said
-    return f"<div class='sample {verdict}'>{text}<div>{' &middot; '.join(notes)}</div></div>"
+def interval(ends: Sequence[float] | None, signed: bool = False) -> str:
+    if not ends:
+        return ""
+    return " to ".join(f"{x:+.3f}" if signed else f"{x:.3f}" for x in ends)
+
+
+def p_value(p: float | None) -> str:
+    if not is_number(p):
+        return "&ndash;"
+    return "&lt; 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def bar(value: float | None, ends: Sequence[float] | None, low: float, high: float) -> str:
+    """A value with its interval, on a scale from low to high."""
+    if not is_number(value):
+        return ""
+    zero, at, *whisker = (100 * (min(max(x, low), high) - low) / (high - low) for x in (0.0, value, *(ends or ())))
+    fill = f"left:{min(zero, at):.2f}%;width:{abs(at - zero):.2f}%"
+    drawn = f"<i class=fill style='{fill}'></i>"
+    if whisker:
+        drawn += f"<i class=whisker style='left:{whisker[0]:.2f}%;width:{whisker[1] - whisker[0]:.2f}%'></i>"
+    return f"<span class=bar aria-hidden=true>{drawn}</span>"
+
+
+def subtitle(summary: Mapping) -> str:
+    names = ("path", "checkpoint", "data", "n", "samples", "temperature")
+    told = [f"{name} <b>{number(summary[name])}</b>" for name in names if summary.get(name) is not None]
+    return f"<p class=about>{' &middot; '.join(told)}</p>" if told else ""
+
+
+def tile(name: str, value: str, note: str = "", kind: str = "") -> str:
+    below = f"<dd class=note>{note}</dd>" if note else ""
+    return f"<div class='tile {kind}'><dt>{name}</dt><dd>{value}</dd>{below}</div>"
+
+
+def tiles(summary: Mapping) -> str:
+    """What an evaluation found: the accuracy, or the reward of a task without right or wrong, then all else."""
+    if "accuracy" not in summary:
+        return ""
+    k = summary.get("samples", 1)
+    is_reward = summary.get("metric") == "reward"
+    ends = summary.get("accuracy_ci95")
+    note = f"{interval(ends)} (95%)" if ends else "no interval"
+    drawn = bar(summary["accuracy"], ends, 0.0, 1.0) if not is_reward else ""
+    shown = [tile("reward" if is_reward else "accuracy", share(summary["accuracy"]), note + drawn, "first")]
+    if "n" in summary:
+        shown[0] = shown[0].replace("</dt>", f" of {summary['n']:,} prompts</dt>")
+    if mean := summary.get("task_mean"):
+        note = f"{interval(mean.get('accuracy_ci95'))} (95%), of {mean.get('n_tasks', '?')} tasks"
+        shown.append(tile("mean over tasks", share(mean["accuracy"]), note))
+    if k > 1 and f"majority@{k}" in summary:
+        shown.append(tile(f"majority@{k}", share(summary[f"majority@{k}"])))
+    shown += [tile(name, share(summary[name])) for name in ("format", "truncated", "reward") if name in summary]
+    if "response_tokens" in summary:
+        shown.append(tile("tokens per response", f"{summary['response_tokens']:.1f}"))
+    counts = {"failed": "rewards that failed", "left_out": "prompts left out"}
+    for name, told in counts.items():
+        if name in summary:
+            shown.append(tile(told, f"{summary[name]:,}", kind="warns" if summary[name] else ""))
+    if "turns" in summary:
+        shown.append(tile("turns", f"{summary['turns']:.2f}"))
+    if ended := summary.get("ended_by"):
+        told = ", ".join(f"{safe(why)} {x:.3f}" for why, x in ended.items())
+        shown.append(tile("episodes ended by", f"<small>{told}</small>", kind="wide"))
+    return f"<dl class=tiles>{''.join(shown)}</dl>"
+
+
+def facts_block(facts: Mapping[str, Any]) -> str:
+    """The metrics of a training step, those of a name's first part together."""
+    together: dict[str, list[str]] = {}
+    for name, value in facts.items():
+        if is_number(value):
+            first, _, rest = str(name).rpartition("/")
+            row = f"<tr><th scope=row>{safe(rest)}</th><td>{number(value)}</td></tr>"
+            together.setdefault(first, []).append(row)
+    shown = []
+    for first, rows in sorted(together.items()):
+        shown.append(f"<table class=metrics><caption>{safe(first) or 'step'}</caption>{''.join(rows)}</table>")
+    return f"<section class=blocks aria-label=metrics>{''.join(shown)}</section>" if shown else ""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Cells are HTML."""
+    top = "".join(f"<th scope=col>{name}</th>" for name in head)
+    lines = []
+    for first, *rest in rows:
+        lines.append(f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>")
+    made = f"<table class='{kind}'><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f"<div class=wide>{made}</div>"
+
+
+def tables(summary: Mapping) -> str:
+    return pass_table(summary) + comparison(summary) + reliance(summary) + by_groups(summary)
+
+
+def pass_table(summary: Mapping) -> str:
+    """pass@k over k, of several samples."""
+    values = {int(name[5:]): x for name, x in summary.items() if name.startswith("pass@") and name[5:].isdigit()}
+    if len(values) < 2:
+        return ""
+    head = ["k", *map(str, sorted(values))]
+    row = ["pass@k", *(share(values[k]) for k in sorted(values))]
+    return f"<section><h2>Right at least once in k samples</h2>{table(head, [row], 'numbers')}</section>"
+
+
+def comparison(summary: Mapping) -> str:
+    rows = []
+    for i, base in enumerate(summary.get("baselines", ())):
+        counts = [f"{base.get(name, 0):,}" for name in ("gained", "lost")]
+        if i == 0:
+            counts = [f"<a href='#show={name}'>{x}</a>" for name, x in zip(("gained", "lost"), counts, strict=True)]
+        difference = base.get("difference")
+        rows.append([
+            safe(base.get("path", "baseline")), share(base.get("accuracy")), interval(base.get("accuracy_ci95")),
+            f"<b>{difference:+.3f}</b>" if is_number(difference) else "&ndash;",
+            interval(base.get("difference_ci95"), signed=True), *counts, p_value(base.get("mcnemar_p")),
+        ])  # fmt: skip
+    head = ["baseline", "its score", "95%", "difference", "95%, paired", "gained", "lost", "McNemar p"]
+    note = "Gained: right here, wrong in the baseline. The same prompts, compared pair by pair."
+    made = table(head, rows, "numbers")
+    return f"<section><h2>Against baselines</h2>{made}<p class=note>{note}</p></section>" if rows else ""
+
+
+def reliance(summary: Mapping) -> str:
+    """How much of the accuracy comes from seeing."""
+    found = summary.get("reliance")
+    if not found:
+        return ""
+    ends = summary.get("accuracy_ci95")
+    accuracy = summary.get("accuracy")
+    rows = [["its own images", bar(accuracy, ends, 0, 1), share(accuracy), interval(ends), "", ""]]
+    for name, of in found.items():
+        if isinstance(of, Mapping):
+            ends = of.get("accuracy_ci95")
+            drop = f"<b>{of['drop']:.3f}</b>" if is_number(of.get("drop")) else ""
+            numbers = [share(of.get("accuracy")), interval(ends), drop, interval(of.get("drop_ci95"), signed=True)]
+            rows.append([safe(IMAGES.get(name, name)), bar(of.get("accuracy"), ends, 0, 1), *numbers])
+    if is_number(found.get("constant")):
+        chance = found["constant"]
+        rows.append(["chance: the most frequent answer", bar(chance, None, 0, 1), share(chance), "", "", ""])
+    said = f"<p class=told>{safe(found['said'])}</p>" if found.get("said") else ""
+    made = table(["asked with", "", "accuracy", "95%", "drop", "95%, paired"], rows, "numbers bars")
+    return f"<section><h2>Does it look?</h2>{said}{made}</section>"
+
+
+def by_groups(summary: Mapping) -> str:
+    """Every by_* table as bars."""
+    shown = []
+    for key, of in summary.items():
+        if not key.startswith("by_") or not isinstance(of, Mapping):
+            continue
+        name = key.removeprefix("by_")
+        found = [x for g in of.values() for x in (g.get("accuracy"), *(g.get("accuracy_ci95") or ())) if is_number(x)]
+        low, high = min([0.0, *found]), max([1.0, *found])
+        rows = []
+        for value, g in of.items():
+            ends = g.get("accuracy_ci95")
+            drawn = bar(g.get("accuracy"), ends, low, high)
+            link = f"<a href='#{query(name)}={query(value)}'>{safe(value) or '(none)'}</a>"
+            rows.append([link, drawn, share(g.get("accuracy")), interval(ends), f"{g.get('n', 0):,}"])
+        score = "reward" if summary.get("metric") == "reward" else "accuracy"
+        made = table([safe(name.replace("_", " ")), "", score, "95%", "n"], rows, "numbers bars")
+        shown.append(f"<div class=block>{made}</div>")
+    return f"<section><h2>By group</h2><div class=blocks>{''.join(shown)}</div></section>" if shown else ""
+
+
+def query(text: object) -> str:
+    from urllib.parse import quote
+
+    return quote(str(text), safe="")
+
+
+def curve_block(curves: Sequence[Curve]) -> str:
+    shown = []
+    for curve in curves:
+        told = f"<figcaption><b>{safe(curve.title)}</b> {safe(curve.note)}</figcaption>"
+        shown.append(f"<figure>{curve.image}{told}</figure>")
+    return f"<section><h2>The run</h2><div class=curves>{''.join(shown)}</div></section>" if shown else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The gallery's controls, which page.js makes work
+
+
+def toolbar(gallery: Gallery) -> str:
+    buttons = []
+    for name, (key, told) in FILTERS.items():
+        label = f"{told} <span class=count></span>"
+        buttons.append(f"<button type=button data-show={name} data-key={key} aria-pressed=false>{label}</button>")
+    chosen = []
+    for i, (name, values) in enumerate(gallery.groups.items()):
+        options = "".join(f'<option value="{safe(x)}">{safe(x) or "(none)"}</option>' for x in sorted(set(values)))
+        start = f'<option value="">every {safe(name.replace("_", " "))}</option>'
+        named = f'data-group=g{i} name="{safe(name)}" aria-label="{safe(name)}"'
+        chosen.append(f"<select {named}>{start}{options}</select>")
+    orders = "".join(f"<option value={name}>{told}</option>" for name, told in ORDERS.items())
+    return (
+        "<form id=bar role=search hidden aria-label='Which prompts are shown'><div class=buttons role=group "
+        f"aria-label=Filters>{''.join(buttons)}</div><div class=choices>{''.join(chosen)}"
+        f"<select id=sort aria-label=Order>{orders}</select>"
+        "<input type=search id=search placeholder='Search (/)' aria-label='Search in prompts and responses'>"
+        "<output id=count role=status aria-live=polite></output>"
+        "<button type=button id=help aria-haspopup=dialog>Keys (?)</button></div></form>"
+    )
+
+
+def keys() -> str:
+    rows = {key: told for key, told in FILTERS.values()} | KEYS
+    lines = "".join(f"<dt><kbd>{key}</kbd></dt><dd>{told}</dd>" for key, told in rows.items())
+    close = "<form method=dialog><button>Close</button></form>"
+    return f"<dialog id=keys aria-label=Keys><h2>Keys</h2><dl>{lines}</dl>{close}</dialog>"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def episode_record(r: Any) -> dict:
-    """What a rollout's record has besides, if it is an episode; its images as tags of the page."""
+    """What an episode's record has more than a response's; its images as tags of the page."""
     if not r.is_episode:
         return {}
-    images = []
-    for image in r.pil_images:
-        image.save(file := io.BytesIO(), format="PNG")
-        images.append(thumbnail(file.getvalue()))
+    images = [image_tag(image) for image in r.pil_images]
     return {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
-
-
-def turns_block(sample: dict) -> str:
-    """An episode, turn by turn, each image where it came."""
-    images = iter(sample["images"])
-    blocks = []
-    for message in sample["messages"]:
-        text = safe(message["content"]) or "<span>(empty)</span>"
-        if message["role"] == "assistant":
-            blocks.append(f"<code>{text}</code>")
-            continue
-        shown = "".join(islice(images, message["content"].count(MARK)))
-        blocks.append(f"<div class=said>{safe(message['role'])}: {text}{shown}</div>")
-    return "".join(blocks)
-
-
-def thumbnail(data: bytes) -> str:
-    """An image file as an <img> of few kilobytes: the file itself if it is small, else the smaller of PNG and JPEG."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
-            name, size = opened.format, opened.size
-            opened.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # a large JPEG is decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB") if name == "JPEG" else decode_image(data)
-    except IMAGE_ERRORS:
-        return "<div class=meta>(an image that cannot be read)</div>"
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    files = {}
-    for kind in ("PNG", "JPEG"):
-        image.save(file := io.BytesIO(), format=kind)
-        files[kind] = file.getvalue()
-    if max(size) <= THUMBNAIL and name in ("PNG", "JPEG", "GIF", "WEBP"):
-        files[name] = data
-    kind, data = min(files.items(), key=lambda item: len(item[1]))
-    return f'<img alt="" src="data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}">'
-
-
-def page(title, records, examples, *, summary=None, facts=None, curves=(), others=None, beside=None):
-    return rollout_page(title, summary or facts, records, examples)

@@ -240,13 +240,16 @@ class Here:
     def __init__(self, functions: Mapping[str, Function]):
         self.functions = functions
         self.calls: list[Call] = []
+        self.open: set[int] = set()  # calls without an answer yet
         self.runner: asyncio.Runner | None = None  # kept: what an async function opens belongs to its loop
 
     def begin(self, round: int) -> None:
         self.calls = []
+        self.open.clear()
 
     def submit(self, call: Call) -> None:
         self.calls.append(call)
+        self.open.add(call.number)
 
     def collect(self) -> dict[int, list[Outcome]]:
         """By the calls' numbers."""
@@ -271,6 +274,7 @@ class Here:
                 for call in calls:
                     try:
                         done[call.number] = run(found[call.number], call)
+                        self.open.discard(call.number)
                     except Later:
                         later.append(call)
                 for helper in HELPERS:

@@ -129,6 +129,12 @@ class Grading:
         of_failed = None if self.errors == "drop" else {"reward": 0.0}
         return [of_failed if i in self.failed else result or None for i, result in enumerate(results)]
 
+    def answered(self) -> int:
+        """How many responses are graded by now; for another thread to ask, while `results` waits."""
+        open = set().union(*(pool.open for pool in list(self.rewards.pools.pools.values())))
+        waiting = {rollout for (rollout, _), (number, _) in list(self.where.items()) if number in open}
+        return len(self.asked) - len(waiting)
+
     def _batch(self, key: str) -> bool:
         return key != JUDGE and function_of(key, self.rewards.functions).batch
 

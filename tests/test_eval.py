@@ -1,22 +1,18 @@
 """Statistics, the page, and eval.py and merge_lora.py as commands.   pytest tests/test_eval.py"""
 
 import base64
-import html.parser
 import http.server
-import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from safetensors.torch import load_file
 from test_train import TORCHRUN, flags, run, write_parquet
 
@@ -27,7 +23,6 @@ from layers import lora
 from prepare_data import Example
 from report.evaluation import answer_of, answer_type
 from report.log import read_rows
-from report.page import rollout_page
 from report.plots import draw_curve
 from report.statistics import wilson
 from rollout import as_given, make_prompts
@@ -169,88 +164,6 @@ def test_without_images_their_marks_go_too(loaded):
     assert shown.start_of(example).messages == [{"role": "user", "content": "Which?"}] and not shown.blank
     [prompt] = make_prompts([example], loaded["qwen2_5_vl"][1], start_of=shown.start_of)
     assert prompt.images == [] and prompt.example is example  # which its reward gets
-
-
-def photo(width=84, height=84, kind="PNG", noise=60):
-    file = io.BytesIO()
-    bands = [Image.radial_gradient("L").resize((width, height)), Image.linear_gradient("L").resize((width, height)),
-             Image.effect_noise((width, height), noise)]
-    Image.merge("RGB", bands).save(file, kind, **({"quality": 95} if kind == "JPEG" else {}))
-    return file.getvalue()
-
-
-class Tags(html.parser.HTMLParser):
-    """Every tag of a page with its attributes' names, and the images it shows."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.attributes, self.images = Counter(), set(), []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        self.attributes |= {name for name, _ in attrs}
-        if tag == "img":
-            data = base64.b64decode(dict(attrs)["src"].split("base64,")[1])
-            self.images.append((data, Image.open(io.BytesIO(data)).size))
-
-
-def test_page_shows_as_text_whatever_came_from_data_policy_or_reward():
-    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>'\" onload=\"alert(1)"
-    messages = [{"role": evil, "content": "<image>is 1 < 2?" + evil}]
-    example = SimpleNamespace(messages=messages, images=[photo(), evil.encode()])
-    rewards = {"reward": 1.0, evil: 0.0}
-    samples = [{"text": evil, "finish_reason": evil, "tokens": 3, "advantage": 0.5, "rewards": rewards}]
-    record = {"uid": evil, "answer_type": evil, "ground_truth": evil, "samples": samples}
-    facts = {"accuracy": 0.25, "reward/" + evil: 0.5, "by_answer_type": {evil: {"accuracy": 0.5}}}
-    page = rollout_page(evil, facts, [record] * 250, {evil: example})
-    found = Tags(page)
-    # ours, all of them
-    assert set(found.tags) == {"meta", "title", "style", "h1", "div", "b", "span", "img", "code", "p"}
-    assert found.tags["img"] == 200 and "The first 200 of 250 prompts" in page and "is 1 &lt; 2?" in page
-    assert found.attributes == {"charset", "name", "content", "class", "alt", "src"}
-    assert page.count("an image that cannot be read") == 200
-    record["ground_truth"] = 5
-    assert "<b>5</b>" in rollout_page("T", {}, [record], {evil: example})
-
-
-def test_page_begins_with_the_accuracy_and_the_comparison():
-    records = [record("all", [float(i < 3)]) | {"uid": str(i)} for i in range(4)]
-    baseline = E.summarise(records[::-1]) | {"gained": 2, "lost": 1, "mcnemar_p": 0.625}
-    facts = E.summarise(records) | {"baseline": baseline}
-    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[photo()])
-    examples = {str(i): example for i in range(4)}
-    page = rollout_page("T", facts, records, examples)
-    cells = re.findall(r"class=fact><b>([^<]*)</b><span>([^<]*)</span>", page)
-    assert cells[:6] == [("0.75", "accuracy"), ("0.301 to 0.954", "95% interval"), ("0.75", "baseline accuracy"),
-                         ("2", "gained"), ("1", "lost"), ("0.625", "McNemar p")]
-    assert [name for _, name in cells].count("accuracy") == 1 and "pass@1" not in page and "blanked" not in page
-    assert rollout_page("T", facts | {"blank_images": True}, records, examples).count("blanked for the model") == 4
-
-
-def test_page_shows_under_each_image_what_samples_earned_for_it():
-    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[photo(), photo()])
-    samples = []
-    for credit in ((0.5, 1.0), (0.0, 0.25)):
-        rewards = {"image_1": credit[0], "image_2": credit[1], "reward": 1.0}
-        samples.append({"text": "", "finish_reason": "stop", "tokens": 1, "rewards": rewards})
-    page = rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": samples}], {"u": example})
-    _, first, second = page.split("<img ")
-    assert "image 1: credit 0.5, 0<" in first and "image 2: credit 1, 0.25<" in second and "image 3" not in page
-
-
-def test_page_shows_thumbnails():
-    small = next(shapes_rows(1, "test", 0))["images"][0]["bytes"]
-    photos = [*2 * [photo(4000, 3000, "JPEG")], photo(1000, 2000, "TIFF"), photo(300, 200, "JPEG"), small]
-    drawing = io.BytesIO()
-    ImageDraw.Draw(image := Image.new("1", (2000, 1000), 1)).line((0, 0, 2000, 1000), width=20)
-    image.save(drawing, "PNG")
-    example = SimpleNamespace(messages=[{"role": "user", "content": "x"}], images=[*photos, drawing.getvalue()])
-    page = rollout_page("T", {}, [{"uid": "u", "ground_truth": "", "samples": []}], {"u": example})
-    shown = Tags(page).images
-    assert [size for _, size in shown] == [(320, 240), (320, 240), (160, 320), (300, 200), (84, 84), (320, 160)]
-    assert all(len(data) < 60_000 for data, _ in shown) and len(page) < 200_000 < sum(map(len, photos))
-    assert shown[4][0] == small  # what is small stays as it is
 
 
 def test_curve_of_a_run(tmp_path):

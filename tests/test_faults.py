@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from test_train import rows, run, without_time, write_parquet
 
+import grpo
 import train
 from engines.choose import vllm_settings
 from errors import Interrupted, UserError
@@ -27,7 +28,8 @@ from parallel import watch
 from parallel.checkpoint import complete_checkpoints
 from parallel.resume import holds_run
 from parallel.watch import SIGNALS, Interrupt, Watch
-from report.log import RunLog, Skipped, json_line, lock_folder
+from report.log import Skipped, json_line, lock_folder
+from report.warnings import Warnings
 from tasks.shapes import shapes_rows
 from utils import Context, Meter, Stages
 
@@ -409,10 +411,9 @@ def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
 
 def test_a_step_without_a_signal_is_known():
     def flat(adv, constant, steps):
-        cfg = train.parse_args(f"--model m --data d --out o --steps 1 --adv {adv}".split())
-        log = SimpleNamespace(cfg=cfg, flat_steps=0)
-        RunLog._warn_if_flat(log, {"reward/constant_groups": constant, "update/steps": steps})
-        return log.flat_steps == 1
+        warnings = Warnings(Path("o"), grpo.ADVANTAGES[adv].grouped)
+        warnings.feed({"reward/constant_groups": constant, "update/steps": steps})
+        return warnings.flat_steps == 1
 
     assert flat("grpo", 1.0, 0) and flat("gae", 1.0, 0)
     assert flat("grpo", 1.0, 1)  # by the KL or the entropy alone
@@ -500,7 +501,7 @@ def score(response, example):
     trial, evaluation, step = 1, 6, 12
     cut = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 3))
     assert cut.returncode == 143 and "stopped after step 2 of 2, saved in" in cut.stderr, cut.stderr
-    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1]
+    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1] and (tmp_path / "cut" / "report.html").exists()
     assert start("cut").returncode == 0
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     assert "eval/accuracy" in rows(tmp_path / "cut")[-1]

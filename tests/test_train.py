@@ -101,7 +101,7 @@ def rows(out):
 
 
 def without_time(out):
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(out)]
+    return [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in rows(out)]
 
 
 # --- one process and several agree ----------------------------------------------------------------------------------

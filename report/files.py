@@ -1,0 +1,77 @@
+"""The files of a run: locked, read, and written whole."""
+
+import fcntl
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from errors import UserError, writing
+
+
+def lock_folder(out: Path, patience: float = 5.0) -> object:
+    """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the
+    holder. `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are
+    killed."""
+    with writing(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "a+")
+    deadline = time.monotonic() + patience
+    while not try_lock(file):
+        if time.monotonic() > deadline:
+            holder = Path(file.name).read_text().strip()
+            raise UserError(f"--out {out}: another run writes there ({holder}); wait for it, or choose another folder")
+        time.sleep(0.2)
+    file.truncate(0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"process {os.getpid()} on {platform.node()}, since {since}", file=file, flush=True)
+    return file
+
+
+def try_lock(file: Any) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems have no locks
+        told = f"{file.name} cannot be locked ({error.strerror}): take care that no other run writes there"
+        print(told, file=sys.stderr)
+    return True
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line that was cut off is none."""
+    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.endswith("\n") else []
+        except ValueError as error:
+            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    write_text(path, "".join(map(json_line, rows)))
+
+
+def json_line(row: dict[str, float]) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    finite = {key: x if x is not None and math.isfinite(x) else None for key, x in row.items()}
+    return json.dumps(finite) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
+    with writing(path, "--out"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the text
+        os.replace(temporary, path)

@@ -1,0 +1,111 @@
+"""How far a long part of a step is: on a terminal a bar under the step's own, elsewhere a line a minute."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+SOON = 1.0  # seconds before a bar comes: what is shorter would only flicker
+PERIOD = 0.5  # seconds between its changes
+SILENCE = 60.0  # seconds between lines where there is no terminal
+T = TypeVar("T")
+
+
+class Progress:
+    """`with Progress("responses", 80) as progress:` and in it `progress.add()`; or `count`, which is asked how far it
+    is. A thread of rank 0 shows it, so that it also moves (and tells the time) where the main thread waits."""
+
+    def __init__(self, what: str, total: int | None = None, count: Callable[[], float] | None = None):
+        self.what = what
+        self.total = total
+        self.done = 0
+        self.tokens = 0
+        self.count = count or (lambda: self.done)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def add(self, n: int = 1) -> None:
+        self.done += n
+
+    def counting(self, on_rollout: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
+        """An `on_rollout` for engines: counts each finished response and its tokens, then calls the one given."""
+
+        def finished(rollout: Any) -> None:
+            self.done += 1
+            self.tokens += sum(rollout.response_mask)
+            if on_rollout:
+                on_rollout(rollout)
+
+        return finished
+
+    def __enter__(self) -> "Progress":
+        self.began = time.time()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def _show(self) -> None:
+        terminal = sys.stderr.isatty()
+        if self.over.wait(SOON if terminal else SILENCE):
+            return
+        if not terminal:
+            while not self.over.is_set():
+                tqdm.write(self.line(time.time() - self.began))
+                self.over.wait(SILENCE)
+            return
+        shape = "{desc} {n:.0f}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+        shape = shape if self.total else "{desc} {n:.0f} {elapsed}{postfix}"
+        bar = tqdm(total=self.total, desc=f"  {self.what}", leave=False, dynamic_ncols=True, bar_format=shape)
+        bar.start_t = self.began
+        while not self.over.is_set():
+            bar.n = self._done()
+            bar.set_postfix_str(f"{self.tokens:,} tokens" if self.tokens else "", refresh=False)
+            bar.refresh()
+            self.over.wait(PERIOD)
+        bar.close()
+
+    def _done(self) -> float:
+        done = self.count()
+        return done if self.total is None else min(done, self.total)
+
+    def line(self, seconds: float) -> str:
+        """Where there is no terminal."""
+        of = f" of {self.total:,}" if self.total is not None else ""
+        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        return f"  {self.what}: {self._done():,.0f}{of}{tokens} after {tqdm.format_interval(seconds)}"
+
+
+def following(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, with their progress shown."""
+    with Progress(what, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.add()
+
+
+def comparing(batch: Any) -> Progress:
+    """Of the log-probabilities and values before an update: tokens of a packing.Batch that have theirs."""
+    tokens = batch.tokens
+
+    def count() -> int:
+        columns = [column for column in (tokens.old_logps, tokens.values, tokens.ref_logps) if column is not None]
+        return int((~columns[0].isnan()).sum()) if columns else 0
+
+    return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
+
+
+def training(batch: Any, passes: int, meter: Any) -> Progress:
+    """Of an update, in tokens that were trained on, which `meter` counts after each micro-batch."""
+    rows = (micro.token_index_K for micro in chain(*batch.minibatches))
+    total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
+    return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))

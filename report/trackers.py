@@ -1,0 +1,196 @@
+"""Where else the numbers of a run go: --track tensorboard wandb. Each is installed by whoever wants it.
+
+A tracker gets what metrics.jsonl gets, under the same names and steps, and tables of samples with their images. It must
+never stop a run: one that fails is told of once and switched off.
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from errors import need
+from prepare_data import IMAGE_ERRORS, Example, decode_image
+
+NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # --track NAME -> what pip installs
+PROMPTS = 8  # of a table of samples
+LONGEST = 512  # pixels of an image's longer side there
+INIT_SECONDS = 60.0  # that wandb may take to begin, before it is given up
+FINISH_SECONDS = 300.0  # and to send what is left; what is not sent by then is on the disk (wandb sync)
+
+
+class Tracker(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row of metrics.jsonl, or what comes to one later; only what is a number."""
+
+    def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
+        """Of a step (see report/samples.py), with what their prompts showed, by uid."""
+
+    def close(self) -> None: ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Before the model loads."""
+    for name in names:
+        need(name in NEEDS, f"--track {name}: must be one of {', '.join(NEEDS)}")
+        found = importlib.util.find_spec(NEEDS[name]) is not None
+        need(found, f"--track {name}: {name} is not installed; pip install {NEEDS[name]}, or leave the flag out")
+
+
+class Trackers:
+    """All of a run, on rank 0: what one of them raises ends that one alone."""
+
+    def __init__(self, names: Sequence[str], out: Path, described: Mapping[str, Any], start: int):
+        """`described`: what run.json has. `start`: the step that the run goes on after."""
+        self.active: dict[str, Tracker] = {}
+        self.failed: dict[str, str] = {}  # name -> what it failed with
+        for name in dict.fromkeys(names):
+            self._do(name, lambda name=name: self.active.update({name: make(name, out, described, start)}))
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        numbers = {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
+        self._each(lambda tracker: tracker.log(step, numbers))
+
+    def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
+        self._each(lambda tracker: tracker.samples(step, records[:PROMPTS], examples))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+        self.active.clear()
+
+    def _each(self, do: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.active.items()):
+            self._do(name, lambda tracker=tracker: do(tracker))
+
+    def _do(self, name: str, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # whatever a service or its client comes up with: the run is worth more
+            self.active.pop(name, None)
+            self.failed[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            told = "it gets nothing more of this run, which goes on; metrics.jsonl has everything"
+            tqdm.write(f"warning: --track {name} failed ({self.failed[name]}); {told}")
+
+
+def make(name: str, out: Path, described: Mapping[str, Any], start: int) -> Tracker:
+    return {"tensorboard": TensorBoard, "wandb": WandB}[name](out, described, start)
+
+
+class TensorBoard:
+    """OUT/tensorboard. Steps after the checkpoint that a run goes on from are purged: they happen again."""
+
+    def __init__(self, out: Path, described: Mapping[str, Any], start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+        text = json.dumps(described, indent=2, default=str).replace("\n", "\n    ")
+        self.board.add_text("configuration", f"    {text}", start)  # indented: markdown shows it as it is
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        self.board.flush()
+
+    def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
+        for place, record in enumerate(records):
+            example = examples[record["uid"]]
+            self.board.add_text(f"samples/{place}", as_markdown(record, example), step)
+            for number, image in enumerate(images_of(example)):
+                self.board.add_image(f"samples/{place}/{number}", np.asarray(image), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self.board.close()
+
+
+class WandB:
+    """The project is WANDB_PROJECT, or the name of the folder that OUT lies in; the run has OUT's name. Its id is kept
+    in OUT, so that a run that goes on is the same there; the steps that happen again are told again."""
+
+    def __init__(self, out: Path, described: Mapping[str, Any], start: int):
+        import wandb
+
+        folder = out.absolute()
+        kept = out / "wandb_id"
+        known = kept.is_file() and start > 0
+        settings = wandb.Settings(
+            init_timeout=INIT_SECONDS,
+            login_timeout=int(INIT_SECONDS),
+            finish_timeout=FINISH_SECONDS,
+            console="off",  # the terminal is the run's
+            quiet=True,
+        )
+        self.wandb = wandb
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or folder.parent.name or "runs",
+            name=folder.name,
+            id=kept.read_text().strip() if known else None,
+            resume="allow",
+            dir=str(out),
+            config=dict(described["args"]) | {name: x for name, x in described.items() if name != "args"},
+            settings=settings,
+        )
+        kept.write_text(self.run.id + "\n")
+        # wandb's own count only rises; a run that goes on tells the steps after its checkpoint once more
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log({"step": step, **metrics})
+
+    def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
+        most = max((len(examples[record["uid"]].images) for record in records), default=0)
+        columns = ["uid", "prompt", *(f"image {i}" for i in range(1, most + 1)), "truth", "response", "finish_reason"]
+        table = self.wandb.Table(columns=[*columns, "reward", "rewards", "advantage"])
+        for record in records:
+            example = examples[record["uid"]]
+            images = [self.wandb.Image(image) for image in images_of(example)]
+            images += [None] * (most - len(images))
+            for s in record["samples"]:
+                said = [record["uid"], question_of(example), *images, record["ground_truth"], said_in(s)]
+                table.add_data(*said, s["finish_reason"], s["rewards"].get("reward"), json.dumps(s["rewards"]),
+                               s.get("advantage"))
+        self.run.log({"step": step, "samples": table})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What they show of samples
+
+
+def images_of(example: Example) -> list[Image.Image]:
+    """As the model saw them, at most LONGEST pixels; one that cannot be read is a grey square."""
+    found = []
+    for data in example.images:
+        try:
+            image = decode_image(data)
+        except IMAGE_ERRORS:
+            image = Image.new("RGB", (32, 32), "grey")
+        image.thumbnail((LONGEST, LONGEST))
+        found.append(image)
+    return found
+
+
+def question_of(example: Example) -> str:
+    return "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
+
+
+def said_in(sample: Mapping[str, Any]) -> str:
+    """The response, or an episode turn by turn."""
+    messages = sample.get("messages") or [{"role": "assistant", "content": sample["text"]}]
+    return "\n".join(m["content"] if len(messages) == 1 else f"{m['role']}: {m['content']}" for m in messages)
+
+
+def as_markdown(record: Mapping[str, Any], example: Example) -> str:
+    """Texts indented: they are shown as they are, and nothing in them is a mark-up."""
+    lines = [f"{record['uid']}\n{question_of(example)}\ntruth: {record['ground_truth']}"]
+    for s in record["samples"]:
+        rewards = ", ".join(f"{name} {value:.3g}" for name, value in s["rewards"].items()) or "no reward"
+        lines.append(f"{said_in(s)}\n[{rewards}; advantage {s.get('advantage', 0.0):+.3f}; {s['finish_reason']}]")
+    return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in lines)

@@ -1,0 +1,593 @@
+"""What a run shows of itself while it goes on and at its end: lines, progress, warnings, curves, trackers, summary.
+
+pytest tests/test_watching.py
+"""
+
+import io
+import json
+import math
+import os
+import re
+import struct
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from test_faults import left as signals_left  # noqa: F401  a fixture
+from test_train import flags, rows, run, without_time, write_parquet
+
+import report.log
+import report.progress
+import report.trackers
+import train
+from errors import UserError
+from packing import FlopRates
+from parallel.checkpoint import locate
+from prepare_data import Example
+from report.line import fit, head_line, peak_flops, speeds, step_line
+from report.metrics import measure_values, update_flops
+from report.plots import band_of, run_curves, smoothed, thinned, watch
+from report.progress import Progress, following
+from report.samples import best_and_worst, shortened, show, telling
+from report.summary import best_evaluation, run_summary
+from report.trackers import TensorBoard, Trackers, WandB, check_trackers
+from report.warnings import Warnings
+from rewards.grading import Grading
+from rollout import Prompt, Rollout
+from tasks.shapes import shapes_rows
+from utils import Context, Meter
+
+
+@pytest.fixture
+def quick(toys, tmp_path, signals_left):  # noqa: F811
+    """quick(flags) runs train.main for two steps, in this process."""
+    data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
+
+    def go(*more, out="out"):
+        given = flags(toys["qwen2_5_vl"], data, tmp_path / out, "--steps", 2, "--no-self-test", *more)
+        try:
+            train.main(train.parse_args(list(map(str, given))))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return tmp_path / out
+
+    return go
+
+
+# --- a run with everything --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tracked(toys, tmp_path_factory):
+    """A run with both trackers that ends after two steps and goes on for two more; what it said each time."""
+    folder = tmp_path_factory.mktemp("tracked")
+    data = write_parquet(folder / "train.parquet", shapes_rows(8, "train", 0))
+    test = write_parquet(folder / "test.parquet", shapes_rows(5, "test", 0))
+    more = ["--eval-data", test, "--eval-every", 2, "--save-every", 2, "--track", "tensorboard", "wandb"]
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DATA_DIR": str(folder), "WANDB_PROJECT": "mine"}
+    command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, folder / "run", *more, "--no-self-test")]
+    first = run([*command, "--steps", 2], env=env)
+    second = run([*command, "--steps", 4, "--resume", "auto"], env=env)
+    return folder / "run", first.stdout, second.stdout
+
+
+def wandb_records(file):
+    """Of a .wandb file: LevelDB's log format, as its documentation has it, after a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            record = Record()
+            record.ParseFromString(part)
+            part = b""
+            yield record
+
+
+def wandb_rows(file):
+    """What was logged: names with their values."""
+    history = [record.history.item for record in wandb_records(file) if record.HasField("history")]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in of} for of in history]
+
+
+def test_wandb_has_the_numbers_of_metrics_jsonl_in_one_run(tracked):
+    out, _, _ = tracked
+    files = sorted(out.glob("wandb/offline-run-*/*.wandb"))
+    found = [row for file in files for row in wandb_rows(file)]
+    assert len(files) == 2 and {file.stem for file in files} == {f"run-{(out / 'wandb_id').read_text().strip()}"}
+    numbers = [{k: v for k, v in row.items() if k[0] != "_"} for row in found if "samples/nrows" not in row]
+    assert numbers == rows(out)  # to the last digit
+    assert [row["step"] for row in found if "samples/nrows" in row] == [1, 2, 3, 4]
+    described = next(record.run for record in wandb_records(files[0]) if record.HasField("run"))
+    config = {item.key: json.loads(item.value_json) for item in described.config.update}
+    assert described.project == "mine" and described.display_name == "run"
+    args = json.loads((out / "run.json").read_text())["args"]
+    assert {k for k in args if config[k] != args[k]} == {"steps", "resume"} and config["versions"] and config["git"]
+
+
+def test_wandbs_tables_of_samples_have_images(tracked):
+    out, _, _ = tracked
+    file = min(out.glob("wandb/offline-run-*/*.wandb"))
+    tables = [record.artifact for record in wandb_records(file) if record.HasField("artifact")]
+    paths = [content.path for table in tables for content in table.manifest.contents]
+    assert len(tables) == 2 and sum(path.endswith(".table.json") for path in paths) == 2
+    assert sum(path.endswith(".png") for path in paths) == 8  # four prompts of two steps
+    table = json.loads(min(file.parent.glob("files/media/table/*.json")).read_text())
+    assert len(table["data"]) == 4 * 3 and {"response", "reward", "advantage", "image 1"} <= set(table["columns"])
+
+
+def test_tensorboard_has_the_numbers_of_metrics_jsonl_once(tracked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, _, _ = tracked
+    events = EventAccumulator(str(out / "tensorboard"), {"scalars": 0, "tensors": 0, "images": 0}).Reload()
+    found = {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    expected = {}
+    for row in rows(out):
+        for name, value in row.items() - {("step", row["step"])}:
+            expected.setdefault(name, {})[row["step"]] = struct.unpack("f", struct.pack("f", value))[0]
+    assert found == expected and len(found) > 30
+    assert {event.step for event in events.Images("samples/0/0")} == {1, 2, 3, 4}
+    assert b'"lr": 0.001' in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_run_keeps_a_page_curves_and_predictions(tracked):
+    out, _, _ = tracked
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") >= 6 and "test" in page and not re.search(r"(?:src|href)=['\"]?https?:", page)
+    assert min(Image.open(out / "curves.png").size) > 600
+    kept = [json.loads(line) for line in (out / "eval" / "step_000004.jsonl").read_text().splitlines()]
+    right = [s["rewards"]["reward"] for record in kept for s in record["samples"]]
+    assert len(kept) == 5 and sum(right) / 5 == pytest.approx(rows(out)[-1]["eval/accuracy"])
+    assert sorted(p.name for p in (out / "eval").iterdir())[-1] == "step_000004.jsonl"
+
+
+def test_the_interval_of_an_evaluation_is_in_its_row(tracked):
+    for row in rows(tracked[0])[::2]:
+        n, p, z = row["eval/n"], row["eval/accuracy"], 1.959964
+        for end in ("low", "high"):  # the bounds solve (p - x)^2 = z^2 x (1 - x) / n
+            x = row[f"eval/accuracy_{end}"]
+            assert (p - x) ** 2 == pytest.approx(z * z * x * (1 - x) / n, abs=1e-9)
+        assert n == 5 and row["eval/accuracy_low"] <= p <= row["eval/accuracy_high"]
+
+
+def test_summary_is_of_the_whole_run(tracked):
+    out, _, _ = tracked
+    told, logged = json.loads((out / "summary.json").read_text()), rows(out)
+    assert told["steps"] == 4 and told["episodes"] == 4 * 4 * 3
+    assert told["tokens"] == sum(row["response/tokens"] * 12 for row in logged[1:])
+    assert told["reward_last_100"] == pytest.approx(sum(row["reward/mean"] for row in logged[1:]) / 4)
+    assert told["seconds"] == pytest.approx(logged[0]["time/eval"] + sum(row["time/step"] for row in logged[1:]))
+    best = max([row["eval/accuracy"], -row["step"]] for row in logged if "eval/accuracy" in row)
+    assert [told["best"]["accuracy"], -told["best"]["step"]] == best
+
+
+def test_lines_of_steps_are_a_table(tracked):
+    _, first, second = tracked
+    lines = [line for line in (first + second).splitlines() if re.match("step +[0-9]", line)]
+    heads = [line for line in (first + second).splitlines() if line.startswith("step ") and line not in lines]
+    assert len(lines) == 4 and len(heads) == 2 and max(map(len, lines + heads)) <= 100
+    assert all(word in heads[0].split() for word in ("reward", "rew", "tok/s", "eta"))
+    assert len(heads[0]) == len(lines[0]) and len(heads[0].split()) + 1 == len(lines[0].split())
+
+
+def test_metrics_without_a_value_are_left_out(tracked):
+    for row in rows(tracked[0])[1:]:
+        assert "time/logprobs" not in row and "value/mean" not in row and row["perf/tokens_per_second"] > 0
+        assert row["update/skipped"] == 0 and row["reward/errors"] == 0  # counts are known
+
+
+# --- trackers that fail -----------------------------------------------------------------------------------------------
+
+
+class Fake:
+    def __init__(self, broken=()):
+        self.broken = broken
+        self.got = []
+
+    def __getattr__(self, name):
+        def call(*given):
+            if name in self.broken:
+                raise ConnectionError(f"no {name}")
+            self.got.append((name, *given[:1]))
+
+        return call
+
+
+def all_calls(made):
+    made.log(1, {"a": 1.0, "b": None, "c": math.nan})
+    made.samples(1, [], {})
+    made.log(2, {"a": 2.0})
+    made.close()
+
+
+@pytest.mark.parametrize("broken", [["log"], ["samples"], ["close"], ["log", "samples", "close"]])
+def test_a_tracker_that_fails_is_told_once_and_ends_alone(broken, tmp_path, monkeypatch, capsys):
+    fakes = {"tensorboard": Fake(broken), "wandb": Fake()}
+    monkeypatch.setattr(report.trackers, "make", lambda name, *_: fakes[name])
+    made = Trackers(["tensorboard", "wandb"], tmp_path, {"args": {}}, 0)
+    all_calls(made)
+    said = capsys.readouterr().out
+    assert said.count("warning: --track tensorboard failed (ConnectionError: no ") == said.count("warning") == 1
+    assert [name for name, *_ in fakes["wandb"].got] == ["log", "samples", "log", "close"]
+    assert list(made.failed) == ["tensorboard"]
+
+
+def test_a_tracker_that_cannot_begin_ends_alone(tmp_path, monkeypatch, capsys):
+    other = Fake()
+
+    def make(name, *_):
+        if name == "wandb":
+            raise TimeoutError("nobody answers")
+        return other
+
+    monkeypatch.setattr(report.trackers, "make", make)
+    made = Trackers(["wandb", "tensorboard"], tmp_path, {"args": {}}, 0)
+    all_calls(made)
+    assert capsys.readouterr().out.count("--track wandb failed (TimeoutError: nobody answers)") == 1
+    assert len(other.got) == 4
+
+
+def test_what_is_not_installed_or_unknown_is_a_mistake(monkeypatch):
+    with pytest.raises(UserError, match="--track comet: must be one of tensorboard, wandb"):
+        check_trackers(["tensorboard", "comet"])
+    monkeypatch.setattr(report.trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--track wandb: wandb is not installed; pip install wandb, or leave"):
+        check_trackers(["wandb"])
+    cfg = train.parse_args("--model m --data d --out o --steps 1 --track wandb".split())
+    assert cfg.run.track == ("wandb",) and callable(WandB) and callable(TensorBoard)
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path):
+    code = (
+        "import socket, sys, time, os\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'NO_PROXY': '*', 'no_proxy': '*'}\n"
+        "os.environ['WANDB_BASE_URL'] = f'http://127.0.0.1:{server.getsockname()[1]}'\n"
+        "from pathlib import Path\n"
+        "from report import trackers\n"
+        "trackers.INIT_SECONDS, began = 2.0, time.monotonic()\n"
+        "made = trackers.Trackers(['wandb'], Path(sys.argv[1]), {'args': {}}, 0)\n"
+        "print('gave up', list(made.failed), time.monotonic() - began < 60, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    env = os.environ | {"PYTHONPATH": ".", "WANDB_DATA_DIR": str(tmp_path)}
+    assert "gave up ['wandb'] True" in run([sys.executable, "-c", code, tmp_path], env=env).stdout
+
+
+# --- the line of a step -----------------------------------------------------------------------------------------------
+
+WIDE = {
+    "reward/mean": -12345.678, "reward/constant_groups": 1.0, "episode/turns": 12.345, "episode/ended_by/error": 0.5,
+    "response/tokens": 32768.4, "policy/grad_norm": 1234567.8, "policy/entropy": 12.3456, "perf/mfu": 0.4321,
+    "perf/tokens_per_second": 1234567.0, "time/step": 12345.6, "time/rollout": 9876.5, "time/reward": 12345.6,
+    "time/update": 1234.5,
+}  # fmt: skip
+
+
+def test_a_step_takes_one_line_of_a_hundred_columns():
+    assert len(head_line(99999, WIDE)) == len(step_line(12345, 99999, WIDE, 1e7)) == 100
+    lean = {"reward/constant_groups": 1.0, "time/step": 0.1}
+    assert len(head_line(60, lean)) == len(step_line(1, 60, lean, 5.0)) <= 100
+    assert step_line(1, 60, lean, 5.0).split() == "step 1/60 - 1.00 - - - - 0.1 - - - 00:05".split()
+    assert [fit(x, 6, 3).strip() for x in (0.5, -3.14159, 999.96, 123456.7, 1e12, math.nan)] == [
+        "0.500", "-3.142", "999.96", "123457", "1e+12", "nan"]  # fmt: skip
+
+
+def test_speeds_of_a_step():
+    told = {"rollout/tokens": 600.0, "time/rollout": 3.0, "time/update": 2.0, "update/flops": 8 * 989e12}
+    assert speeds(told, 8, "NVIDIA H100 80GB HBM3") == {"perf/tokens_per_second": 200.0, "perf/mfu": 0.5}
+    assert speeds(told, 8, "NVIDIA H100 PCIe")["perf/mfu"] == pytest.approx(0.5 * 989 / 756)
+    assert "perf/mfu" not in speeds(told, 8, "Some GPU 3000") and "perf/mfu" not in speeds(told, 8, None)
+    assert speeds({"time/rollout": 0.0, "rollout/tokens": 0.0}, 1, None) == {}
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+
+
+def test_flops_of_an_update_count_each_prompt_once():
+    """By hand: a prompt of 3 tokens, responses of 2 and 4, of which the last token is no input."""
+    example = Example("a", "shapes", [], [], "1", {})
+    prompt = Prompt("a", [1, 2, 3], [], example, [1, 2, 3], [])
+    rollouts = [Rollout(prompt, i, [5] * n, [True] * n, [0.0] * n) for i, n in enumerate((2, 4))]
+    rates = FlopRates(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
+    tokens, trained = 3 + 1 + 3, 2 + 4
+    pairs = (1 + 2 + 3) + 4 + (4 + 5 + 6)
+    assert update_flops(rollouts, rates, frozen=False) == pytest.approx(3 * (100 * tokens + 10 * trained + pairs))
+    assert update_flops(rollouts, rates, frozen=True) == pytest.approx(2 * (100 * tokens + 10 * trained) + 3 * pairs)
+    assert update_flops([], rates, frozen=False) == 0
+
+
+def test_values_of_nothing_are_left_out():
+    ctx, meter = Context(0, 1, torch.device("cpu")), Meter()
+    nothing = SimpleNamespace(returns=torch.zeros(0), values=torch.zeros(0))
+    measure_values(nothing, ctx, meter)
+    assert meter.reduce(ctx) == {}
+    same = SimpleNamespace(returns=torch.ones(3), values=torch.tensor([1.0, 2.0, 3.0]))
+    measure_values(same, ctx, meter)
+    assert meter.reduce(ctx) == {"value/mean": 2.0}  # returns without a variance: none of it is explained, or all
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(report.progress, "SILENCE", 0.1)
+    with Progress("responses", 80) as progress:
+        finished = progress.counting()
+        for n in (3, 4):
+            finished(SimpleNamespace(response_mask=[True] * n + [False]))
+        time.sleep(0.25)
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 3 and lines[-1] == "  responses: 2 of 80, 7 tokens after 00:00"
+    with Progress("short", 1):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+def showing():
+    return any(thread.name == "progress" for thread in threading.enumerate())
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar_that_goes(monkeypatch):
+    monkeypatch.setattr(report.progress, "SOON", 0.01)
+    monkeypatch.setattr(report.progress, "PERIOD", 0.02)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    done = [item for item in following(range(4), "loading") if not time.sleep(0.05)]
+    shown = terminal.getvalue()
+    assert done == [0, 1, 2, 3] and not showing()
+    assert "loading 0/4" in shown and "loading 3/4" in shown and not shown.rsplit("\r", 1)[-1].strip()
+
+
+def test_progress_of_a_part_that_raises_ends_with_it():
+    with pytest.raises(ZeroDivisionError), Progress("x", 3):
+        assert showing()
+        raise ZeroDivisionError
+    assert not showing()
+
+
+def test_graded_responses_are_those_without_an_open_call():
+    grading = object.__new__(Grading)
+    pools = {"": SimpleNamespace(open={12}), "judge": SimpleNamespace(open={14, 99})}
+    grading.rewards = SimpleNamespace(pools=SimpleNamespace(pools=pools))
+    grading.asked = dict.fromkeys((1, 2, 3, 4))
+    grading.where = {(1, ""): (11, 0), (2, ""): (12, 0), (3, ""): (13, 0), (3, "judge"): (14, 0)}
+    assert grading.answered() == 2  # the first, and the fourth, which nobody grades
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def record(uid, *samples):
+    told = [{"text": text, "finish_reason": "stop", "tokens": len(text), "rewards": {} if reward is None else
+             {"reward": reward}, "advantage": 0.0} for text, reward in samples]  # fmt: skip
+    return {"uid": uid, "ground_truth": "1", "samples": told}
+
+
+def test_samples_are_chosen_to_show_what_is_learnt_from():
+    flat, uneven = record("flat", ("x", 1.0), ("y", 1.0)), record("uneven", ("m", 0.5), ("b", 0.9), ("w", 0.1))
+    assert telling([flat, uneven]) is uneven and telling([flat]) is flat
+    assert [(which, s["text"]) for which, s in best_and_worst(uneven["samples"])] == [("best", "b"), ("worst", "w")]
+    assert [s["text"] for _, s in best_and_worst(flat["samples"])] == ["x", "y"]
+    failed = record("failed", ("f", None), ("g", None))
+    assert telling([failed]) is failed and len(best_and_worst(failed["samples"])) == 2
+    assert best_and_worst(record("one", ("f", None))["samples"])[0][0] == "one"
+
+
+def test_long_texts_show_both_ends_and_nothing_acts_on_the_terminal():
+    text = "\x1b[31mbegin" + "x" * 500 + "end\u202e\x07"
+    example = Example("u\x1b", "shapes", [{"role": "user", "content": "a\rb\x1b]0;t\x07"}], [], "\x1b1", {})
+    lines = show([record("u\x1b", (text, 1.0), (text[::-1], 0.0))], {"u\x1b": example})
+    assert "begin" in lines[1] and "end" in lines[1] and len(lines) == 3
+    assert not re.search(r"[\x00-\x1f\x7f\u202e]", "".join(lines))
+    assert shortened("short") == "'short'" and len(shortened("y" * 10_000)) < 220
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+HEALTHY = {
+    "reward/constant_groups": 0.3, "reward/mean": 0.5, "reward/accuracy": 0.5, "policy/entropy": 0.4,
+    "response/tokens": 100.0, "response/truncated": 0.02, "rollout/kl": 1e-3, "update/steps": 1.0,
+}  # fmt: skip
+
+
+def said(*parts):
+    """What is warned of in steps that change HEALTHY: (how many, change) in turn."""
+    warnings = Warnings(Path("o"))
+    return [line for n, change in parts for _ in range(n) for line in warnings.feed(HEALTHY | change)]
+
+
+@pytest.mark.parametrize("change, match", [
+    ({"reward/constant_groups": 1.0}, "all samples of a prompt got the same reward .mean 0.5.*--temperature"),
+    ({"policy/entropy": 0.03}, "policy/entropy collapsed to 0.03, from 0.4 .*accuracy of 0.50.*--clip-high"),
+    ({"response/tokens": 20.0}, "responses shrank to 20 tokens, from 100.*--kl-coef"),
+    ({"response/truncated": 0.5}, "response/truncated rose to .*, from 0.02.*--max-new-tokens"),
+    ({"rollout/kl": 0.02}, "rollout/kl grew to .*, from 0.001.*--tis-cap"),
+])
+def test_warnings_are_said_once_until_it_is_over(change, match):
+    once = said((10, {}), (20, change))
+    assert len(once) == 1 and re.search(match, once[0]) and once[0].startswith("warning: ")
+    assert len(said((10, {}), (20, change), (20, {}), (20, change))) == 2
+    assert not said((10, {}), (2, change), (30, {}))  # a few steps are no trend
+
+
+@pytest.mark.parametrize("change", [
+    {},
+    {"policy/entropy": 0.01, "reward/accuracy": 0.97, "reward/constant_groups": 0.95},  # learnt
+    {"response/tokens": 60.0}, {"response/truncated": 0.1}, {"rollout/kl": 3e-3}, {"rollout/kl": None},
+])
+def test_healthy_runs_are_not_warned_of(change):
+    assert not said((10, {}), (60, change))
+
+
+def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
+    warnings = Warnings(Path("o"))
+    assert not [line for _ in range(9) for line in warnings.feed({"step": 0, "eval/accuracy": 0.1})]
+    assert not [line for _ in range(9) for line in warnings.feed({"reward/constant_groups": 0.1})]
+    history = [HEALTHY] * 10 + [HEALTHY | {"policy/entropy": 0.01}] * 10
+    for row in history:  # as a run that goes on reads them
+        warnings.feed(row)
+    assert not warnings.feed(history[-1])  # said before
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def run_rows(n, **more):
+    made = []
+    for step in range(n + 1):
+        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0, "rollout/kl": 1e-3,
+               "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
+               "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
+        made.append({"step": 0} if step == 0 else row | more)
+        if step % 10 == 0:
+            made[-1] |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
+    return made
+
+
+def test_panels_are_svgs_that_need_nothing():
+    curves = run_curves(run_rows(40))
+    titles = ["Reward", "Evaluation", "Entropy", "KL", "Response length", "Gradient norm", "Time"]
+    assert [curve.title for curve in curves] == titles and all(len(curve.note) > 40 for curve in curves)
+    for curve in curves:
+        root = ET.fromstring(curve.image)
+        tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+        links = [value for element in root.iter() for name, value in element.attrib.items() if name.endswith("href")]
+        assert root.tag.endswith("svg") and not tags & {"text", "image", "script", "metadata"}
+        assert all(link.startswith("#") for link in links) and len(curve.image) < 60_000
+    big = run_curves(run_rows(5000))
+    assert sum(len(curve.image) for curve in big) < 500_000
+
+
+def test_what_was_not_measured_has_no_panel():
+    assert run_curves([]) == [] and run_curves([{"step": 0}]) == []
+    assert [c.title for c in run_curves([{"step": 1, "reward/mean": 0.1, "policy/entropy": None}])] == ["Reward"]
+    none = [{"step": 1, "rollout/kl": 0.0, "response/tokens": 0.0}]  # no KL above 0: a logarithm has no place for it
+    assert [c.title for c in run_curves(none)] == ["Response length"]
+
+
+def test_means_of_curves():
+    assert thinned(([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 9.0]), 3) == ([1.5, 3.5, 5], [2.0, 6.0, 9.0])
+    line = [float(i) for i in range(100)]
+    assert smoothed(line) == pytest.approx(line)  # a running mean of a straight line is that line
+    jump = smoothed([0.0] * 50 + [1.0] * 50)
+    assert jump[0] == 0 and jump[-1] == 1 and 0 < jump[50] < 1
+    assert band_of([{1: 1.0, 2: 4.0, 3: 9.0}, {1: 3.0, 2: 0.0}]) == [(1, 2.0, 1.0, 3.0), (2, 2.0, 0.0, 4.0)]
+
+
+def write_run(folder, **args):
+    folder.mkdir(parents=True)
+    settings = {"lr": 1e-3, "seed": 0, "out": str(folder), "data": str(folder.parent / "train.parquet")} | args
+    (folder / "run.json").write_text(json.dumps({"args": settings}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run_rows(20)))
+    return folder
+
+
+def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
+    made = [write_run(tmp_path / f"a{i}" / "run", seed=i) for i in range(3)]
+    made.append(write_run(tmp_path / "b" / "run", lr=1e-4))
+    watch(made, tmp_path / "out")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("--lr 0.001 (3 seeds): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
+    assert "band: the lowest to the highest" in told[2] and min(Image.open(tmp_path / "out" / "curves.png").size) > 800
+    with pytest.raises(UserError, match="--watch .*/none: no run is there"):
+        watch([made[0], tmp_path / "none"], tmp_path / "out")
+    (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    with pytest.raises(UserError, match="--watch .*/a0/run: the run has not finished a step yet"):
+        watch(made, tmp_path / "out")
+
+
+# --- the best evaluation ----------------------------------------------------------------------------------------------
+
+
+def test_of_equal_evaluations_the_earlier_is_the_best(tmp_path):
+    logged = [{"step": s, "eval/accuracy": a} for s, a in ((0, 0.1), (2, 0.7), (4, None), (6, 0.7), (8, 0.2))]
+    assert best_evaluation([*logged, {"step": 9}]) == (2, 0.7) and best_evaluation([]) is None
+    assert run_summary(tmp_path, [])["steps"] == 0 and "best" not in run_summary(tmp_path, [])
+    assert run_summary(tmp_path, logged)["best"] == {"accuracy": 0.7, "step": 2, "checkpoint": None}
+
+
+REWARD = """
+import os
+
+
+def score(response, example, step):
+    if str(step) == os.environ.get("FAILS_AT"):
+        raise ZeroDivisionError
+    in_evaluation = [0.0, 0.2, 0.6, 0.4, 0.6, 0.3, 0.5][step] if example.uid.startswith("shapes-test") else None
+    return in_evaluation if in_evaluation is not None else len(response) % 3 / 2
+"""
+
+
+def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_cut_off(quick, tmp_path, monkeypatch):
+    test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
+    (tmp_path / "mine.py").write_text(REWARD)
+    monkeypatch.setattr(report.log.RunLog, "_draw", lambda log: None)
+
+    def start(out):
+        more = ["--eval-data", test, "--eval-every", 1, "--steps", 6, "--save-every", 3, "--keep", 1, "--keep-best",
+                "--reward", f"{tmp_path}/mine.py:score", "--reward-errors", "stop", "--reward-workers", 0,
+                "--resume", "auto"]  # fmt: skip
+        quick(*more, out=out)
+
+    def left(out):
+        return sorted(p.name for p in (tmp_path / out / "checkpoints").iterdir())
+
+    start("whole")
+    assert left("whole") == ["step_000002", "step_000006"]  # of two equal ones the earlier
+    monkeypatch.setenv("FAILS_AT", "4")
+    with pytest.raises(ZeroDivisionError):
+        start("cut")
+    assert left("cut") == ["step_000002", "step_000003"]
+    monkeypatch.delenv("FAILS_AT")
+    start("cut")
+    assert left("cut") == left("whole") and without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    told = [json.loads((tmp_path / out / "summary.json").read_text()) for out in ("whole", "cut")]
+    for summary in told:
+        del summary["seconds"]
+        assert summary["best"].pop("checkpoint").endswith("checkpoints/step_000002")
+    assert told[0] == told[1] and told[0]["best"] == {"accuracy": pytest.approx(0.6), "step": 2}
+    assert locate(str(tmp_path / "cut" / "checkpoints" / "step_000002"))[2]["keep_best"]  # as eval.py finds it
+
+
+def test_keeping_the_best_needs_evaluations(quick):
+    with pytest.raises(UserError, match="--keep-best needs --eval-data"):
+        quick("--keep-best")
+
+
+# --- without what draws, and when asked to end ------------------------------------------------------------------------
+
+
+def test_a_run_without_matplotlib_says_so_once(quick, monkeypatch, capsys):
+    find = report.log.importlib.util.find_spec
+    monkeypatch.setattr(report.log.importlib.util, "find_spec", lambda name: name != "matplotlib" and find(name))
+    out = quick()
+    assert capsys.readouterr().out.count("matplotlib is not installed") == 1
+    assert not (out / "curves.png").exists() and "<svg" not in (out / "report.html").read_text()
+
+
+def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
+    monkeypatch.setattr(report.trackers, "make", lambda *_: Fake(["log", "samples", "close"]))
+    out = quick("--track", "wandb")
+    said = capsys.readouterr().out
+    assert said.count("--track wandb failed (ConnectionError: no samples)") == 1 and len(rows(out)) == 2
+    assert "done: 2 steps" in said
+    assert "<svg" in (out / "report.html").read_text()  # of the last samples: there is no --eval-data
