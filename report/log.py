@@ -44,7 +44,7 @@ def git(command: str) -> str:
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-class Gallery(NamedTuple):
+class Shown(NamedTuple):
     """What report.html shows under the curves: an evaluation's records with its summary, or a step's with its
     metrics."""
 
@@ -65,7 +65,7 @@ class RunLog:
         self.ctx = ctx
         self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
         self.start = start
-        self.gallery: Gallery | None = None
+        self.shown: Shown | None = None
         self.drawn = -1  # how many rows report.html and curves.png have
         self.reporting: dict[str, float] = {}  # seconds that these took since the last row
         self.began = self.step_began = time.perf_counter()
@@ -119,14 +119,13 @@ class RunLog:
     def evaluated(
         self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
     ) -> None:
-        """OUT/eval/step_*.jsonl has all records of an evaluation, the page those of the first examples."""
+        """OUT/eval/step_*.jsonl has all records of an evaluation, the page those that it has room for."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
         self._write_records(path.with_suffix(".jsonl"), records)
-        shown = choose(records, summary)
-        uids = {record["uid"] for record in shown}
+        uids = {record["uid"] for record in choose(records, summary)}
         by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
-        self.gallery = Gallery(f"{self.out.name}: evaluation at step {step}", shown, by_uid, summary=summary)
+        self.shown = Shown(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
 
     def samples(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
         """Of a packing.Batch, on all ranks at once: on the terminal, in OUT/rollouts, and to trackers."""
@@ -136,11 +135,11 @@ class RunLog:
         tqdm.write("\n".join(show(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
         self._write_records(stem.with_suffix(".jsonl"), records)
-        gallery = Gallery(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
-        write_text(stem.with_suffix(".html"), page(*gallery[:3], facts=metrics))
+        shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
+        write_text(stem.with_suffix(".html"), page(*shown[:3], facts=metrics))
         self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
-            self.gallery = gallery
+            self.shown = shown
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """A row, a line on the terminal, and warnings."""
@@ -205,10 +204,10 @@ class RunLog:
         elif self.drawn < 0:
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.drawn = len(rows)
-        gallery = self.gallery or Gallery(self.out.name, [], {})
-        if self.gallery or not (self.out / "report.html").exists():  # else that of before the run was cut off
-            shown = {"summary": gallery.summary, "facts": gallery.facts, "curves": curves}
-            write_text(self.out / "report.html", page(*gallery[:3], **shown))
+        shown = self.shown or Shown(self.out.name, [], {})
+        if self.shown or not (self.out / "report.html").exists():  # else that of before the run was cut off
+            html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=curves)
+            write_text(self.out / "report.html", html)
         self.reporting = {"time/report": time.perf_counter() - began}
 
     def end(self) -> None:

@@ -88,6 +88,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         draw_smooth(other, series(rows, "response/truncated"), "truncated (share)", COLOURS[4], 1.4)
         other.set_ylabel("share truncated", color=COLOURS[4])
         other.set_ylim(-0.02, 1.02)
+        other.spines["right"].set_visible(True)
         other.grid(False)
 
     def kl(axes: Any) -> None:
@@ -182,7 +183,7 @@ def legend(axes: Any, columns: int = 1) -> None:
 
 def dress(axes: Any) -> Any:
     axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines["top"].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=7.5)
     axes.set_xlabel("step", fontsize=8)
     axes.yaxis.label.set_size(8)
@@ -294,9 +295,11 @@ def grouped(settings_of: Mapping[Path, Mapping[str, str]]) -> dict[str, list[Pat
     differing = [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
     found: dict[str, list[Path]] = {}
     for kind, members in zip(kinds, by_settings.values(), strict=True):
-        named = " ".join(f"{flag_of(name)} {short(kind[name])}" for name in differing if name in kind)
+        named = " ".join(f"{flag_of(name)} {short(kind.get(name, '-'))}" for name in differing)
         named = named or (members[0].name if len(members) == 1 else "all seeds")
-        found[named + (f" ({len(members)} seeds)" if len(members) > 1 else "")] = members
+        named += f" ({len(members)} seeds)" if len(members) > 1 else ""
+        # values that were shortened may be equal
+        found[named if named not in found else f"{named} [{len(found) + 1}]"] = members
     return found
 
 

@@ -397,7 +397,7 @@ def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
     logged = rows(out)
     steps = [row for row in logged if row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert steps[1]["reward/errors"] == 24 and steps[1]["reward/mean"] is None and steps[1]["update/steps"] == 0
+    assert steps[1]["reward/errors"] == 24 and "reward/mean" not in steps[1] and steps[1]["update/steps"] == 0
     assert steps[0]["reward/errors"] > 0 and steps[0]["reward/errors"] + steps[0]["reward/timeouts"] < 24
     assert steps[0]["update/steps"] == 1 and 0 < steps[0]["reward/mean"] < 1
     said = done.stdout + done.stderr

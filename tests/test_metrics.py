@@ -46,3 +46,12 @@ def test_a_group_whose_rewards_all_failed_says_nothing():
     pool = GroupPool(algo, 1, 0, Context(0, 1, torch.device("cpu")))
     pool.add([rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     assert pool.solved == {} and not any("shapes" in name for name in rollout_metrics(pool))
+
+
+def test_a_mean_of_nothing_is_left_out():
+    algo = SimpleNamespace(group_size=2, sample_rounds=1)
+    pool = GroupPool(algo, 1, 0, Context(0, 1, torch.device("cpu")))
+    pool.add([rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
+    metrics = rollout_metrics(pool)
+    assert "reward/mean" not in metrics and metrics["rollout/responses"] == metrics["rollout/tokens"] == 2
+    assert metrics["response/truncated"] == 0 and metrics["reward/errors"] == 0  # true zeros stay

@@ -33,7 +33,7 @@ from parallel.checkpoint import locate
 from prepare_data import Example
 from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
-from report.plots import band_of, run_curves, smoothed, thinned, watch
+from report.plots import band_of, grouped, run_curves, smoothed, thinned, watch
 from report.progress import Progress, following
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
@@ -508,6 +508,8 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("--lr 0.001 (3 seeds): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
     assert "band: the lowest to the highest" in told[2] and min(Image.open(tmp_path / "out" / "curves.png").size) > 800
+    apart = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
+    assert [*map(len, grouped(apart).values())] == [1] * 4  # also where names are shortened to the same
     with pytest.raises(UserError, match="--watch .*/none: no run is there"):
         watch([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
