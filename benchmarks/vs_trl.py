@@ -200,7 +200,8 @@ def reset_peak() -> None:
 
 
 def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
-    """GRPOTrainer without vLLM, KL term, evaluation, logging and files."""
+    """GRPOTrainer without vLLM, KL term, evaluation, logging and files. `changes` are of its settings, but for reward
+    and train_vision."""
     import datasets
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -246,18 +247,18 @@ def make_trainer(model: Path, rows: list[Example], out: Path, **changes):
     }
     hf = load_hf(str(model))
     hf.model.visual.requires_grad_(changes.pop("train_vision", False))
+    reward = changes.pop("reward", their_reward)
     data = datasets.Dataset.from_dict(
         {
             "prompt": [
                 [{"role": "user", "content": row.messages[0]["content"].removeprefix("<image>")}] for row in rows
             ],
             "image": [Image.open(io.BytesIO(row.images[0])) for row in rows],
+            "uid": [row.uid for row in rows],
         }
     )
     config = GRPOConfig(**(settings | changes))
-    trainer = GRPOTrainer(
-        model=hf, reward_funcs=their_reward, args=config, train_dataset=data, processing_class=processor
-    )
+    trainer = GRPOTrainer(model=hf, reward_funcs=reward, args=config, train_dataset=data, processing_class=processor)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
