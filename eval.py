@@ -32,7 +32,7 @@ from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate, on_rank0
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
-from report.evaluation import FAILED, compare, group_of, lines_of, make_record, reliance, summarise
+from report.evaluation import FAILED, compare, group_of, lines_of, make_record, reliance, summarise, with_interval
 from report.gallery import choose
 from report.log import RunLog, read_rows, write_text
 from report.page import page
@@ -123,7 +123,8 @@ class Evaluation:
                 if self.stop():
                     return []
                 records += self.chunk(mine[start : start + CHUNK], step, progress)
-        return sorted(self.ctx.gather_main(records), key=lambda record: record["index"])
+        everyone = replace(self.ctx, tp=1)  # also where some train together, each process has examples of its own
+        return sorted(everyone.gather_main(records), key=lambda record: record["index"])
 
     def chunk(self, mine: Sequence[tuple[int, Example]], step: int, progress: Progress) -> list[dict]:
         prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
@@ -157,7 +158,8 @@ class Evaluation:
         by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        tqdm.write(f"eval at step {step}: accuracy {summary['accuracy']:.3f} on {summary['n']}  {kinds}{failed}")
+        found = f"{summary['metric']} {with_interval(summary)} on {summary['n']}"
+        tqdm.write(f"eval at step {step}: {found}  {kinds}{failed}")
         log.evaluated(step, records, summary, self.examples, self.start_of)
         metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
         metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))

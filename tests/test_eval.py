@@ -322,6 +322,18 @@ def test_its_figure_is_the_trainings(toys, tmp_path):
     assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_training_evaluates_every_example_once(tp, toys, tmp_path):
+    """Also where two processes train on the same data: they evaluate on different examples."""
+    data = write_parquet(tmp_path / "test.parquet", shapes_rows(13, "test", 0))
+    out = tmp_path / "run"
+    more = ["--steps", 1, "--eval-data", data, "--tp", tp]
+    run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], data, out, *more)])
+    assert [row["eval/n"] for row in read_rows(out / "metrics.jsonl")] == [13, 13]
+    uids = [json.loads(line)["uid"] for line in (out / "eval" / "step_000001.jsonl").read_text().splitlines()]
+    assert uids == [row["extra_info"]["uid"] for row in shapes_rows(13, "test", 0)]
+
+
 @pytest.mark.parametrize("arguments,match", [
     (["nobody/nothing"], "--model 'nobody/nothing'"),
     (["TOY", "--samples", "2", "--temperature", "0"], "copies of one response"),

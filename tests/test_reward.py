@@ -612,6 +612,7 @@ def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkey
 def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     import eval as evaluation
     from rollout import Sampling
+    from utils import Context
 
     rounds, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
@@ -636,7 +637,8 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
     monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank, start_of: examples)
-    ctx = SimpleNamespace(rank=0, world=1, main=True, gather_main=lambda records: records)
+    monkeypatch.setattr(Context, "gather_main", lambda ctx, records: records)
+    ctx = Context(0, 1, "cpu")
     asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
     before = reward.grader_stats.copy()
     records = evaluation.Evaluation(*asked, samples=2).records(step=3)
