@@ -15,6 +15,7 @@ MOST_DEPTH = 24  # of nested elements: a browser's layout takes a time that grow
 OPENERS = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\[|\\boxed\s*\{")
 INLINE = re.compile(rf"\$(?=\S)((?:[^$\\]|\\.){{1,{MOST_CHARS}}}?)(?<=\S)\$(?!\d)", re.DOTALL)
 CLOSERS = {"$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+LINES = re.compile(r"\n*")
 TEX = re.compile(r"[\\^_{}=<>+*/|]")  # in a formula; words without any are no formula
 MACROS = re.compile(r"\\(?:def|edef|gdef|let|(?:re)?newcommand|providecommand|(?:re)?newenvironment|Declare)")
 
@@ -52,10 +53,14 @@ def parts(text: str) -> Iterator[Part]:
     while opened := OPENERS.search(text, at):
         at = opened.end()
         if found := formula_at(text, opened):
-            if opened.start() > done:
-                yield Part(text[done : opened.start()])
-            yield found
-            done = at = opened.start() + len(found.source)
+            start, end = opened.start(), opened.start() + len(found.source)
+            if found.block:  # it has lines of its own: those that are empty around it belong to it
+                start = done + len(text[done:start].rstrip("\n"))
+                end = LINES.match(text, end).end()
+            if start > done:
+                yield Part(text[done:start])
+            yield found._replace(source=text[start:end])
+            done = at = end
     if done < len(text):
         yield Part(text[done:])
 
@@ -72,7 +77,8 @@ def formula_at(text: str, opened: re.Match) -> Part | None:
         return Part(text[start : end + 2], latex, kind != r"\(") if end >= 0 and latex else None
     if kind.startswith(r"\boxed"):
         end = closing_brace(text, opened.end())
-        return Part(text[start:end], text[opened.end() : end - 1], boxed=True) if end else None
+        latex = text[opened.end() : end - 1]
+        return Part(text[start:end], latex, boxed=True) if end and latex.strip() else None
     return None  # an escaped dollar, or the end of a line
 
 

@@ -24,7 +24,10 @@ def safe(text: object) -> str:
 
 
 def number(value: float | str) -> str:
-    return f"{value + 0.0:.4g}" if isinstance(value, float) else safe(value)  # + 0: no -0
+    """Four digits, more of a large one."""
+    if not isinstance(value, float):
+        return safe(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value + 0.0:.4g}"  # + 0: no -0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,6 +136,11 @@ def texts_of(record: dict) -> Iterator[str]:
 # Cards
 
 
+def row(images: Sequence[str]) -> str:
+    """Those with no text between them, next to each other."""
+    return f"<span class=images>{''.join(images)}</span>" if images else ""
+
+
 class Gallery:
     """The cards of `records`. `others`: label -> records of the same prompts, shown folded."""
 
@@ -195,7 +203,9 @@ class Gallery:
         data |= {f"g{i}": values[n] for i, values in enumerate(self.groups.values())}
         attributes = " ".join(f'data-{name}="{safe(value)}"' for name, value in data.items() if value != "")
         about = [f"<b>{safe(record['uid'])}</b>"]
-        about += [safe(values[n]) for name, values in self.groups.items() if values[n] and name != "images"]
+        for name, values in self.groups.items():
+            if values[n] and name != "images":
+                about.append(safe(values[n] if name in PLACES else f"{name} {values[n]}"))
         about += [name for name in ("gained", "lost") if name in found]
         place = record.get("index", n)
         said = "".join(self.sample(record, i) for i in range(len(record["samples"])))
@@ -216,15 +226,22 @@ class Gallery:
         blocks = []
         for message in example.messages[bool(self.same_system) :]:
             blocks.append(self.message(message["role"], message["content"], images))
-        return "".join(blocks) + "".join(images)
+        return "".join(blocks) + row(images)
 
     def message(self, role: str, content: str, images: list[str]) -> str:
         """Takes the images of its marks from `images`."""
         pieces = content.split(MARK)
         shown = [self.texts.show(pieces[0]) if pieces[0].strip() or len(pieces) == 1 else ""]
+        together = []
         for piece in pieces[1:]:
-            shown.append(images.pop(0) if images else safe(MARK))
-            shown.append(self.texts.show(piece.removeprefix("\n")) if piece.strip() else "")
+            if not images:  # a mark that somebody wrote
+                piece = MARK + piece
+            else:
+                together.append(images.pop(0))
+            if piece.strip():
+                shown += [row(together), self.texts.show(piece.removeprefix("\n"))]
+                together = []
+        shown.append(row(together))
         return f"<div class=message><span class=role>{safe(role)}</span><div class=text>{''.join(shown)}</div></div>"
 
     def image(self, record: dict, i: int) -> str:
@@ -248,7 +265,7 @@ class Gallery:
         for message in sample["messages"]:
             theirs = [] if message["role"] == "assistant" else images  # a mark that the policy writes is text
             blocks.append(self.message(message["role"], message["content"], theirs))
-        return self.told(sample, "".join(blocks) + "".join(images))
+        return self.told(sample, "".join(blocks) + row(images))
 
     def told(self, sample: dict, text: str) -> str:
         """The text of a sample under its reward, the reward's parts, and how it ended."""

@@ -131,7 +131,10 @@
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
     const field = event.target.closest("input, select, textarea");
-    if (field === search && event.key === "Escape") return search.blur();
+    if (field === search && event.key === "Escape") {
+      event.preventDefault(); // which would empty it
+      return search.blur();
+    }
     if (field) return;
     const button = buttons.find((one) => one.dataset.key === event.key);
     if (button) choose(button.dataset.show);

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from prepare_data import Example
 from report.ablation import IMAGES
@@ -47,7 +48,7 @@ def page(
     evaluation's; `facts`: a training step's metrics. `others`: label -> what other models, or this one without its
     images, said to the same prompts. `folder`: a folder next to the page's file, for images in full size."""
     summary = summary or {}
-    head = [f"<header><h1>{safe(title)}</h1>{subtitle(summary)}</header>"]
+    head = [f"<header><h1>{safe(title)}</h1>{subtitle(title, summary)}</header>"]
     head += [tiles(summary), facts_block(facts or {}), tables(summary), curve_block(curves)]
     shown = choose(records, summary)
     cards = Gallery(shown, examples, summary, others or {}, folder) if shown else None
@@ -60,7 +61,7 @@ def document(title: str, head: str, gallery: Gallery | None, total: int) -> str:
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     policy += "; base-uri 'none'; form-action 'none'"
     start = (
-        '<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=Content-Security-Policy '
+        "<!doctype html><html lang=en><head><meta charset=utf-8><meta http-equiv=Content-Security-Policy "
         f'content="{policy}"><meta name=viewport content="width=device-width,initial-scale=1">'
         f"<meta name=referrer content=no-referrer><title>{safe(title)}</title><style>{style}</style></head>"
         "<body>"
@@ -127,9 +128,12 @@ def bar(value: float | None, ends: Sequence[float] | None, low: float, high: flo
     return f"<span class=bar aria-hidden=true>{drawn}</span>"
 
 
-def subtitle(summary: Mapping) -> str:
+def subtitle(title: str, summary: Mapping) -> str:
+    """What the title does not say already."""
     names = ("path", "checkpoint", "data", "n", "samples", "temperature")
-    told = [f"{name} <b>{number(summary[name])}</b>" for name in names if summary.get(name) is not None]
+    found = {name: summary[name] for name in names if summary.get(name) is not None}
+    said = [name for name in ("path", "data") if str(found.get(name)) in title]
+    told = [f"{name} <b>{number(value)}</b>" for name, value in found.items() if name not in said]
     return f"<p class=about>{' &middot; '.join(told)}</p>" if told else ""
 
 
@@ -217,7 +221,7 @@ def comparison(summary: Mapping) -> str:
         difference = base.get("difference")
         rows.append([
             safe(base.get("path", "baseline")), share(base.get("accuracy")), interval(base.get("accuracy_ci95")),
-            f"<b>{difference:+.3f}</b>" if is_number(difference) else "&ndash;",
+            f"<b>{difference + 0.0:+.3f}</b>" if is_number(difference) else "&ndash;",
             interval(base.get("difference_ci95"), signed=True), *counts, p_value(base.get("mcnemar_p")),
         ])  # fmt: skip
     head = ["baseline", "its score", "95%", "difference", "95%, paired", "gained", "lost", "McNemar p"]
@@ -261,7 +265,7 @@ def by_groups(summary: Mapping) -> str:
         for value, g in of.items():
             ends = g.get("accuracy_ci95")
             drawn = bar(g.get("accuracy"), ends, low, high)
-            link = f"<a href='#{query(name)}={query(value)}'>{safe(value) or '(none)'}</a>"
+            link = f"<a href='#{query(state_name(name))}={query(value)}'>{safe(value) or '(none)'}</a>"
             rows.append([link, drawn, share(g.get("accuracy")), interval(ends), f"{g.get('n', 0):,}"])
         score = "reward" if summary.get("metric") == "reward" else "accuracy"
         made = table([safe(name.replace("_", " ")), "", score, "95%", "n"], rows, "numbers bars")
@@ -270,9 +274,12 @@ def by_groups(summary: Mapping) -> str:
 
 
 def query(text: object) -> str:
-    from urllib.parse import quote
-
     return quote(str(text), safe="")
+
+
+def state_name(group: str) -> str:
+    """Of a group in the page's address, where three names are taken."""
+    return f"{group}." if group in ("show", "sort", "q") else group
 
 
 def curve_block(curves: Sequence[Curve]) -> str:
@@ -295,8 +302,8 @@ def toolbar(gallery: Gallery) -> str:
     chosen = []
     for i, (name, values) in enumerate(gallery.groups.items()):
         options = "".join(f'<option value="{safe(x)}">{safe(x) or "(none)"}</option>' for x in sorted(set(values)))
-        start = f'<option value="">every {safe(name.replace("_", " "))}</option>'
-        named = f'data-group=g{i} name="{safe(name)}" aria-label="{safe(name)}"'
+        start = f'<option value="">{safe(name.replace("_", " "))}: any</option>'
+        named = f'data-group=g{i} name="{safe(state_name(name))}" aria-label="{safe(name)}"'
         chosen.append(f"<select {named}>{start}{options}</select>")
     orders = "".join(f"<option value={name}>{told}</option>" for name, told in ORDERS.items())
     return (

@@ -8,12 +8,14 @@ import io
 import math
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from PIL import Image, ImageOps
 
@@ -46,6 +48,7 @@ class Thumbnail:
     size: tuple[int, int]  # as it is drawn, pixels
     full_size: tuple[int, int]
     file: str = ""  # the name of the image itself in the folder
+    full_kind: str = ""  # its format
     drawn: bool = False  # somewhere on the page already
 
 
@@ -54,6 +57,7 @@ class Thumbnails:
 
     def __init__(self, sources: Sequence[Source], budget: int, folder: Path | None = None):
         self.folder = folder
+        self.lock = threading.Lock()
         self.full_bytes = 0
         self.full_left_out: set[str] = set()
         self.of: dict[str, Thumbnail | None] = {}  # by the digest of the image's bytes
@@ -72,7 +76,10 @@ class Thumbnails:
         """Make a source's thumbnail and keep its file, unless its image has come before. Its digest."""
         data = source.read()
         digest = hashlib.sha256(data).hexdigest()[:20]
-        if digest not in self.of:
+        with self.lock:
+            new = digest not in self.of
+            self.of.setdefault(digest, None)
+        if new:
             self.of[digest] = thumbnail = make_thumbnail(data)
             if thumbnail and self.folder and max(thumbnail.full_size) > max(thumbnail.size):
                 self.keep(digest, thumbnail, data)
@@ -80,11 +87,12 @@ class Thumbnails:
 
     def keep(self, digest: str, thumbnail: Thumbnail, data: bytes) -> None:
         """The file itself, in the folder, as long as there is room."""
-        if self.full_bytes + len(data) > MOST_FULL_BYTES:
-            self.full_left_out.add(digest)
-            return
-        self.full_bytes += len(data)
-        thumbnail.file = f"{digest}.{thumbnail.kind.lower()}"
+        with self.lock:
+            if self.full_bytes + len(data) > MOST_FULL_BYTES:
+                self.full_left_out.add(digest)
+                return
+            self.full_bytes += len(data)
+        thumbnail.file = f"{digest}.{thumbnail.full_kind.lower()}"
         path = self.folder / thumbnail.file
         with writing(path, "the images next to a page"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +124,7 @@ class Thumbnails:
         if not thumbnail.file:
             return shown
         told = "{}, {} x {} pixels".format(name, *thumbnail.full_size)
-        link = html.escape(f"{self.folder.name}/{thumbnail.file}")
+        link = quote(f"{self.folder.name}/{thumbnail.file}")
         return f'<a class=full href="{link}" target=_blank rel=noopener title="{told}">{shown}</a>'
 
     def notes(self) -> list[str]:
@@ -158,8 +166,8 @@ def make_thumbnail(data: bytes) -> Thumbnail | None:
     full_size = size[::-1] if turned else size
     image.thumbnail((SIDE, SIDE))
     if max(size) <= SIDE and kind in SHOWN_IN and len(data) <= 20_000:
-        return Thumbnail(data, kind, image.size, full_size)
-    return Thumbnail(encoded(image), "WEBP", image.size, full_size)
+        return Thumbnail(data, kind, image.size, full_size, full_kind=kind)
+    return Thumbnail(encoded(image), "WEBP", image.size, full_size, full_kind=kind)
 
 
 def encoded(image: Image.Image) -> bytes:
