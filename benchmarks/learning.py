@@ -195,24 +195,15 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         recorder.asked(uid[::n_samples], asked[::n_samples])
         texts = response_texts(processor, completion_ids)
         ends = ["stop" if ids[-1] in processor.eos_ids else "length" for ids in completion_ids]
-        told = zip(texts, uid, ends, strict=True)
-        return [score(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in told]
+        responses = zip(texts, uid, ends, strict=True)
+        return [score(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in responses]
 
     banned = processor.banned(load_hf(cfg.model.model).config.text_config.vocab_size)
-    trainer = make_trainer(
-        Path(cfg.model.model),
-        list(chain.from_iterable(batches)),
-        out,
-        reward=graded,
-        max_steps=cfg.run.steps,
-        per_device_train_batch_size=cfg.rollout.prompts_per_step * n_samples,
-        num_generations=n_samples,
-        max_completion_length=cfg.rollout.max_new_tokens,
-        generation_kwargs={"suppress_tokens": banned.tolist()},
-        loss_type="dapo",  # every token counts the same
-        max_grad_norm=cfg.optim.max_grad_norm,
-        seed=cfg.run.seed,
-    )
+    told = {"max_steps": cfg.run.steps, "max_grad_norm": cfg.optim.max_grad_norm, "seed": cfg.run.seed}
+    told |= {"num_generations": n_samples, "per_device_train_batch_size": cfg.rollout.prompts_per_step * n_samples}
+    told |= {"max_completion_length": cfg.rollout.max_new_tokens, "loss_type": "dapo"}  # every token counts the same
+    told |= {"reward": graded, "generation_kwargs": {"suppress_tokens": banned.tolist()}}
+    trainer = make_trainer(Path(cfg.model.model), list(chain.from_iterable(batches)), out, **told)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     adamw = {"lr": cfg.optim.lr, "betas": (0.9, 0.999), "weight_decay": cfg.optim.weight_decay, "fused": True}
     trainer.optimizer = torch.optim.AdamW(trained, **adamw)
@@ -420,49 +411,55 @@ def table_of_both(task: str, seeds: Sequence[dict[str, list[dict]]]) -> list[str
 
 
 def report_algorithms(args: argparse.Namespace) -> None:
-    """Accuracy after the last step and its paired difference from grpo's, as a table and a plot."""
+    """Accuracy after the last step and over the run, and its paired differences from grpo's, as a table and a plot."""
     rows, curves, others = {}, {}, [algo for algo in args.algos if algo != "grpo"]
     for algo in args.algos:
         rows[algo] = [read_rows(args.out / f"digits/seed{seed}/{algo}/metrics.jsonl") for seed in args.seeds]
         curves[algo] = np.array([[row["eval/accuracy"] for row in of if "eval/accuracy" in row] for of in rows[algo]])
     steps = [row["step"] for row in rows["grpo"][0] if "eval/accuracy" in row]
-    after = {algo: curve[:, -1] for algo, curve in curves.items()}
-    over_run = {algo: curve[:, 1:].mean(axis=1) for algo, curve in curves.items()}
-    found = {algo: paired(after[algo], after["grpo"]) for algo in others}
-    adjusted = dict(zip(others, holm([found[algo].p for algo in others]), strict=True))
-    lines = ["| algorithm | after | each seed | minus grpo's | p, Holm | mean of the run minus grpo's | samples |"]
-    lines += ["|---|--:|---|--:|--:|--:|--:|"]
+    measures = {
+        f"after {steps[-1]} steps": {algo: curve[:, -1] for algo, curve in curves.items()},
+        f"mean of {len(steps) - 1} evaluations": {algo: curve[:, 1:].mean(axis=1) for algo, curve in curves.items()},
+    }
+    found = {name: {algo: paired(of[algo], of["grpo"]) for algo in others} for name, of in measures.items()}
+    after = next(iter(measures.values()))
+    columns = [column for name in measures for column in (f"{name}, minus grpo's", "p, Holm")]
+    lines = [f"| algorithm | after | each seed | {' | '.join(columns)} | samples |", f"|---|--:|---|{'--:|' * 5}"]
     for algo in args.algos:
-        compared = ["", "", ""]
-        if algo != "grpo":
-            compared = [found[algo].told(), f"{adjusted[algo]:.2f}", paired(over_run[algo], over_run["grpo"]).told()]
+        compared = []
+        for differences in found.values():
+            adjusted = dict(zip(others, holm([differences[other].p for other in others]), strict=True))
+            compared += [differences[algo].told(), f"{adjusted[algo]:.2g}"] if algo in others else ["", ""]
         rounds = [sum(row.get("sampling/rounds", 1) for row in of if "reward/mean" in row) for of in rows[algo]]
         each = ", ".join(format(x, ".3f") for x in after[algo])
         cells = [algo, f"{after[algo].mean():.3f}", each, *compared, f"{PER_ROUND * fmean(rounds):,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    half = np.median([(difference.high - difference.low) / 2 for difference in found.values()])
-    lines += ["", f"Before RL {curves['grpo'][:, 0].mean():.3f}. Half of an interval, median: {half:.3f}"]
+    halves = [np.median([(x.high - x.low) / 2 for x in differences.values()]) for differences in found.values()]
+    told = ", ".join(f"{half:.3f} {name}" for name, half in zip(measures, halves, strict=True))
+    lines += ["", f"Before RL {curves['grpo'][:, 0].mean():.3f}. Half of an interval, median: {told}"]
 
-    figure = new_figure(9, 4.6)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
-    for algo, axes in zip(args.algos, left.subplots(3, 3, sharex=True, sharey=True).flat, strict=False):
-        axes.plot(steps, curves["grpo"].mean(axis=0), color=GREY, linewidth=1.2)
-        draw_band(axes, steps, curves[algo], BLUE)
-        axes.set_title(algo, fontsize=9, loc="left", pad=2)
-        tidy(axes)
-    left.supxlabel(f"RL step (grey: grpo; bands: lowest to highest of {len(args.seeds)} seeds)", fontsize=8)
-    left.supylabel("greedy accuracy, 400 unseen images", fontsize=8)
-    forest = right.subplots()
-    for place, algo in enumerate(others):
-        forest.plot(found[algo][1:3], [place, place], color=BLUE, linewidth=1.6)
-        forest.plot(found[algo].mean, place, "o", color=BLUE, markersize=5)
-        forest.plot(after[algo] - after["grpo"], [place + 0.22] * len(after[algo]), "|", color=GREY, markersize=5)
-    forest.axvline(0, color="black", linewidth=0.8)
-    forest.set_yticks(range(len(others)), others)
-    forest.invert_yaxis()
-    forest.set_title(f"accuracy minus grpo's, after {steps[-1]} steps", fontsize=9, loc="left")
-    forest.set_xlabel("mean, 95% interval of the paired differences; ticks: seeds", fontsize=8)
-    tidy(forest)
+    figure = new_figure(9, 4.2)
+    left, right = figure.subplots(1, 2)
+    draw_band(left, steps, curves["grpo"], GREY)
+    for algo in args.algos:
+        left.plot(steps, curves[algo].mean(axis=0), "o-", markersize=3, linewidth=1.2, label=algo)
+    left.set_title(f"mean accuracy of {len(args.seeds)} seeds", fontsize=9, loc="left")
+    left.set_xlabel("RL step (grey: grpo's lowest to highest seed)", fontsize=8)
+    left.set_ylabel("greedy accuracy, 400 unseen images", fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+    for shift, (name, differences), colour in zip((-0.15, 0.15), found.items(), (BLUE, ORANGE), strict=True):
+        for place, algo in enumerate(others):
+            mean, low, high, _ = differences[algo]
+            right.plot([low, high], [place + shift] * 2, color=colour, linewidth=1.6)
+            right.plot(mean, place + shift, "o", color=colour, markersize=5, label="" if place else name)
+    right.axvline(0, color="black", linewidth=0.8)
+    right.set_yticks(range(len(others)), others)
+    right.invert_yaxis()
+    right.set_title("accuracy minus grpo's, paired by seed", fontsize=9, loc="left")
+    right.set_xlabel("mean and its 95% interval", fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="upper right")
+    tidy(left)
+    tidy(right)
     write(figure, args.out / "algorithms_digits", lines)
 
 
