@@ -291,7 +291,7 @@ class Gallery:
         """What was said elsewhere to the same prompt; of episodes without images."""
         verdicts = [is_right(s, self.summary) for s in record["samples"]]
         known = [verdict for verdict in verdicts if verdict is not None]
-        told = f" &middot; {'✓' if all(known) else '✗'} {sum(known)} of {len(known)} right" if known else ""
+        told = f" &middot; {sum(known)} of {len(known)} right" if known else ""
         if len(known) == 1:
             told = " &middot; ✓ right" if known[0] else " &middot; ✗ wrong"
         samples = []

@@ -199,7 +199,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
 
 
 def tables(summary: Mapping) -> str:
-    return pass_table(summary) + comparison(summary) + reliance(summary) + by_groups(summary)
+    short = pass_table(summary) + comparison(summary)
+    return f"<div class=tables>{short}</div>{reliance(summary)}{by_groups(summary)}"
 
 
 def pass_table(summary: Mapping) -> str:

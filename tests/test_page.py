@@ -350,7 +350,7 @@ def test_records_of_other_models_and_those_that_have_none():
               "blank": [record("a", sample(), sample(accuracy=0.0))]}  # fmt: skip
     page = page_of(records, others=others, summary={"n": 3, "accuracy": 1.0})
     a, b, c = re.findall(r"<article.*?</article>", page)
-    assert "<summary>blank &middot; ✗ 1 of 2 right</summary>" in a and "baseline &lt;m&gt;" not in a
+    assert "<summary>blank &middot; 1 of 2 right</summary>" in a and "baseline &lt;m&gt;" not in a
     assert "<summary>baseline &lt;m&gt; &middot; ✗ wrong</summary>" in b and "other says" in b
     assert "<details" not in c and "unknown" not in page
 
@@ -523,9 +523,9 @@ def hostile_page(address, folder):
 def test_page_shows_as_text_whatever_came_from_data_policy_or_reward(tmp_path):
     page, evils = hostile_page("http://127.0.0.1:1", tmp_path / "images")
     found = Tags(page)
-    ours = set("html head meta title style body header h1 h2 h3 p b i a dl dt dd div span section table caption thead tbody "
-               "tr th td figure figcaption svg details summary form button select option input output label kbd main "
-               "article ul li em small code defs image use dialog img script".split())  # fmt: skip
+    ours = set("html head meta title style body header h1 h2 h3 p b i a dl dt dd div span section table caption thead "
+               "tbody tr th td figure figcaption svg details summary form button select option input output label kbd "
+               "main article ul li em small code defs image use dialog img script".split())  # fmt: skip
     assert set(found.tags) <= ours | ELEMENTS and found.tags["script"] == found.tags["style"] == 1
     assert not [name for name in found.attributes if name.split()[1].startswith("on")]
     assert all(re.match(r"data:image/|images/[0-9a-f]{20}\.png$|#", address) for address in found.addresses)
