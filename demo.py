@@ -359,7 +359,7 @@ def warm_start(
             clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             bar.set_postfix(loss=f"{total:.3f}")
-            if ctx.main and bar.disable and (step + 1) % 100 == 0:
+            if ctx.main and bar.disable and ((step + 1) % 100 == 0 or step + 1 == steps):
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
     if ctx.main:
         with whole_folder(out) as folder:

@@ -27,7 +27,7 @@ from engines.choose import make_engine, resolve_engine, vllm_settings
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
-from errors import check_writable, need
+from errors import UserError, check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate, on_rank0
 from prepare_data import Example, ReadingConfig, read_examples
@@ -158,21 +158,32 @@ class Evaluation:
         by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
         kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        found = f"{summary['metric']} {with_interval(summary)} on {summary['n']}"
-        tqdm.write(f"eval at step {step}: {found}  {kinds}{failed}")
+        found = f"eval at step {step}: {summary['metric']} {with_interval(summary)} on {summary['n']}{failed}"
+        tqdm.write(found + (f"  {kinds}" if len(found + kinds) < 98 else ""))
         log.evaluated(step, records, summary, self.examples, self.start_of)
         metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
         metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))
-        return metrics | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
+        by_task = {f"eval/{task}/accuracy": of["accuracy"] for task, of in summary.get("by_task", {}).items()}
+        if "task_mean" in summary:
+            by_task["eval/task_mean"] = summary["task_mean"]["accuracy"]
+        return metrics | by_task | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
 
 
+def found_at(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
+    """As `locate`, whose messages speak of train.py's flag."""
+    try:
+        return locate(path)
+    except UserError as error:
+        raise UserError(str(error).replace("--model", flag, 1)) from error
+
+
 def settings_of_run(path: str) -> dict:
     """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
-    run = locate(path)[2]
+    run = found_at(path)[2]
     settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
     if not Path(settings.get("curriculum", ".")).exists():
         del settings["curriculum"]
@@ -183,13 +194,16 @@ def settings_of_run(path: str) -> dict:
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
-    parser = Parser(__doc__)
     if "--watch" in (sys.argv[1:] if argv is None else argv):
+        parser = Parser(__doc__, prog="eval.py --watch")
         add_settings(parser, WatchConfig)
         return read_settings(WatchConfig, vars(parser.parse_args(argv)))
+    parser = Parser(__doc__)
     for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
+    for path in given.get("baseline", ()):
+        found_at(path, "--baseline")
     settings = settings_of_run(given["model"]) | given
     if settings.get("env") is None and "env_settings" not in given:
         settings.pop("env_settings", None)
@@ -218,17 +232,18 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
     if not run:
         return []
     was = {name: run[name] for name in (*(f.name for f in fields(AsTrained)), "rollout") if name in run}
-    was |= {"data": run.get("eval_data"), "temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}
+    greedy = {"temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}  # as training evaluates
+    was |= {"data": run.get("eval_data")} | greedy
     defaults = {f.name: f.default for f in fields(EvalConfig)}
-    kept = {name: x for name, x in was.items() if getattr(cfg, name) == x != defaults[name]}
+    kept = {name: x for name, x in was.items() if getattr(cfg, name) == x != defaults[name] and name not in greedy}
     same = [flag_text(name, x) for name, x in kept.items() if x is not None]
-    lines = [f"as in training: {', '.join(same)}"] if same else []
+    lines = [f"as in the run: {', '.join(same)}"] if same else []
     other = []
     for name, value in was.items():
         if getattr(cfg, name) != value:
             there = "none" if value in (None, ()) else flag_text(name, value).partition(" ")[2]
             other.append(f"{flag_text(name, getattr(cfg, name))} (there {there}{gone(name, run)})")
-    return lines + ([f"unlike training: {', '.join(other)}"] if other else [])
+    return lines + ([f"unlike the run's evaluations: {', '.join(other)}"] if other else [])
 
 
 def gone(name: str, run: Mapping[str, Any]) -> str:
@@ -350,7 +365,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         return {}
     summary = summarise_all(cfg, of_model, of_baselines) | {"left_out": left_out, "settings": settings_of(cfg)}
     print("\n".join(lines_of(summary)))  # before anything is written: a full disk does not take an evaluation with it
-    others = {f"{cfg.model}, {IMAGES[kind]}": records for kind, records in of_model.items() if kind}
+    others = {IMAGES[kind]: records for kind, records in of_model.items() if kind}
     others |= {f"baseline {path}": records for path, records in zip(cfg.baseline, of_baselines, strict=True)}
     shown = {record["uid"] for record in choose(of_model[""], summary)}
     write_report(cfg, summary, of_model[""], others, {e.uid: start_of(e) for e in examples if e.uid in shown})
@@ -359,7 +374,10 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
 
 def summarise_all(cfg: EvalConfig, of_model: Mapping[str, list[dict]], of_baselines: Sequence[list[dict]]) -> dict:
     records = of_model[""]
-    summary = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature, **summarise(records)}
+    about = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
+    if checkpoint := locate(cfg.model)[1]:
+        about["checkpoint"] = checkpoint.name
+    summary = about | summarise(records)
     if cfg.baseline:
         pairs = zip(cfg.baseline, of_baselines, strict=True)
         summary["baselines"] = [{"path": path, **summarise(base), **compare(records, base)} for path, base in pairs]
@@ -383,7 +401,7 @@ def write_report(
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):
         write_text(out / f"predictions{name}.jsonl", "".join(json.dumps(without_images(r)) + "\n" for r in of))
-    write_text(out / "report.html", page(f"{cfg.model} on {cfg.data}", records, examples, **more))
+    write_text(out / "report.html", page(f"{Path(cfg.model).name} on {Path(cfg.data).name}", records, examples, **more))
     print(f"wrote {out / 'eval.json'}, {out / 'predictions.jsonl'} and {out / 'report.html'}")
 
 

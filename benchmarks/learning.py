@@ -29,7 +29,8 @@ from functools import partial
 from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -53,6 +54,7 @@ from rewards.curriculum import Curriculum  # noqa: E402
 from rollout import Prompt, Sampling, response_texts  # noqa: E402
 from utils import Stages, dist_setup, run_script  # noqa: E402
 
+T = TypeVar("T")
 PER_ROUND = 256  # samples, with the demo's settings
 SIDES = ("trl", "ours")
 LEVELS = {"shapes": 0.9, "digits": 0.5}  # of accuracy; both sides' times to it are compared
@@ -132,14 +134,19 @@ class Recorder:
         self.began = self.away = (0.0, 0.0)
 
     def evaluate(self, step: int, evaluation: Callable[[], dict[str, float]]) -> dict[str, float]:
-        before = clock()
-        metrics = evaluation()
+        metrics = self.uncounted(evaluation)
         self.accuracy[step] = metrics["eval/accuracy"]
         if self.accuracy.keys() == {0}:
             self.began = clock()
-        else:
-            self.away = tuple(sum(of) for of in zip(self.away, elapsed(before), strict=True))
+            self.away = (0.0, 0.0)
         return metrics
+
+    def uncounted(self, do: Callable[[], T]) -> T:
+        """What is no part of learning."""
+        before = clock()
+        done = do()
+        self.away = tuple(sum(of) for of in zip(self.away, elapsed(before), strict=True))
+        return done
 
     def asked(self, uids: Sequence[str], token_ids: Sequence[Sequence[int]]) -> None:
         asked = [[uid, list(ids)] for uid, ids in zip(uids, token_ids, strict=True)]
@@ -164,8 +171,8 @@ def our_side(cfg: train.Config, recorder: Recorder) -> None:
     """train.py itself, watched."""
     evaluate, make_prompts, log_step = train.Evaluation.run, train.make_prompts, train.RunLog.step
 
-    def evaluated(self, out: Path, stage: Stages, step: int) -> dict[str, float]:
-        return recorder.evaluate(step, lambda: evaluate(self, out, stage, step))
+    def evaluated(self, log: train.RunLog, stage: Stages, step: int) -> dict[str, float]:
+        return recorder.evaluate(step, lambda: evaluate(self, log, stage, step))
 
     def prompts_made(examples: Sequence, *more: object, **named: object) -> list[Prompt]:
         prompts = make_prompts(examples, *more, **named)
@@ -173,8 +180,8 @@ def our_side(cfg: train.Config, recorder: Recorder) -> None:
         return prompts
 
     def logged(self, step: int, metrics: dict[str, float]) -> None:
-        log_step(self, step, metrics)
         recorder.step(step, metrics["lr"])
+        recorder.uncounted(lambda: log_step(self, step, metrics))  # it draws curves; TRL does not log
 
     train.Evaluation.run, train.make_prompts, train.RunLog.step = evaluated, prompts_made, logged
     train.main(cfg)
@@ -221,12 +228,13 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     engine = HFEngine(load_hf(cfg.model.model), processor, ctx.device, VisionCache(2**31))
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = train.Evaluation(engine, test, processor, Rewards(cfg.reward), ctx, greedy)
+    log = SimpleNamespace(evaluated=lambda *of: None)  # nothing is drawn
 
     class Watch(transformers.TrainerCallback):
         """The learning rate before the scheduler's step, then the step, then perhaps an evaluation."""
 
         def on_train_begin(self, *_: object, **__: object) -> None:
-            recorder.evaluate(0, lambda: evaluation.run(out, Stages(), 0))
+            recorder.evaluate(0, lambda: evaluation.run(log, Stages(), 0))
 
         def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
             self.lr = trainer.optimizer.param_groups[0]["lr"]
@@ -239,7 +247,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
 
         def evaluated(self) -> dict[str, float]:
             engine.load_weights(trainer.model.named_parameters())
-            return evaluation.run(out, Stages(), trainer.state.global_step)
+            return evaluation.run(log, Stages(), trainer.state.global_step)
 
     trainer.add_callback(Watch())
     trainer.train()

@@ -1,8 +1,7 @@
-"""A calculator: `<calc>12*(3+4)</calc>` is answered with 84. For rows of any task; a response without a call ends the
-episode.
+"""A calculator: `<calc>12*(3+4)</calc>` is answered with 84. For rows of any task.
 
-Nothing here hands the policy's text to Python: it is read by the parser that grades geometry, to 80 digits, under its
-limits on length, depth and magnitude.
+A response without a call ends the episode. Nothing here hands the policy's text to Python: it is read by the parser
+that grades geometry, to 80 digits, under its limits on length, depth and magnitude.
 
 The toy: two numbers of two digits in an image, to be multiplied or added; the policy reads, the environment reckons.
 """

@@ -128,12 +128,20 @@ def by_group(records: Sequence[dict]) -> dict[str, dict]:
         members = defaultdict(list)
         for value, score in zip(values, scores_of(records), strict=True):
             members[value].append(score)
-        found[f"by_{column}"] = {value: grouped(scores) for value, scores in sorted(members.items())}
+        found[f"by_{column}"] = {value: grouped(scores) for value, scores in sorted(members.items(), key=in_order)}
         if column == "task":
             mean = fmean(map(fmean, members.values()))
             ci95 = bootstrap(*members.values())
             found["task_mean"] = {"accuracy": mean, "accuracy_ci95": ci95, "n_tasks": len(members)}
     return found
+
+
+def in_order(item: tuple[str, Any]) -> tuple[bool, float, str]:
+    """Numbers by value, before texts."""
+    try:
+        return False, float(item[0]), item[0]
+    except ValueError:
+        return True, 0.0, item[0]
 
 
 def grouped(scores: Sequence[float]) -> dict:

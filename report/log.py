@@ -114,7 +114,8 @@ class RunLog:
             else:
                 self._write(step, metrics)
             self._draw()
-            self.step_began, self.reporting = time.perf_counter(), {}
+            self.began = self.step_began = time.perf_counter()
+            self.bar.start_t, self.reporting = time.time(), {}
 
     def evaluated(
         self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
@@ -159,9 +160,9 @@ class RunLog:
         eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
         if (step - self.start - 1) % HEAD_EVERY == 0:
             tqdm.write(head_line(self.cfg.run.steps, metrics))
+        self.bar.update()
         for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
             tqdm.write(line)
-        self.bar.update()
         if "eval/accuracy" in metrics:
             self._draw()
 

@@ -265,6 +265,8 @@ LOGARITHMIC = {"rollout/kl", "policy/kl_ref", "policy/grad_norm"}
 def watch(runs: Sequence[Path], out: Path) -> None:
     """Several runs over each other, in out/curves.png: those whose settings differ in the seed alone are one curve, the
     mean at the steps that all of them have, in a band from the lowest to the highest of them."""
+    told = f"--out {out} is a run, whose curves.png this would replace; choose another folder"
+    need(not (out / "run.json").exists(), told)
     rows_of, settings_of = {}, {}
     for run in dict.fromkeys(map(Path, runs)):
         file = run / "run.json"

@@ -204,12 +204,12 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert (args.data_source, args.bad_rows) == ("geo3k", "skip")
         assert (args.image_key, args.dtype, args.reward) == ("images", "auto", (*settings["reward"],))
         same, *other = E.told_of_run(args)
-        told = dict(part.split(" ", 1) for part in same.removeprefix("as in training: ").split(", "))
+        told = dict(part.split(" ", 1) for part in same.removeprefix("as in the run: ").split(", "))
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
-        assert other == ["unlike training: --image-key images (there image), --dtype auto (there bfloat16), "
-                         f"--data {data} (there none)"]
+        assert other == ["unlike the run's evaluations: --image-key images (there image), "
+                         f"--dtype auto (there bfloat16), --data {data} (there none)"]
     (tmp_path / "mine.py").unlink()
     args = E.parse_args([str(tmp_path / "run"), *more])
     told = "\n".join(E.told_of_run(args))
@@ -316,7 +316,7 @@ def test_its_figure_is_the_trainings(toys, tmp_path):
     assert {f"eval/{name}": result[name] for name in ("accuracy", "reward", "truncated")} == {
         name: trained[name] for name in ("eval/accuracy", "eval/reward", "eval/truncated")}
     assert 0 < result["accuracy"] < 1 and result["reward"] != result["accuracy"]
-    assert "unlike training" not in done.stdout and "--max-pixels 4000" in done.stdout
+    assert "unlike the run" not in done.stdout and "--max-pixels 4000" in done.stdout
     # its folder is no place for another report
     refused = run([sys.executable, "eval.py", out, "--out", out], check=False)
     assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
@@ -401,7 +401,7 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
         told = f"--reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000"
-        assert (f"as in training: {told}" in done.stdout) == (not more)
+        assert (f"as in the run: {told}" in done.stdout) == (not more)
         texts.append((out / "report.html").read_text().split("</h1>")[1])
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()
