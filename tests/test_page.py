@@ -672,7 +672,7 @@ def test_selects_search_and_order(opened):
         assert browser.evaluate(VISIBLE)[:2] == first, order
     browser.press("s")  # the order after the last
     assert browser.evaluate(VISIBLE) == SHOWN["a"]
-    browser.press("/", *"WORDS")
+    browser.press("/", *"Words")  # letters that are keys elsewhere
     waited = f"new Promise((done) => setTimeout(() => done({VISIBLE}), 400))"
     assert browser.evaluate(waited) == ["wrong"]
     browser.press("Escape", "r")
