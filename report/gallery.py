@@ -18,9 +18,14 @@ EMPTY = "<span class=none>(empty)</span>"
 PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
 
 
+def readable(text: object) -> str:
+    """Without what no file can hold: half of a surrogate pair, which JSON may bring."""
+    return str(text).encode(errors="replace").decode()
+
+
 def safe(text: object) -> str:
     """For all that comes from data, from the policy or from a user's reward."""
-    return html.escape(str(text))
+    return html.escape(readable(text))
 
 
 def number(value: float | str) -> str:
@@ -116,7 +121,7 @@ class Texts:
 
     def with_formulas(self, text: str) -> str:
         pieces = []
-        for part in parts(text):
+        for part in parts(readable(text)):
             piece = shown(part)
             if part.latex is not None and len(piece) > self.room:
                 self.left_as_source += 1
@@ -247,7 +252,7 @@ class Gallery:
     def image(self, record: dict, i: int) -> str:
         """The i-th of a prompt, with what each sample earned for it, if its task's reward says."""
         name = f"image_{i + 1}"
-        shown = self.images.tag((record["uid"], i), f"image {i + 1} of {record['uid']}")
+        shown = self.images.tag((record["uid"], i), f"image {i + 1} of {readable(record['uid'])}")
         earned = [s["rewards"][name] for s in record["samples"] if name in s["rewards"]]
         told = f"<span class=note>image {i + 1}: credit {', '.join(map(number, earned))}</span>" if earned else ""
         return f"<span class=image>{shown}{told}</span>"

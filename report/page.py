@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from prepare_data import Example
 from report.ablation import IMAGES
-from report.gallery import MOST_PROMPTS, Gallery, choose, number, safe
+from report.gallery import MOST_PROMPTS, Gallery, choose, number, readable, safe
 from report.thumbnails import image_tag
 
 MOST_BYTES = 20_000_000  # of a page
@@ -275,7 +275,7 @@ def by_groups(summary: Mapping) -> str:
 
 
 def query(text: object) -> str:
-    return quote(str(text), safe="")
+    return quote(readable(text), safe="")
 
 
 def state_name(group: str) -> str:

@@ -269,6 +269,13 @@ def test_a_summary_of_the_least():
     assert "0.000" in text and "no interval" in text and "Against" not in text and "By group" not in text
 
 
+def test_half_a_surrogate_pair_does_not_break_a_page():
+    half = json.loads('"<\\ud800>"')
+    summary = {"n": 1, "accuracy": 1.0, f"by_{half}": {half: {"n": 1, "accuracy": 1.0}}}
+    records = [record(half, sample(half), ground_truth=half), record("b", groups={half: half})]
+    assert page_of(records, half, [photo()], summary=summary).encode().count(b"&lt;?&gt;") >= 6
+
+
 def test_a_reward_is_not_an_accuracy():
     summary = {"n": 2, "accuracy": -1.5, "accuracy_ci95": [-2.0, -1.0], "metric": "reward", "by_task": {
         "t": {"n": 2, "accuracy": -1.5, "accuracy_ci95": [-2.0, -1.0]}}}  # fmt: skip
@@ -665,7 +672,7 @@ def test_selects_search_and_order(opened):
         assert browser.evaluate(VISIBLE)[:2] == first, order
     browser.press("s")  # the order after the last
     assert browser.evaluate(VISIBLE) == SHOWN["a"]
-    browser.press("/", *"WORDS")
+    browser.press("/", *"Words")  # letters that are keys elsewhere
     waited = f"new Promise((done) => setTimeout(() => done({VISIBLE}), 400))"
     assert browser.evaluate(waited) == ["wrong"]
     browser.press("Escape", "r")
