@@ -29,10 +29,20 @@ from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import UserError, check_writable, need
 from model import Processor, default_dtype
-from parallel.checkpoint import load_trained, locate, on_rank0
+from parallel.checkpoint import load_trained, locate, on_rank0, read_json, step_of
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
-from report.evaluation import FAILED, compare, group_of, lines_of, make_record, reliance, summarise, with_interval
+from report.evaluation import (
+    FAILED,
+    compare,
+    group_of,
+    lines_of,
+    make_record,
+    plain,
+    reliance,
+    summarise,
+    with_interval,
+)
 from report.gallery import choose
 from report.log import RunLog, read_rows, write_text
 from report.page import page
@@ -156,7 +166,7 @@ class Evaluation:
             return {}
         summary = summarise(records)
         by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
-        kinds = "  ".join(f"{kind} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        kinds = "  ".join(f"{plain(kind)} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
         found = f"eval at step {step}: {summary['metric']} {with_interval(summary)} on {summary['n']}{failed}"
         tqdm.write(found + (f"  {kinds}" if len(found + kinds) < 98 else ""))
@@ -293,7 +303,7 @@ def check_out(cfg: EvalConfig) -> None:
     need(not (out / "run.json").exists(), run)
     if not (out / "eval.json").is_file():
         return
-    before = json.loads((out / "eval.json").read_text()).get("settings", {})
+    before = read_json(out / "eval.json", "; remove it, or choose another folder").get("settings", {})
     now = settings_of(cfg)
     other = [name for name in now | before if now.get(name) != before.get(name)]
     told = [f"{flag_of(name)} was {before.get(name)} and is {now.get(name)}" for name in other[:1]]
@@ -338,8 +348,10 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     paths = [cfg.model, *cfg.baseline]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out = read_data(cfg, rewards, processors, start_of)
-    first_step, stage = last_stage(cfg.curriculum, examples)
-    rewards.try_out(ctx.main, [(first_step, stage)])
+    step, stage = last_stage(cfg.curriculum, examples)
+    rewards.try_out(ctx.main, [(step, stage)])
+    if checkpoint := locate(cfg.model)[1]:  # a reward may ask for the step that training evaluated at
+        step = step_of(checkpoint) or step
     ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     of_model: dict[str, list[dict]] = {}  # by what it saw: "", its own images, and what --ablate names
@@ -352,7 +364,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
             asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
             more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
-            records = Evaluation(*asked, **more).records(first_step)
+            records = Evaluation(*asked, **more).records(step)
             if number == 0:
                 of_model[kind] = records
             else:

@@ -5,6 +5,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from PIL import Image
@@ -14,6 +15,7 @@ from prepare_data import MARK, Example, decode_image
 from rollout import StartOf, as_given
 from utils import derive_seed
 
+TRIES = 100  # before all images are gone through in order
 IMAGES = {  # --ablate: what it is that the model sees
     "blank": "white images of the same size",
     "shuffled": "images of other examples",
@@ -43,13 +45,14 @@ class Ablation:
         need(not own.issuperset(self.places), told)
         images = []
         order = list(self.places)
+        seen = {pixels(image) for image in example.pil_images}  # the same image may be another file elsewhere
         for i, size in enumerate(example.image_sizes):
             rng = random.Random(derive_seed(self.seed, "shuffled", example.uid, i))
-            key = rng.choice(order)
-            while key in own:
-                key = rng.choice(order)
-            other, place = self.places[key]
-            images.append(png(decode_image(other.images[place]).resize(size, Image.Resampling.BICUBIC)))
+            keys = chain((rng.choice(order) for _ in range(TRIES)), order)
+            others = (decode_image(self.places[key][0].images[self.places[key][1]]) for key in keys if key not in own)
+            other = next((image for image in others if pixels(image) not in seen), None)
+            need(other is not None, told)
+            images.append(png(other.resize(size, Image.Resampling.BICUBIC)))
         return replace(example, images=images)
 
 
@@ -57,6 +60,10 @@ def keys_of(example: Example) -> list:
     """What tells each of its images from others."""
     sums = getattr(example.images, "sums", None)  # of images that stay in their file
     return list(zip(sums, example.image_sizes, strict=True)) if sums else [zlib.crc32(data) for data in example.images]
+
+
+def pixels(image: Image.Image) -> tuple:
+    return image.size, zlib.crc32(image.tobytes())
 
 
 def without(example: Example) -> Example:

@@ -18,7 +18,7 @@ from reward import extract_boxed, task_name, uncounted
 from rollout import Rollout
 
 ALWAYS = ("answer_type", "task", "source", "images")  # what records are grouped by without being asked
-FAILED = "rewards that failed, counted as wrong: {n}"
+FAILED = "rewards that failed, counted as 0: {n}"
 
 
 def make_record(
@@ -59,9 +59,9 @@ def scores_of(records: Sequence[dict]) -> list[float]:
 
 def metric_of(records: Sequence[dict]) -> str:
     """What `accuracy` is called where it is shown."""
-    graded = [s for record in records for s in record["samples"] if s["finish_reason"] != "error"]
-    having = sum("accuracy" in s["rewards"] for s in graded)
-    return "accuracy" if having or not graded else "reward"
+    samples = chain.from_iterable(record["samples"] for record in records)
+    having = {"accuracy" in s["rewards"] for s in samples if s["finish_reason"] != "error"}
+    return {(False,): "reward", (False, True): "accuracy or reward"}.get(tuple(sorted(having)), "accuracy")
 
 
 def answer_of(sample: dict) -> str | None:
@@ -104,7 +104,8 @@ def of_several(records: Sequence[dict]) -> dict[str, float]:
     if k_max == 1:
         return {}
     told = {f"avg@{k_max}": fmean(scores_of(records))}
-    if metric_of(records) != "accuracy":
+    scores = set(chain.from_iterable(map(correctness, records)))
+    if metric_of(records) != "accuracy" or not scores <= {0, 1}:  # in some tasks an answer may be right in part
         return told
     right = [sum(score == 1 for score in correctness(record)) for record in records]
     for k in range(1, k_max + 1):
@@ -131,9 +132,14 @@ def by_group(records: Sequence[dict]) -> dict[str, dict]:
         found[f"by_{column}"] = {value: grouped(scores) for value, scores in sorted(members.items(), key=in_order)}
         if column == "task":
             mean = fmean(map(fmean, members.values()))
-            ci95 = bootstrap(*members.values())
+            ci95 = bootstrap(*members.values(), ends=ends_of(scores_of(records)))
             found["task_mean"] = {"accuracy": mean, "accuracy_ci95": ci95, "n_tasks": len(members)}
     return found
+
+
+def ends_of(scores: Sequence[float]) -> tuple[float, ...]:
+    """Between which scores lie, if they are proportions."""
+    return (0.0, 1.0) if 0 <= min(scores) and max(scores) <= 1 else ()
 
 
 def in_order(item: tuple[str, Any]) -> tuple[bool, float, str]:
@@ -152,10 +158,12 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
     """Against another model on the same examples: the difference of the accuracies, by bootstrap over examples, which
     were gained and which were lost, and the exact test of whether that may be chance."""
     assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
-    gaps = {r["uid"]: a - b for r, a, b in zip(records, scores_of(records), scores_of(baseline), strict=True)}
+    ours, theirs = scores_of(records), scores_of(baseline)
+    gaps = {r["uid"]: a - b for r, a, b in zip(records, ours, theirs, strict=True)}
+    ends = (-1.0, 1.0) if ends_of(ours + theirs) else ()
     gained = [uid for uid, gap in gaps.items() if gap > 0]
     lost = [uid for uid, gap in gaps.items() if gap < 0]
-    told = {"difference": fmean(gaps.values()), "difference_ci95": bootstrap(list(gaps.values()))}
+    told = {"difference": fmean(gaps.values()), "difference_ci95": bootstrap(list(gaps.values()), ends=ends)}
     told |= {"gained": len(gained), "lost": len(lost), "mcnemar_p": mcnemar(len(gained), len(lost))}
     return told | {"gained_uids": gained, "lost_uids": lost}
 
@@ -192,7 +200,7 @@ def judged(metric: str, kind: str, found: Mapping[str, Any], guess: float | None
     if guess is None:
         return f"{told}: so much comes from seeing."
     if found["accuracy_ci95"][0] <= guess:
-        return f"{told}, to chance: it answers by looking."
+        return f"{told}, to what may be chance: it answers by looking."
     return f"{told}, but not to chance: some questions it answers without looking."
 
 
@@ -228,7 +236,8 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'])}")
     for base in summary.get("baselines", ()):
         lines.append(f"baseline {plain(base['path'])}: {with_interval(base)}")
-        changes = f"{base['gained']} gained, {base['lost']} lost, McNemar p {base['mcnemar_p']:.2g}"
+        test = "McNemar" if summary["samples"] == 1 else "sign test"
+        changes = f"{base['gained']} gained, {base['lost']} lost, {test} p {base['mcnemar_p']:.2g}"
         lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")
     if table := summary.get("reliance"):
         lines.append("visual reliance:")

@@ -92,6 +92,8 @@ def groups_of(records: Sequence[dict]) -> dict[str, list[str]]:
             values.append("" if value is None else str(value))
         if len(set(values)) > 1:
             found[name] = values
+    if found.get("source") == found.get("task"):
+        found.pop("source", None)
     return found
 
 

@@ -77,6 +77,7 @@ class RunLog:
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
         rows = [row for row in read_rows(self.path) if start and row["step"] <= start]
         write_rows(self.path, rows)
+        (self.out / "summary.json").unlink(missing_ok=True)  # of before it went on
         self.warnings = Warnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
         for row in rows:
             self.warnings.feed(row)
@@ -216,14 +217,18 @@ class RunLog:
         if self.ctx.main:
             self._draw()
             self.trackers.close()
+            self.summary = run_summary(self.out, read_rows(self.path))
+            write_text(self.out / "summary.json", json.dumps(self.summary, indent=2) + "\n")
 
     def close(self) -> None:
         if not self.ctx.main:
             return
         self.bar.close()
         self.end()
-        write_text(self.out / "summary.json", json.dumps(run_summary(self.out, read_rows(self.path)), indent=2) + "\n")
         told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
+        if best := self.summary.get("best"):
+            kept = Path(best["checkpoint"]).name if best["checkpoint"] else "no checkpoint of it"
+            told += f"; best evaluation {best['accuracy']:.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
         print(told, flush=True)

@@ -225,8 +225,9 @@ def comparison(summary: Mapping) -> str:
             f"<b>{difference + 0.0:+.3f}</b>" if is_number(difference) else "&ndash;",
             interval(base.get("difference_ci95"), signed=True), *counts, p_value(base.get("mcnemar_p")),
         ])  # fmt: skip
-    head = ["baseline", "its score", "95%", "difference", "95%, paired", "gained", "lost", "McNemar p"]
-    note = "Gained: right here, wrong in the baseline. The same prompts, compared pair by pair."
+    test = "McNemar p" if summary.get("samples", 1) == 1 else "sign test p"
+    head = ["baseline", "its score", "95%", "difference", "95%, paired", "gained", "lost", test]
+    note = "The same prompts, compared pair by pair: gained score higher than with the baseline, lost lower."
     made = table(head, rows, "numbers")
     return f"<section><h2>Against baselines</h2>{made}<p class=note>{note}</p></section>" if rows else ""
 
@@ -243,7 +244,7 @@ def reliance(summary: Mapping) -> str:
         if isinstance(of, Mapping):
             ends = of.get("accuracy_ci95")
             drop = f"<b>{of['drop']:.3f}</b>" if is_number(of.get("drop")) else ""
-            numbers = [share(of.get("accuracy")), interval(ends), drop, interval(of.get("drop_ci95"), signed=True)]
+            numbers = [share(of.get("accuracy")), interval(ends), drop, interval(of.get("drop_ci95"))]
             rows.append([safe(IMAGES.get(name, name)), bar(of.get("accuracy"), ends, 0, 1), *numbers])
     if is_number(found.get("constant")):
         chance = found["constant"]

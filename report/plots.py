@@ -267,31 +267,43 @@ def watch(runs: Sequence[Path], out: Path) -> None:
     mean at the steps that all of them have, in a band from the lowest to the highest of them."""
     told = f"--out {out} is a run, whose curves.png this would replace; choose another folder"
     need(not (out / "run.json").exists(), told)
-    rows_of, settings_of = {}, {}
-    for run in dict.fromkeys(map(Path, runs)):
+    rows_of, settings_of, seed_of = {}, {}, {}
+    for run in dict.fromkeys(Path(run).resolve() for run in runs):
         file = run / "run.json"
         need(file.is_file(), f"--watch {run}: no run is there (no {file}); give directories that train.py wrote")
         rows_of[run] = read_rows(run / "metrics.jsonl")
         need(any(row["step"] > 0 for row in rows_of[run]), f"--watch {run}: the run has not finished a step yet")
         args = json.loads(file.read_text())["args"]
-        own = str(run.absolute().parent)  # files next to a run are its own: the same, whatever its folder is called
-        settings = {name: str(value).replace(own, "..") for name, value in args.items() if name not in OF_NO_GROUP}
-        settings_of[run] = settings
-    groups = grouped(settings_of)
+        settings_of[run] = {name: str(value) for name, value in args.items() if name not in OF_NO_GROUP}
+        seed_of[run] = args.get("seed")
+    groups = grouped(settings_of, seed_of)
     found = [watched(name, title, groups, rows_of) for name, title in WATCHED]
+    shown = [panel for panel in found if panel]
+    need(shown, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number")
     seeds = max(map(len, groups.values())) > 1
     told = "line: mean of the runs that differ in the seed alone; band: the lowest to the highest of them"
-    draw_grid([panel for panel in found if panel], out / "curves.png", told if seeds else "", len(groups))
+    draw_grid(shown, out / "curves.png", told if seeds else "", len(groups))
     for name, members in groups.items():
         print(f"{name}: {', '.join(map(str, members))}")
     print(f"wrote {out / 'curves.png'}" + (f" ({told})" if seeds else ""))
 
 
-def grouped(settings_of: Mapping[Path, Mapping[str, str]]) -> dict[str, list[Path]]:
-    """Runs of the same settings, under the settings in which groups differ."""
+def grouped(
+    settings_of: Mapping[Path, Mapping[str, str]], seed_of: Mapping[Path, object]
+) -> dict[str, list[Path]]:
+    """Runs of the same settings and different seeds, under the settings in which groups differ."""
     by_settings: dict[tuple, list[Path]] = {}
     for run, settings in settings_of.items():
-        by_settings.setdefault(tuple(sorted(settings.items())), []).append(run)
+        # files next to a run may be of its seed alone: the same, whatever its folder is called
+        own = str(run.parent)
+        key = tuple(sorted((name, value.replace(own, "..")) for name, value in settings.items()))
+        by_settings.setdefault(key, []).append(run)
+    for key, members in list(by_settings.items()):
+        if len({seed_of.get(run) for run in members}) < len(members):  # no, they are others: of other data, say
+            del by_settings[key]
+            for run in members:
+                of_run = settings_of[run] | {"seed": str(seed_of.get(run))}
+                by_settings.setdefault(tuple(sorted(of_run.items())), []).append(run)
     kinds = [dict(key) for key in by_settings]
     names = sorted(set(chain.from_iterable(kinds)))
     differing = [name for name in names if len({kind.get(name) for kind in kinds}) > 1]

@@ -88,7 +88,7 @@ class TensorBoard:
     def __init__(self, out: Path, described: Mapping[str, Any], start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else 0)
         text = json.dumps(described, indent=2, default=str).replace("\n", "\n    ")
         self.board.add_text("configuration", f"    {text}", start)  # indented: markdown shows it as it is
 

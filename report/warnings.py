@@ -1,6 +1,7 @@
 """Warnings that name a remedy, from the rows of metrics.jsonl. Each is said once, and again only after what it warned
 of was over. The thresholds are rules of thumb that healthy runs of our tasks stay far away from."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ class Warnings:
         if "reward/constant_groups" not in row:  # an evaluation alone
             return []
         for name in ("policy/entropy", "response/tokens", "response/truncated", "rollout/kl", "reward/accuracy"):
-            if row.get(name) is not None:
+            if row.get(name) is not None and math.isfinite(row[name]):
                 self._take(name, row[name])
         checks: dict[str, Callable[[Row], str | None]] = {
             "flat": self._flat, "entropy": self._entropy, "length": self._length, "truncated": self._truncated,

@@ -2,12 +2,14 @@
 
 import base64
 import http.server
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +58,8 @@ def test_comparison_counts_what_changed():
     low, high = found["difference_ci95"]
     assert -0.35 < low < 0 < 0.1 < high < 0.5
     same = E.compare(ours, ours)
-    assert (same["difference"], same["difference_ci95"], same["mcnemar_p"]) == (0, (0, 0), 1.0)
+    low, high = same["difference_ci95"]
+    assert (same["difference"], same["mcnemar_p"]) == (0, 1.0) and -0.3 < low < 0 < high < 0.3
 
 
 def test_summary_counts_per_example_and_type():
@@ -83,7 +86,7 @@ def test_tasks_and_groups_are_counted_apart():
     assert {k: v["n"] for k, v in s["by_source"].items()} == {"hub/one": 3, "hub/two": 1}
     assert s["task_mean"]["accuracy"] == pytest.approx((1 / 3 + 1) / 2) and s["task_mean"]["n_tasks"] == 2
     low, high = s["task_mean"]["accuracy_ci95"]
-    assert low == pytest.approx(0.5) and high == pytest.approx(1.0)  # of one, 3 of 3 come with 1/27; two stays 1
+    assert 0.1 < low < 0.5 and 0.8 < high <= 1.0
 
 
 def test_a_task_without_right_or_wrong_has_a_reward():
@@ -97,10 +100,18 @@ def test_a_task_without_right_or_wrong_has_a_reward():
     assert E.reliance(records, {"none": records})["constant"] is None
 
 
+def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
+    summary = E.summarise([record("a", [2 / 3, 1.0]), record("b", [0.0, 1 / 3])])
+    assert summary["accuracy"] == summary["avg@2"] == pytest.approx(0.5) and "pass@1" not in summary
+    mixed = [record("a", [1.0]), record("b", [1.0])]
+    del mixed[1]["samples"][0]["rewards"]["accuracy"]
+    assert E.summarise(mixed)["metric"] == "accuracy or reward"
+
+
 def test_votes_are_for_what_is_in_the_box():
     texts = [r"<think>3</think> \boxed{4}", r"\boxed{4.0}", "5", r"\boxed{5", "<think>so</think> 5"]
     kinds = [answer_of({"text": text, "finish_reason": "stop"}) for text in texts]
-    assert kinds == ["4.0", "4.0", "5.0", r"\boxed{5", "5.0"]
+    assert kinds == ["4", "4", "5", r"\boxed{5", "5"]
     assert answer_of({"text": r"\boxed{4}", "finish_reason": "error"}) is None
     r = record("a", [1, 1, 0, 0, 0])
     for sample, text in zip(r["samples"], texts, strict=True):
@@ -116,9 +127,9 @@ def test_reliance_says_whether_it_looks():
             r |= {"answer_type": "colour", "ground_truth": truth}
     table = E.reliance(seen, {"blank": blind, "none": seen})
     assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
-    assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop_ci95"] == (0, 0)
+    assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop"] == 0
     assert table["said"] == (
-        "With white images of the same size the accuracy falls by 0.750, to chance: it answers by looking. "
+        "With white images of the same size the accuracy falls by 0.750, to what may be chance: it answers by looking. "
         "With no images at all there is no certain fall of the accuracy: no sign that it looks.")
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
@@ -141,6 +152,12 @@ def coloured(uid, *images, extra=None):
     return Example(uid, "shapes", messages, files, "x", extra or {})
 
 
+def jpeg_free(colour):
+    """The same pixels as `coloured`'s, written otherwise."""
+    Image.new("RGB", (56, 28), colour).save(file := io.BytesIO(), format="WEBP", lossless=True)
+    return file.getvalue()
+
+
 def test_others_images_have_the_size_of_those_they_replace():
     red, blue, green = "red", "blue", "green"
     examples = [coloured("a", ((56, 28), red)), coloured("b", ((28, 84), blue), ((56, 56), green)),
@@ -153,6 +170,10 @@ def test_others_images_have_the_size_of_those_they_replace():
         assert not mine & {image.getpixel((3, 3)) for image in other.pil_images}
         again = E.Ablation("shuffled", examples, as_given, 0).start_of(example)
         assert list(again.images) == list(other.images)
+    again = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same image in another file
+    again[1] = replace(again[1], images=[jpeg_free(red)])
+    with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
+        E.Ablation("shuffled", again, as_given, 0).start_of(again[0])
     with pytest.raises(ValueError, match="row 'a': --ablate shuffled: no example has other images"):
         alike = [coloured("a", ((56, 28), red)), coloured("b", ((56, 28), red))]  # the same bytes
         E.Ablation("shuffled", alike, as_given, 0).start_of(alike[0])
@@ -267,7 +288,7 @@ def test_command_writes_json_predictions_and_page_and_compares(toys, data, tmp_p
     result = json.loads((out / "eval.json").read_text())
     assert result["n"] == 10 and set(result["by_answer_type"]) == {"count", "colour", "shape", "exists", "angle"}
     same, other = result["baselines"]
-    assert same["mcnemar_p"] == 1.0 and same["accuracy"] == result["accuracy"] and same["difference_ci95"] == [0, 0]
+    assert same["mcnemar_p"] == 1.0 and same["accuracy"] == result["accuracy"] and same["gained"] == same["lost"] == 0
     assert (same["path"], other["path"]) == (str(toy), str(toys["qwen2_5_vl"]))
     assert result["by_split"]["test"]["n"] == 10 and set(result["reliance"]) >= {"shuffled", "none", "said"}
     assert "accuracy 0.000 (0.000 to 0.278)" in done.stdout and "no images at all" in done.stdout
@@ -335,7 +356,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
 
 
 @pytest.mark.parametrize("arguments,match", [
-    (["nobody/nothing"], "--model 'nobody/nothing'"),
+    (["nobody/nothing"], "MODEL 'nobody/nothing'"),
     (["TOY", "--samples", "2", "--temperature", "0"], "copies of one response"),
     (["TOY", "--samples", "0"], "--samples 0"),
     (["TOY", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),
@@ -343,7 +364,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--limit", "-1"], "--limit -1"),
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is --rollout hf"),
     (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is --rollout hf; leave it out"),
-    (["TOY", "--baseline", "nobody/nothing"], "--model 'nobody/nothing'"),
+    (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--group-by", "uid", "uid"], "--group-by uid uid: the same twice"),

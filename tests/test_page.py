@@ -258,7 +258,7 @@ def test_a_summary_with_everything():
     for told in ("0.900", "0.810 to 0.950 (95%)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
                  "turns <8> 0.250",
                  "2.50", "31.2", "+0.300", "+0.200 to +0.400", "<base>", "0.031", "< 0.001", "It looks: <yes>.",
-                 "0.310", "+0.400 to +0.600", "a <column>", "</td>", "rewards that failed2",
+                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "rewards that failed2",
                  "prompts left out7"):  # fmt: skip
         assert told in text, told
     assert "-0.000" not in text and "nan" not in text and "None" not in text

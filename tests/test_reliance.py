@@ -82,4 +82,4 @@ def test_reliance_is_told(tmp_path, monkeypatch):
     for kind in kinds:
         found = sees["reliance"][kind]
         assert found["accuracy_ci95"][0] <= sees["reliance"]["constant"] and found["drop_ci95"][0] > 0.1
-        assert f"{found['drop']:.3f}, to chance: it answers by looking" in told
+        assert f"{found['drop']:.3f}, to what may be chance: it answers by looking" in told

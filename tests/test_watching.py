@@ -509,7 +509,12 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     assert told[0].startswith("--lr 0.001 (3 seeds): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
     assert "band: the lowest to the highest" in told[2] and min(Image.open(tmp_path / "out" / "curves.png").size) > 800
     apart = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
-    assert [*map(len, grouped(apart).values())] == [1] * 4  # also where names are shortened to the same
+    assert [*map(len, grouped(apart, {}).values())] == [1] * 4  # also where names are shortened to the same
+    same = {Path(f"/{end}/run"): {"data": f"/{end}/train.parquet"} for end in "abc"}  # files of their own
+    assert [*map(len, grouped(same, {path: i for i, path in enumerate(same)}).values())] == [3]
+    assert [*map(len, grouped(same, dict.fromkeys(same, 0)).values())] == [1] * 3  # one seed: other data
+    watch([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
+    assert "seeds" not in capsys.readouterr().out
     with pytest.raises(UserError, match="--watch .*/none: no run is there"):
         watch([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
