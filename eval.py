@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ class Evaluation:
         kinds = "  ".join(f"{plain(kind)} {accuracy:.2f}" for kind, accuracy in by_type.items())
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
         found = f"eval at step {step}: {summary['metric']} {with_interval(summary)} on {summary['n']}{failed}"
-        tqdm.write(found + (f"  {kinds}" if len(found + kinds) < 98 else ""))
+        tqdm.write("\n".join([found, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
         log.evaluated(step, records, summary, self.examples, self.start_of)
         metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
         metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))
