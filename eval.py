@@ -44,8 +44,9 @@ from report.evaluation import (
     summarise,
     with_interval,
 )
+from report.files import read_rows, write_text
 from report.gallery import choose
-from report.log import RunLog, read_rows, write_text
+from report.log import RunLog
 from report.page import page
 from report.plots import run_curves, watch
 from report.progress import Progress
@@ -279,7 +280,9 @@ def read_data(
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
     need(kept, told)
-    need(not cfg.ablate or any(map(len, (e.images for e in kept))), f"--ablate: no example of {cfg.data} has an image")
+    shown = any(len(example.images) for example in kept)
+    none = f"--ablate {' '.join(cfg.ablate)}: no example of {cfg.data} has an image; leave it out"
+    need(shown or not cfg.ablate, none)
     for column in cfg.group_by:
         known = sorted(set(chain.from_iterable(example.extra for example in kept)))
         need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")

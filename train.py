@@ -44,7 +44,8 @@ from parallel.resume import Saver, absolute, changed_settings, find_start, resum
 from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, Example, ReadingConfig
-from report.log import RunLog, Skipped, lock_folder
+from report.files import lock_folder
+from report.log import RunLog, Skipped
 from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
 from report.progress import Progress, comparing, training
 from report.trackers import check_trackers

@@ -42,7 +42,8 @@ import train  # noqa: E402
 from model import Policy  # noqa: E402
 from parallel.checkpoint import checksum, complete_checkpoints, read_trainer, step_of  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
-from report.log import Skipped, read_rows  # noqa: E402
+from report.files import read_rows  # noqa: E402
+from report.log import Skipped  # noqa: E402
 from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints

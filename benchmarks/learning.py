@@ -48,7 +48,7 @@ from errors import need  # noqa: E402
 from grpo import PRESETS  # noqa: E402
 from model import VisionCache, load_hf, load_processor  # noqa: E402
 from prepare_data import ReadingConfig, read_examples  # noqa: E402
-from report.log import read_rows, write_text  # noqa: E402
+from report.files import read_rows, write_text  # noqa: E402
 from reward import Rewards, score  # noqa: E402
 from rewards.curriculum import Curriculum  # noqa: E402
 from rollout import Prompt, Sampling, response_texts  # noqa: E402
@@ -431,7 +431,7 @@ def report_algorithms(args: argparse.Namespace) -> None:
     }
     found = {name: {algo: paired(of[algo], of["grpo"]) for algo in others} for name, of in measures.items()}
     after = next(iter(measures.values()))
-    columns = [column for name in measures for column in (f"{name}, minus grpo's", "p, Holm")]
+    columns = list(chain.from_iterable((f"{name}, minus grpo's", "p, Holm") for name in measures))
     lines = [f"| algorithm | after | each seed | {' | '.join(columns)} | samples |", f"|---|--:|---|{'--:|' * 5}"]
     for algo in args.algos:
         compared = []

@@ -10,7 +10,7 @@ from typing import Any
 from errors import need
 from parallel import checkpoint
 from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
-from report.log import read_rows
+from report.files import read_rows
 from report.summary import best_evaluation
 from settings import flag_of
 

@@ -33,7 +33,8 @@ class Ablation:
         self.seed = seed
         self.places: dict[Any, tuple[Example, int]] = {}  # of each distinct image
         if kind == "shuffled":
-            self.places = {key: (e, i) for e in map(start_of, examples) for i, key in enumerate(keys_of(e))}
+            for example in map(start_of, examples):
+                self.places |= {key: (example, i) for i, key in enumerate(keys_of(example))}
 
     def with_others(self, example: Example) -> Example:
         """Each image is that of another example, stretched to the size of the one whose place it takes: as many tokens
@@ -49,7 +50,8 @@ class Ablation:
         for i, size in enumerate(example.image_sizes):
             rng = random.Random(derive_seed(self.seed, "shuffled", example.uid, i))
             keys = chain((rng.choice(order) for _ in range(TRIES)), order)
-            others = (decode_image(self.places[key][0].images[self.places[key][1]]) for key in keys if key not in own)
+            places = (self.places[key] for key in keys if key not in own)
+            others = (decode_image(found.images[place]) for found, place in places)
             other = next((image for image in others if pixels(image) not in seen), None)
             need(other is not None, told)
             images.append(png(other.resize(size, Image.Resampling.BICUBIC)))

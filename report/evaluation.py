@@ -13,7 +13,7 @@ from typing import Any
 from prepare_data import Example
 from report.ablation import IMAGES
 from report.page import episode_record
-from report.statistics import bootstrap, interval, majority, mcnemar, pass_at_k, same_answer
+from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from reward import extract_boxed, task_name, uncounted
 from rollout import Rollout
 
@@ -25,14 +25,27 @@ def make_record(
     index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
 ) -> dict:
     """An example with its responses and their rewards, as JSON has it."""
-    samples = []
-    for r, scores in graded:
-        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": scores}
-        samples.append(told | episode_record(r))
-    about = {"index": index, "uid": example.uid, "answer_type": answer_type(example)}
-    about |= {"task": task_name(example.data_source), "source": example.data_source, "n_images": len(example.images)}
     groups = {name: group_of(example, name) for name in group_by}
-    return about | {"ground_truth": example.ground_truth, "groups": groups, "samples": samples}
+    samples = [sample_record(r, rewards) for r, rewards in graded]
+    return {"index": index} | about(example) | {"groups": groups, "samples": samples}
+
+
+def about(example: Example) -> dict:
+    """What a record says of its example."""
+    return {
+        "uid": example.uid,
+        "answer_type": answer_type(example),
+        "task": task_name(example.data_source),
+        "source": example.data_source,
+        "n_images": len(example.images),
+        "ground_truth": example.ground_truth,
+    }
+
+
+def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
+    """A response, or an episode."""
+    told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
+    return told | episode_record(r)
 
 
 def answer_type(example: Example) -> str:
@@ -137,11 +150,6 @@ def by_group(records: Sequence[dict]) -> dict[str, dict]:
     return found
 
 
-def ends_of(scores: Sequence[float]) -> tuple[float, ...]:
-    """Between which scores lie, if they are proportions."""
-    return (0.0, 1.0) if 0 <= min(scores) and max(scores) <= 1 else ()
-
-
 def in_order(item: tuple[str, Any]) -> tuple[bool, float, str]:
     """Numbers by value, before texts."""
     try:
@@ -170,6 +178,7 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Visual reliance
+
 
 def reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]]) -> dict:
     """How much of the accuracy comes from seeing: the same questions with other images, or without."""

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from errors import UserError, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
-from report.files import json_line, lock_folder, read_rows, write_rows, write_text  # noqa: F401  for readers
+from report.files import json_line, read_rows, write_rows, write_text
 from report.gallery import choose
 from report.line import head_line, speeds, step_line
 from report.page import page

@@ -5,6 +5,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -261,7 +262,8 @@ def by_groups(summary: Mapping) -> str:
         if not key.startswith("by_") or not isinstance(of, Mapping):
             continue
         name = key.removeprefix("by_")
-        found = [x for g in of.values() for x in (g.get("accuracy"), *(g.get("accuracy_ci95") or ())) if is_number(x)]
+        drawn = chain.from_iterable((g.get("accuracy"), *(g.get("accuracy_ci95") or ())) for g in of.values())
+        found = list(filter(is_number, drawn))
         low, high = min([0.0, *found]), max([1.0, *found])
         rows = []
         for value, g in of.items():

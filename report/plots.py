@@ -279,7 +279,7 @@ def watch(runs: Sequence[Path], out: Path) -> None:
     groups = grouped(settings_of, seed_of)
     found = [watched(name, title, groups, rows_of) for name, title in WATCHED]
     shown = [panel for panel in found if panel]
-    need(shown, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number")
+    need(shown, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number; leave it out")
     seeds = max(map(len, groups.values())) > 1
     told = "line: mean of the runs that differ in the seed alone; band: the lowest to the highest of them"
     draw_grid(shown, out / "curves.png", told if seeds else "", len(groups))
@@ -339,7 +339,7 @@ def watched(
             axes.plot(*thinned((steps, smoothed(means))), color=colour, linewidth=1.6, label=name)
             thin = [thinned((steps, smoothed(values))) for values in (lowest, highest)]
             axes.fill_between(thin[0][0], thin[0][1], thin[1][1], color=colour, alpha=0.15, linewidth=0)
-        some = [value for members in of.values() for value in chain.from_iterable(m.values() for m in members)]
+        some = list(chain.from_iterable(member.values() for member in chain.from_iterable(of.values())))
         if metric in LOGARITHMIC and min(some) > 0 and max(some) > 30 * min(some):
             axes.set_yscale("log")
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from prepare_data import Example
-from report.page import episode_record
-from reward import task_name
+from report.evaluation import about, sample_record
 from utils import Context
 
 SHOWN = 160  # characters of a text on the terminal; of a longer one its beginning and its end
@@ -35,23 +34,10 @@ def sample_records(batch: Any) -> list[dict]:
     counts_R = torch.bincount(tokens.rollout, minlength=len(batch.rollouts))
     records: dict[str, dict] = {}
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R.clamp(min=1)).tolist(), strict=True):
-        told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": r.rewards}
-        told |= episode_record(r)
-        record = records.setdefault(r.prompt.uid, {**about(r.prompt), "samples": []})
-        record["samples"].append(told | {"advantage": advantage})
+        shown = {"n_images": len(r.prompt.start.images)}  # an environment may begin with others
+        record = records.setdefault(r.prompt.uid, about(r.prompt.example) | shown | {"samples": []})
+        record["samples"].append(sample_record(r, r.rewards) | {"advantage": advantage})
     return list(records.values())
-
-
-def about(prompt: Any) -> dict:
-    """Of a prompt's example, as an evaluation's records have it."""
-    example, kind = prompt.example, prompt.example.extra.get("answer_type")
-    return {
-        "uid": prompt.uid,
-        "answer_type": "all" if kind is None or kind == "" else str(kind),
-        "task": task_name(example.data_source),
-        "n_images": len(prompt.start.images),
-        "ground_truth": example.ground_truth,
-    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

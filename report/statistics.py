@@ -31,8 +31,8 @@ def bootstrap(*groups: Sequence[float], ends: Sequence[float] = (), seed: int = 
     """95% percentile interval of a mean; of several groups, of the mean of their means, each resampled by itself.
     Efron 1979
 
-    `ends`: the least and the largest that a value can be. Each group gets one more of both, since it may hold no value
-    that all the same there are: else 3 gained of 3 would be a difference of 1 for certain. For differences of
+    `ends`: the least and the largest that a value can be. Each group gets one more of both, since a rare value may be
+    in none of so few examples: else 3 gained of 3 would be a difference of 1 for certain. For differences of
     proportions this is the adjustment of Bonett and Price 2012."""
     rng = np.random.default_rng(seed)
     means = np.zeros(RESAMPLES)
@@ -50,11 +50,14 @@ def bootstrap(*groups: Sequence[float], ends: Sequence[float] = (), seed: int = 
     return float(low), float(high)
 
 
+def ends_of(scores: Sequence[float]) -> tuple[float, ...]:
+    """Between which scores lie, if they are proportions."""
+    return (0.0, 1.0) if 0 <= min(scores) and max(scores) <= 1 else ()
+
+
 def interval(scores: Sequence[float]) -> tuple[float, float]:
     """Of the mean of scores, one of each example: Wilson's where they are from 0 to 1, else by bootstrap."""
-    if 0 <= min(scores) and max(scores) <= 1:
-        return wilson(math.fsum(scores), len(scores))
-    return bootstrap(scores)
+    return wilson(math.fsum(scores), len(scores)) if ends_of(scores) else bootstrap(scores)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:

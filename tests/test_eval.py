@@ -24,7 +24,7 @@ from demo import make_model
 from layers import lora
 from prepare_data import Example
 from report.evaluation import answer_of, answer_type
-from report.log import read_rows
+from report.files import read_rows
 from report.plots import draw_curve
 from report.statistics import wilson
 from rollout import as_given, make_prompts

@@ -28,7 +28,8 @@ from parallel import watch
 from parallel.checkpoint import complete_checkpoints
 from parallel.resume import holds_run
 from parallel.watch import SIGNALS, Interrupt, Watch
-from report.log import Skipped, json_line, lock_folder
+from report.files import json_line, lock_folder
+from report.log import Skipped
 from report.warnings import Warnings
 from tasks.shapes import shapes_rows
 from utils import Context, Meter, Stages
