@@ -1,0 +1,650 @@
+"""What do asynchronous steps gain over the synchronous loop, from 8 to 1,024 GPUs? A simulation of a training run.
+
+    OMP_NUM_THREADS=1 python benchmarks/async.py                              # all tables, about two minutes
+    OMP_NUM_THREADS=1 python benchmarks/async.py --lengths geo3k --gpus 8 32 --scaling strong --seeds 3
+
+Nothing here ran on a GPU: every second is computed from the assumptions that are printed first, with their sources.
+
+colocated   all GPUs sample, all sleep or wake, all train
+K=0         servers sample, the trainer trains, the weights go to the servers: one after another
+K=1, 2, 3   rounds up to K beyond the one that is needed are sampled meanwhile, trained in the order of the data. What
+            happens to responses under way when the weights change:
+            keep    they go on, with their old keys and values
+            abort   they go on from prompt + partial response, which are prefilled again with the new weights
+            wait    they are finished first: all that were sent, as servers have no say in what is sent to them
+first K     first finished first: as many groups are under way as with K, also begun right after a sync, and a step
+            takes those that were finished first. Groups that would be older than K are dropped.
+any K       the same, but nothing is dropped: the bound does not hold, see the column `max`
+
+A round is the P prompts of a step with G samples each. A group goes to the server with the fewest requests, which runs
+up to `slots` sequences at once, first come, first served. All running sequences get a token an iteration, which takes
+
+    overhead + max((weights + keys and values of the running sequences) / bandwidth, FLOPs / rate)
+
+(weights and keys and values pass through the same memory, so their times add up). A prompt is prefilled for the first
+of its group on a server, which holds everybody else up for so long. A sync ends what is under way: an iteration that is
+not finished yet, or a prefill without a first token, is lost. A training step takes max(FLOPs of the round / GPUs,
+FLOPs of its largest group) / rate, as groups are not split over GPUs, and a constant.
+
+Between two syncs nothing is sent to the servers, so each sync projects all requests to their ends at once, by sorting,
+and cuts the projection when the next sync comes: exact, and no event is handled one by one (tests/test_async_bench.py
+compares it with a loop over iterations).
+
+weak        the batch grows with the GPUs: --prompts-per-gpu
+strong      the batch stays: --prompts
+
+For split layouts the best split is taken, of eighths of the GPUs: all of them for the first GPU count, for the others
+upwards and downwards from the best of the count before, as long as that helps; with a growing batch of more than 128
+GPUs that best one as it is. The trainer needs 16 bytes a parameter.
+
+speed       steps in the same time, against colocated and against K=0
+tokens/s    trained response tokens, a second and GPU of both kinds: what speed means where trained lengths differ
+idle        1 - the share of the time that GPUs train, or that a server has something to sample; syncs count as idle
+staleness   versions between the weights that sampled a token and those that are trained on it, of trained tokens
+again       tokens of responses that are prefilled again, over tokens sampled
+dropped     tokens of dropped groups, over tokens sampled
+length      mean length of trained responses over that of all prompts' responses, minus 1
+"""
+
+import argparse
+import heapq
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import log
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import numpy as np  # noqa: E402
+import transformers  # noqa: E402
+from balance import QWEN2_5_VL_7B  # noqa: E402
+
+from errors import need  # noqa: E402
+from packing import flop_rates, group_flops  # noqa: E402
+from report.files import write_text  # noqa: E402
+from utils import run_script  # noqa: E402
+
+PARAMETERS = 8.29e9  # of Qwen2.5-VL-7B, as its checkpoint has them
+PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+CALCULATOR = (1, 1, 3, 4, 7, 12, 19, 28, 35, 37, 37)  # tokens at these percentiles
+
+
+class Lengths(NamedTuple):
+    """A distribution of response lengths: log-lengths at standard normal quantiles, linear between and beyond them."""
+
+    source: str
+    z: Sequence[float]
+    log_length: Sequence[float]
+    cap: int
+    of_prompt: float  # share of the variance that is the prompt's
+
+    def draw(self, rng: np.random.Generator, n: int, samples: int) -> np.ndarray:
+        own = rng.normal(size=(n, samples)) * (1 - self.of_prompt) ** 0.5
+        z_NG = rng.normal(size=(n, 1)) * self.of_prompt**0.5 + own
+        return np.clip(np.exp(np.interp(z_NG, self.z, self.log_length)), 1, self.cap).astype(np.int64)
+
+
+def lognormal(source: str, median: float, sigma: float, cap: int, of_prompt: float) -> Lengths:
+    return Lengths(source, (-8, 8), (log(median) - 8 * sigma, log(median) + 8 * sigma), cap, of_prompt)
+
+
+def measured(source: str, quantiles: Sequence[float], stretch: float, of_prompt: float) -> Lengths:
+    z = [NormalDist().inv_cdf(min(max(p / 100, 1e-6), 1 - 1e-6)) for p in PERCENTILES]
+    return Lengths(source, z, [log(stretch * q) for q in quantiles], round(stretch * quantiles[-1]), of_prompt)
+
+
+LENGTHS = {
+    "toy": measured(
+        "MEASURED in shape: 512 responses of steps 1 and 10 of `demo.py run --task calculator --seed 0 --short`, mean "
+        "14.0, 4.7% at the limit of 37, 12% of the log-lengths' variance is the prompt's. Scale ASSUMED: times 30, "
+        "which brings the mean to that of geo3k",
+        CALCULATOR, 30, 0.12,
+    ),
+    "geo3k": lognormal(
+        "ASSUMED shape, PUBLISHED mean: log-normal, median 326, sigma 0.75, at most 2048, as benchmarks/balance.py: "
+        "its mean fits the tokens/s that EasyR1 publishes for Qwen2.5-VL-7B on geo3k (README of hiyouga/EasyR1). Half "
+        "of the variance is the prompt's: ASSUMED. (A run in a log at verl-project/verl issue 1208, mean 325, 0.4% at "
+        "the limit of 1024, would have sigma 0.48: a shorter tail)",
+        326, 0.75, 2048, 0.5,
+    ),
+    "reasoning": lognormal(
+        "FITTED to published figures: limit 40,960 tokens, and the last tenth of the responses takes up to half of the "
+        "sampling time (RL of Qwen2-VL-72B, Seer, arXiv 2511.14617, as its reviews tell it), so that the 90th "
+        "percentile is half the limit. Log-normal with sigma 1: ASSUMED; median 5685. Half of the variance is the "
+        "prompt's: ASSUMED (Seer finds lengths of a prompt's responses to be similar)",
+        20480 / np.exp(NormalDist().inv_cdf(0.9)), 1.0, 40960, 0.5,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What hardware and engines are assumed to do. `note` is the source."""
+
+    def _(default: float, note: str):
+        return field(default=default, metadata={"note": note})
+
+    peak: float = _(989, "TFLOP/s of bf16, dense: datasheet of the H100 SXM")
+    gemm: float = _(0.80, "of which prefill and decoding reach: cuBLAS's 790 of 989 as measured by others")
+    bandwidth: float = _(3.35, "TB/s of memory: datasheet of the H100 SXM")
+    reached: float = _(0.80, "of which decoding reaches: ASSUMED")
+    memory: float = _(80, "GB a GPU: datasheet; 90% of it for weights, keys and values")
+    overhead: float = _(2.0, "ms an iteration of an engine, for everything but the model: ASSUMED")
+    all_reduce: float = _(0.6, "ms an iteration more with tp > 1: ASSUMED, 56 of 10 us")
+    slots: int = _(256, "sequences an engine runs at once, where keys and values of mean length fit: ASSUMED")
+    mfu: float = _(0.35, "of the trainer: torchtitan's Llama-3.1-8B on 8 H100 has 0.33-0.39, EasyR1 0.23")
+    step: float = _(1.0, "s a training step beyond its FLOPs, for rewards, packing, optimizer: ASSUMED")
+    link: float = _(8.25, "GB/s at which servers get weights, all at once: 30B over 30 receivers in 7 s, as published")
+    latency: float = _(0.5, "s a sync beyond its bytes: ASSUMED")
+    wake: float = _(3.0, "s a colocated step for sleep, wake and weights: vLLM's blog has 0.8-2.6 for waking")
+    tp: int = _(1, "GPUs a server")
+    del _
+
+    def sync_seconds(self) -> float:
+        return 2 * PARAMETERS / (self.link * 1e9) + self.latency
+
+
+class Engine(NamedTuple):
+    """Seconds of an engine's work."""
+
+    overhead: float  # an iteration
+    weights: float  # to read them once
+    kv: float  # to read a token's keys and values
+    compute: float  # a sequence's share of an iteration
+    flop: float  # a FLOP of a prefill
+    slots: int
+
+    def seconds(self, j, n, first):
+        """Of j iterations of n sequences, whose contexts have `first` tokens in the first of them and n more in each
+        that follows. Of arrays too."""
+        above = self.compute * n - self.weights - self.kv * first  # seconds by which compute exceeds memory at first
+        bound = np.clip(np.ceil(above / np.maximum(self.kv * n, 1e-30)), 0, j)  # iterations bound by compute
+        rest = j - bound
+        memory = rest * (self.weights + self.kv * first) + self.kv * n * (bound + j - 1) * rest / 2
+        return j * self.overhead + bound * self.compute * n + memory
+
+
+RATES = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B))  # of an update with a frozen tower, a third of it
+FORWARD = flop_rates(transformers.Qwen2_5_VLConfig(**QWEN2_5_VL_7B), vision=1)
+KV_BYTES = 2 * 2 * 28 * 4 * 128  # a token's: keys and values, bf16, layers, heads, their size
+
+
+def engine(machine: Machine, mean_context: float) -> Engine:
+    rate = machine.peak * 1e12 * machine.gemm * machine.tp
+    bandwidth = machine.bandwidth * 1e12 * machine.reached * machine.tp
+    fits = (0.9 * machine.memory * 1e9 * machine.tp - 2 * PARAMETERS) / (KV_BYTES * mean_context)
+    told = f"--memory {machine.memory:g} GB x --tp {machine.tp} has no room for a sequence of {mean_context:.0f} tokens"
+    need(fits >= 1, f"{told}; raise --tp")
+    return Engine(
+        (machine.overhead + machine.all_reduce * (machine.tp > 1)) / 1e3,
+        (RATES.token + RATES.trained_token) / bandwidth,  # 2 FLOPs a multiplication and 2 bytes a weight
+        KV_BYTES / bandwidth,
+        (RATES.token + RATES.trained_token) / rate,
+        1 / rate,
+        min(machine.slots, int(fits)),
+    )
+
+
+class Work(NamedTuple):
+    """Groups in the order of the data."""
+
+    prompts: int  # a step
+    prompt_N: np.ndarray  # tokens
+    length_NG: np.ndarray
+    prefill_N: np.ndarray  # FLOPs of a prompt with its image
+    update_N: np.ndarray  # FLOPs of a group's update
+
+
+def draw_work(lengths: Lengths, prompts: int, samples: int, rounds: int, seed: int) -> Work:
+    """Prompts and images as in benchmarks/balance.py."""
+    rng = np.random.default_rng(seed)
+    n = prompts * rounds
+    length_NG = lengths.draw(rng, n, samples)
+    prompt_N = np.clip(np.exp(rng.normal(np.log(361), 0.5, n)), 109, 1247).astype(np.int64)
+    image_N = (prompt_N * rng.uniform(0.2, 0.9, n)).astype(np.int64)
+    prefill, update = [], []
+    for prompt, image, responses in zip(prompt_N.tolist(), image_N.tolist(), length_NG.tolist(), strict=True):
+        prefill.append(group_flops(FORWARD, prompt, [4 * image], [], 0))
+        update.append(3 * group_flops(RATES, prompt, [4 * image], responses, sum(responses)))
+    return Work(prompts, prompt_N, length_NG, np.array(prefill), np.array(update))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
+class Requests(NamedTuple):
+    """Arrays, one row a request, in the order in which they were sent."""
+
+    group: np.ndarray
+    server: np.ndarray
+    length: np.ndarray
+    done: np.ndarray  # tokens sampled so far
+    live: np.ndarray  # its keys and values are in its server
+    versions: np.ndarray  # sum over its tokens of the versions that sampled them
+    oldest: np.ndarray  # of these versions
+    finished: np.ndarray  # time; inf where it is not
+
+    def take(self, rows: np.ndarray) -> "Requests":
+        return Requests(*(column[rows] for column in self))
+
+
+NO_REQUESTS = Requests(*(np.zeros(0, kind) for kind in (int, int, int, int, bool, float, int, float)))
+
+
+def send(requests: Requests, work: Work, groups: Sequence[int], servers: int) -> Requests:
+    """Each group to the server with the fewest requests."""
+    samples = work.length_NG.shape[1]
+    busy = np.bincount(requests.server[np.isinf(requests.finished)], minlength=servers).tolist()
+    heap = [(n, server) for server, n in enumerate(busy)]
+    heapq.heapify(heap)
+    chosen = []
+    for _ in groups:
+        n, server = heap[0]
+        heapq.heapreplace(heap, (n + samples, server))
+        chosen.append(server)
+    rows = np.array(groups, np.int64)
+    length = work.length_NG[rows % len(work.length_NG)].reshape(-1)
+    zeros = np.zeros(len(length), np.int64)
+    far = np.full(len(length), 1 << 40)
+    fresh = (rows.repeat(samples), np.array(chosen, np.int64).repeat(samples), length, zeros, zeros.astype(bool))
+    fresh = Requests(*fresh, zeros.astype(float), far, np.full(len(length), np.inf))
+    return Requests(*(np.concatenate(pair) for pair in zip(requests, fresh, strict=True)))
+
+
+def start_iterations(server: np.ndarray, remaining: np.ndarray, slots: int) -> np.ndarray:
+    """When each request gets a slot of its server, in iterations from now; requests are sorted by server."""
+    start = np.zeros(len(server), np.int64)
+    edges = np.flatnonzero(np.diff(server, prepend=-1, append=-1)).tolist()
+    for low, high in zip(edges, edges[1:], strict=False):
+        ends = remaining[low : low + slots].tolist()
+        heapq.heapify(ends)
+        for i in range(low + slots, high):
+            start[i] = ends[0]
+            heapq.heapreplace(ends, ends[0] + int(remaining[i]))
+    return start
+
+
+class Projection:
+    """What the servers do from `now` on if nothing else is sent. `requests` are the unfinished ones."""
+
+    def __init__(self, requests: Requests, work: Work, engine: Engine, servers: int, now: float):
+        self.order = np.argsort(requests.server, kind="stable")
+        one = requests.take(self.order)
+        rows = one.group % len(work.prompt_N)
+        remaining = one.length - one.done
+        self.start_R = start_iterations(one.server, remaining, engine.slots)
+        # the prompt is prefilled by the first of a group that needs it
+        cold = np.flatnonzero(~one.live)
+        first = np.zeros(len(rows), bool)
+        first[cold[np.unique(one.group[cold], return_index=True)[1]]] = True
+        prompt = work.prompt_N[rows]
+        again = np.where(one.live, 0, RATES.token * one.done + RATES.pair * one.done * (prompt + one.done / 2))
+        prefill_R = engine.flop * (again + np.where(first, work.prefill_N[rows], 0.0))
+        self.again = int(one.done[cold].sum())
+
+        # an event for each start and each end; of one iteration ends come first
+        n = len(rows)
+        server = np.concatenate([one.server, one.server])
+        iteration = np.concatenate([self.start_R, self.start_R + remaining])
+        sign = np.repeat([1, -1], n)
+        events = np.lexsort((np.arange(2 * n), sign, iteration, server))
+        offset_R = prompt + one.done - self.start_R  # context = offset + iteration
+        self.server, self.iteration = server[events], iteration[events]
+        self.running = np.cumsum(sign[events])
+        self.offset = np.cumsum((sign * np.tile(offset_R, 2))[events])
+        gaps = np.append(np.diff(self.iteration), 0)
+        gaps[np.append(self.server[1:] != self.server[:-1], True)] = 0  # after a server's last event
+        self.engine = engine
+        spent = self.seconds(gaps, slice(None)) + np.append(np.concatenate([prefill_R, np.zeros(n)])[events][1:], 0)
+        starts = np.searchsorted(self.server, np.arange(servers + 1))
+        self.starts = starts[:-1]
+        self.present = np.diff(starts) > 0
+        clock = np.concatenate([[0.0], np.cumsum(spent)[:-1]]) if n else np.zeros(0)
+        # each server begins with the prefill of its first event, which belongs to no gap of its own
+        base = np.zeros(servers)
+        base[self.present] = clock[self.starts[self.present]]
+        opening = np.zeros(servers)
+        opening[self.present] = np.concatenate([prefill_R, np.zeros(n)])[events][self.starts[self.present]]
+        self.time = now + clock - base[self.server] + opening[self.server]
+        self.now = now
+        self.busy_until = np.full(servers, now)
+        self.busy_until[self.present] = self.time[starts[1:][self.present] - 1]
+        finish_R = np.empty(n)
+        ends = events >= n
+        finish_R[events[ends] - n] = self.time[ends]
+        self.finished = np.empty(n)
+        self.finished[self.order] = finish_R
+        self.remaining_R, self.server_R, self.finish_R = remaining, one.server, finish_R
+
+    def seconds(self, iterations: np.ndarray, at) -> np.ndarray:
+        running = self.running[at]
+        return self.engine.seconds(iterations, running, self.offset[at] + running * self.iteration[at])
+
+    def sampled(self, time: float) -> np.ndarray:
+        """Tokens that each request has got by then; unfinished iterations do not count."""
+        done = np.zeros(len(self.order), np.int64)
+        if not len(done):
+            return done
+        passed = np.add.reduceat(self.time <= time, self.starts[self.present])
+        servers = np.flatnonzero(self.present)[passed > 0]
+        last = self.starts[self.present][passed > 0] + passed[passed > 0] - 1
+        limit = np.append(self.iteration, 0)[np.minimum(last + 1, len(self.iteration))] - self.iteration[last]
+        low = np.zeros(len(last), np.int64)
+        high = np.where(self.running[last] > 0, limit, 0)
+        while (low < high).any():  # bisection: the most iterations that end in time
+            middle = (low + high + 1) // 2
+            fits = self.time[last] + self.seconds(middle, last) <= time
+            low = np.where(fits, middle, low)
+            high = np.where(fits, high, middle - 1)
+        reached = np.full(len(self.present), -1)
+        reached[servers] = self.iteration[last] + low
+        by_order = np.clip(reached[self.server_R] - self.start_R, 0, self.remaining_R - 1)
+        done[self.order] = np.where(self.finish_R <= time, self.remaining_R, by_order)
+        return done
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+class Mode(NamedTuple):
+    name: str
+    k: int = 0
+    in_flight: str = "keep"
+    first: bool = False  # finished first, trained first
+    drop: bool = True  # what would be older than K
+    colocated: bool = False
+
+
+COLOCATED = Mode("colocated", colocated=True)
+MODES = (
+    COLOCATED,
+    Mode("K=0"),
+    *(Mode(f"K={k} {way}", k, way) for k, way in product((1, 2), ("keep", "abort", "wait"))),
+    Mode("K=3 keep", 3),
+    *(Mode(f"first {k}", k, first=True) for k in (1, 2)),
+    *(Mode(f"any {k}", k, first=True, drop=False) for k in (1, 2)),
+)
+
+
+class Times(NamedTuple):
+    """What a run's seconds follow from, but for the engine's."""
+
+    servers: int
+    trainers: int  # GPUs
+    rate: float  # FLOP/s of one of them
+    step: float  # s of a training step beyond its FLOPs
+    pause: float  # s of a sync, or of sleep, wake and sync
+
+    def train(self, update: np.ndarray) -> float:
+        """Seconds of a step on groups of these FLOPs."""
+        return max(update.sum() / self.trainers, update.max()) / self.rate + self.step
+
+
+def simulate(work: Work, mode: Mode, engine: Engine, times: Times, steps: int, warmup: int) -> dict[str, float]:
+    """Means over the steps from `warmup` on; sums of tokens (sampled, trained, thrown, left) are of the whole run."""
+    ahead = mode.k + 1
+    requests = send(NO_REQUESTS, work, range(ahead * work.prompts), times.servers)
+    sent = ahead * work.prompts
+    now, began = 0.0, 0.0
+    total = dict.fromkeys(("sampled", "trained", "thrown"), 0)
+    kept = dict.fromkeys("train busy stale trained sampled again thrown responses gone gone_tokens".split(), 0.0)
+    oldest = 0
+    for step in range(steps):
+        if step == warmup:
+            began, kept = now, dict.fromkeys(kept, 0.0)
+        open_R = np.isinf(requests.finished)
+        projection = Projection(requests.take(open_R), work, engine, times.servers, now)
+        finished = requests.finished.copy()
+        finished[open_R] = projection.finished
+        groups, row_R = np.unique(requests.group, return_inverse=True)
+        done_at = np.zeros(len(groups))
+        np.maximum.at(done_at, row_R, finished)
+        chosen = np.argsort(done_at, kind="stable")[: work.prompts] if mode.first else np.arange(work.prompts)
+        seconds = times.train(work.update_N[groups[chosen] % len(work.update_N)])
+        cut = max(now, done_at[chosen].max()) + seconds
+        if mode.in_flight == "wait":
+            cut = max(cut, finished.max())
+
+        got = np.zeros(len(open_R), np.int64)
+        got[open_R] = projection.sampled(cut)
+        done = requests.done + got
+        requests = requests._replace(
+            done=done,
+            versions=requests.versions + step * got,
+            oldest=np.where(got > 0, np.minimum(requests.oldest, step), requests.oldest),
+            finished=np.where(finished <= cut, finished, np.inf),
+            live=(done > 0) & (mode.in_flight != "abort"),
+        )
+        trained_R = np.isin(row_R, chosen)
+        trained = requests.take(trained_R)
+        oldest = max(oldest, step - int(trained.oldest.min()))
+        first_version = np.full(len(groups), 1 << 40)
+        np.minimum.at(first_version, row_R, requests.oldest)
+        late_R = ~trained_R & (first_version[row_R] < step + 1 - mode.k) & mode.drop  # when the next step trains
+        thrown = requests.take(late_R)
+        requests = requests.take(~trained_R & ~late_R)
+        n_new = ahead * work.prompts - len(np.unique(requests.group))
+        requests = send(requests, work, range(sent, sent + n_new), times.servers)
+        sent += n_new
+
+        counts = {"sampled": got.sum(), "trained": trained.done.sum(), "thrown": thrown.done.sum()}
+        total = {key: total[key] + int(n) for key, n in counts.items()}
+        more = counts | {
+            "train": seconds,
+            "busy": (np.minimum(projection.busy_until, cut) - now).sum() / times.servers,
+            "stale": (step * trained.done - trained.versions).sum(),
+            "again": projection.again,
+            "responses": len(trained.done),
+            "gone": len(thrown.done),
+            "gone_tokens": thrown.length.sum(),
+        }
+        kept = {key: value + more[key] for key, value in kept.items()}
+        now = cut + times.pause
+    time = now - began
+    mean = kept["trained"] / kept["responses"]
+    everyone = (kept["trained"] + kept["gone_tokens"]) / (kept["responses"] + kept["gone"])
+    used = (kept["train"] + kept["busy"]) / time
+    return {
+        "seconds": time / (steps - warmup),
+        "train_seconds": kept["train"] / (steps - warmup),
+        "tokens": kept["trained"] / time,
+        "trainer_idle": 1 - (used if mode.colocated else kept["train"] / time),
+        "server_idle": 1 - (used if mode.colocated else kept["busy"] / time),
+        "staleness": kept["stale"] / kept["trained"],
+        "max_staleness": oldest,
+        "again": kept["again"] / kept["sampled"],
+        "dropped": kept["thrown"] / kept["sampled"],
+        "length": mean / everyone - 1,
+        **total,
+        "left": int(requests.done.sum()),
+    }
+
+
+def try_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int, eighths: int) -> dict | None:
+    """Means over seeds, of which `work` has one each; None where the trainer's share of the GPUs is too small."""
+    machine = args.machine
+    servers = max(1, gpus * eighths // 8 // machine.tp)
+    trainers = gpus if mode.colocated else gpus - servers * machine.tp
+    if trainers * machine.memory * 1e9 < 16 * PARAMETERS:  # weights, gradients and Adam's moments
+        return None
+    context = fmean(float(one.prompt_N.mean() + one.length_NG.mean()) for one in work)
+    pause = machine.wake if mode.colocated else machine.sync_seconds()
+    times = Times(servers, trainers, machine.peak * 1e12 * machine.mfu, machine.step, pause)
+    rows = [simulate(one, mode, engine(machine, context), times, args.steps, args.warmup) for one in work]
+    mean = {key: fmean(row[key] for row in rows) for key in rows[0]}
+    mean["max_staleness"] = max(row["max_staleness"] for row in rows)
+    seeds = [float(row["seconds"]) for row in rows]
+    return mean | {"servers": servers, "trainers": trainers, "eighths": eighths, "seconds_of_seeds": seeds}
+
+
+def best_split(work: list[Work], mode: Mode, args: argparse.Namespace, gpus: int, near: int | None, keep: bool) -> dict:
+    """The fastest split. `near` is the best one of fewer GPUs, from where it is looked for; `keep` takes that one."""
+    tried: dict[int, dict | None] = {}
+
+    def seconds(eighths: int) -> float:
+        if not 1 <= eighths <= 7:
+            return float("inf")
+        if eighths not in tried:
+            tried[eighths] = try_split(work, mode, args, gpus, eighths)
+        return tried[eighths]["seconds"] if tried[eighths] else float("inf")
+
+    if mode.colocated:
+        tried[8] = try_split(work, mode, args, gpus, 8)
+    elif keep and near:
+        seconds(near)
+    else:
+        best = near or min(range(1, 8), key=seconds)
+        for way in (1, -1):
+            while seconds(best + way) < seconds(best):
+                best += way
+    found = [row for row in tried.values() if row]
+    told = f"--gpus {gpus} of --memory {args.machine.memory:g} GB have no room for the trainer and a server"
+    need(bool(found), f"{told}; the trainer needs {16 * PARAMETERS / 1e9:.0f} GB, so give more")
+    best_row = min(found, key=lambda row: row["seconds"])
+    return best_row | {"tried": {row["eighths"]: row["seconds"] for row in found}}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def assumptions(args: argparse.Namespace) -> list[str]:
+    lines = ["Assumptions", ""]
+    for name, one in Machine.__dataclass_fields__.items():
+        lines.append(f"--{name.replace('_', '-'):10} {getattr(args.machine, name):>7g}  {one.metadata['note']}")
+    lines += [
+        "",
+        f"model      Qwen2.5-VL-7B, {PARAMETERS / 1e9:g}e9 parameters, bf16, all but the tower trained; FLOPs by "
+        f"packing.flop_rates, {RATES.token / 1e9:.1f} GFLOP a token forward; {KV_BYTES / 1e3:.0f} kB of keys and "
+        "values a token",
+        f"a sync     {args.machine.sync_seconds():.1f} s",
+        "prompts    log-normal, median 361 tokens, 109-1247, 20-90% of them image tokens, as benchmarks/balance.py",
+        *(f"{name:10} {LENGTHS[name].source}" for name in args.lengths),
+        "",
+    ]
+    return lines
+
+
+COLUMNS = ("mode", "servers + trainer", "s / step", "vs colocated", "vs K=0", "tokens/s", "idle: trainer", "servers",
+           "staleness", "max", "again", "dropped", "length")  # fmt: skip
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Markdown, one a case."""
+    lines = []
+    for row in rows:
+        if row["mode"] == COLOCATED.name:
+            size = f"{row['gpus']} GPUs, {row['prompts']} prompts x {row['samples']}"
+            head = "| " + " | ".join(COLUMNS) + " |"
+            rule = "|---|" + "--:|" * (len(COLUMNS) - 1)
+            lines += ["", f"**{size}, {row['lengths']}, {row['scaling']}**", "", head, rule]
+        split = "all" if row["mode"] == COLOCATED.name else f"{row['servers']} + {row['trainers']}"
+        shares = [f"{100 * row[key]:.0f}%" for key in ("trainer_idle", "server_idle")]
+        ages = [f"{row['staleness']:.2f}", f"{row['max_staleness']:.0f}"]
+        lost = [f"{100 * row[key]:.1f}%" for key in ("again", "dropped", "length")]
+        speeds = [f"{row['vs_colocated']:.2f}x", f"{row['vs_k0']:.2f}x", f"{row['tokens'] / row['gpus']:.0f}"]
+        cells = [row["mode"], split, f"{row['seconds']:.1f}", *speeds, *shares, *ages, *lost]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+STYLES = {
+    "K=0": ("#777777", "-"), "K=1 keep": ("#1f77b4", "-"), "K=2 keep": ("#d62728", "-"), "K=3 keep": ("#7b3294", "-"),
+    "K=1 wait": ("#1f77b4", ":"), "first 1": ("#1f77b4", "--"), "first 2": ("#d62728", "--"),
+    "any 1": ("#1f77b4", "-."), "any 2": ("#d62728", "-."),
+}  # fmt: skip
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Trained tokens a second against colocated, over GPUs; a column for each distribution of lengths."""
+    from matplotlib.figure import Figure
+
+    columns = list(dict.fromkeys(row["lengths"] for row in rows))
+    kinds = list(dict.fromkeys(row["scaling"] for row in rows))
+    figure = Figure(figsize=(4.1 * len(columns), 3.2 * len(kinds) + 0.6), dpi=110, layout="constrained")
+    panels = figure.subplots(len(kinds), len(columns), sharex=True, sharey="row", squeeze=False)
+    for (scaling, lengths), axes in zip(product(kinds, columns), panels.flat, strict=True):
+        case = [row for row in rows if (row["scaling"], row["lengths"]) == (scaling, lengths)]
+        base = {row["gpus"]: row["tokens"] for row in case if row["mode"] == COLOCATED.name}
+        for name, (colour, style) in STYLES.items():
+            speeds = [row["tokens"] / base[row["gpus"]] for row in case if row["mode"] == name]
+            axes.plot(list(base), speeds, style, color=colour, marker="o", markersize=3, label=name)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(base), [f"{gpus:,}" for gpus in base], fontsize=8)
+        axes.set_title(f"{lengths}, {'batch grows with GPUs' if scaling == 'weak' else 'the same batch'}", fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("trained tokens/s, colocated = 1")
+    for axes in panels[-1]:
+        axes.set_xlabel("GPUs")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False)
+    figure.savefig(path)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    p.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 512, 1024], help="GPU counts, rising")
+    p.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="of responses; see the output")
+    p.add_argument("--scaling", nargs="+", default=["weak", "strong"], choices=("weak", "strong"))
+    p.add_argument("--prompts-per-gpu", type=int, default=4, help="weak scaling")
+    p.add_argument("--prompts", type=int, default=512, help="strong scaling")
+    p.add_argument("--samples", type=int, default=8, help="responses per prompt")
+    p.add_argument("--steps", type=int, default=32, help="of a run")
+    p.add_argument("--warmup", type=int, default=14, help="of these, not counted")
+    p.add_argument("--seeds", type=int, default=1, help="draws of the lengths, averaged")
+    p.add_argument("--json", type=Path, help="where every figure goes")
+    p.add_argument("--plot", type=Path, help="a PNG: speed over GPUs")
+    machine = p.add_argument_group("the machine")
+    for name, one in Machine.__dataclass_fields__.items():
+        kind = type(one.default)
+        machine.add_argument(f"--{name.replace('_', '-')}", type=kind, default=one.default, help=one.metadata["note"])
+    args = p.parse_args(argv)
+    need(0 <= args.warmup < args.steps, f"--warmup {args.warmup} leaves none of --steps {args.steps}; give fewer")
+    need(args.tp >= 1 and min(args.gpus) >= 2 * args.tp, f"--gpus {min(args.gpus)} is too few for --tp {args.tp}")
+    counts = (args.prompts, args.prompts_per_gpu, args.samples, args.seeds, args.slots)
+    need(min(counts) >= 1, "--prompts, --prompts-per-gpu, --samples, --seeds and --slots must be 1 or more")
+    args.machine = Machine(**{name: getattr(args, name) for name in Machine.__dataclass_fields__})
+    return args
+
+
+def main(args: argparse.Namespace) -> None:
+    print("\n".join(assumptions(args)), flush=True)
+    rows: list[dict] = []
+    for lengths, scaling in product(args.lengths, args.scaling):
+        near: dict[str, int] = {}
+        for gpus in sorted(args.gpus):
+            prompts = args.prompts if scaling == "strong" else args.prompts_per_gpu * gpus
+            rounds = args.steps + max(mode.k for mode in MODES) + 1
+            work = [draw_work(LENGTHS[lengths], prompts, args.samples, rounds, seed) for seed in range(args.seeds)]
+            of_case: dict[str, dict] = {}
+            for mode in MODES:
+                keep = scaling == "weak" and gpus > 128
+                found = best_split(work, mode, args, gpus, near.get(mode.name), keep)
+                near[mode.name] = found["eighths"]
+                case = {"lengths": lengths, "scaling": scaling, "gpus": gpus, "prompts": prompts}
+                of_case[mode.name] = case | {"samples": args.samples, "mode": mode.name} | found
+            for row in of_case.values():
+                row["vs_colocated"] = of_case["colocated"]["seconds"] / row["seconds"]
+                row["vs_k0"] = of_case["K=0"]["seconds"] / row["seconds"]
+            rows += of_case.values()
+            print("\n".join(table(list(of_case.values()))), flush=True)
+            if args.json:
+                told = {"assumptions": assumptions(args), "rows": rows}
+                write_text(args.json, json.dumps(told, indent=1, default=float) + "\n")
+    if args.plot:
+        draw(rows, args.plot)
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)
