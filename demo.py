@@ -277,7 +277,8 @@ class Annotator(Engine):
         while taken or not responses.over:
             for rollout in taken:
                 tokens = self.processor.tokenizer.encode(f"{self.next(rollout)}<|im_end|>", add_special_tokens=False)
-                add_response(rollout, tokens, [0.0] * len(tokens), self.processor)
+                n = len(tokens)
+                add_response(rollout, tokens, [0.0] * n, self.processor, [0] * n)
                 responses.added(rollout)
             taken = responses.take(WAIT)
 

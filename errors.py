@@ -2,12 +2,16 @@
 it."""
 
 import errno
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 class UserError(ValueError):
@@ -58,12 +62,15 @@ def writing(path: Path, what: str, remedy: str = "free some, or give another fol
     where."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL + CLOSED:
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None)
+        if isinstance(error, SafetensorError) and (said := re.search(r"os error (\d+)", str(error))):
+            number = int(said[1])  # its own class also for what the system says
+        if number not in FULL + CLOSED:
             raise
-        where = error.filename or path
-        why = f"{where} cannot be written ({error.strerror})"
-        if error.errno in FULL:
+        where = getattr(error, "filename", None) or path
+        why = f"{where} cannot be written ({os.strerror(number)})"
+        if number in FULL:
             why = f"no space left for {where} ({free_bytes(path)} bytes free)"
         raise UserError(f"{what}: {why}; {remedy}") from error
 

@@ -54,7 +54,7 @@ from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
-from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
+from rollout import IN_PROCESS, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -88,7 +88,7 @@ class EvalConfig(AsTrained):
     samples: int = setting(1, "K, responses per example", least=1)
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=IN_PROCESS)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
 

@@ -420,9 +420,14 @@ class PolicyLoss:
     weight (tis policy_loss + kl_coef kl(logp, ref_logp) - entropy_coef entropy)
 
     Called with logp_K, entropy_K and the rows K of a TokenBatch. Returns the weighted loss of each token, whose plain
-    sum is the loss, and indicators: policy_loss's, "capped" and "kept" (importance_weight, keep_responses). On policy
-    the old policy is the current one, and the ratio is 1 exactly. A column that is read and was not computed is an
-    error.
+    sum is the loss, and indicators: policy_loss's, "capped" and "kept" (importance_weight, keep_responses). A column
+    that is read and was not computed is an error.
+
+    Which weights are "old", where tokens may be from older ones than those before the update (--async-steps):
+    trainer   those before the update. On policy they are the current ones, and the ratio is 1 exactly. The clip bounds
+              the update, tis weighs a token by old / sampled: a decoupled objective, arXiv:2505.24298, section 5.2
+    rollout   those that sampled the token, by the engine's log-probabilities. The ratio holds all that lies between,
+              staleness too, and the clip bounds it (arXiv:1707.06347 off policy); tis would weigh by it twice
     """
 
     algo: "Algorithm"
@@ -550,6 +555,8 @@ class Algorithm:
     sample_rounds: int = setting(1, "batches sampled at most until P groups have unequal rewards", least=1)
     epochs: int = setting(1, "passes over the rollouts of a step", least=1)
     minibatches: int = setting(1, "optimizer steps per pass", least=1)
+    old_policy: str = setting("trainer", "what the ratio compares with: the weights before the update, or those that "
+                              "sampled the token", choices=("trainer", "rollout"))
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", least=0)
     kl_coef: float = setting(0.0, "weight of the KL to the reference policy; 0 needs no reference", least=0)
     kl: str = setting("k3", "estimator of the KL", choices=KL_KINDS)
@@ -569,8 +576,8 @@ class Algorithm:
 
     @property
     def on_policy(self) -> bool:
-        """One update a step: the old policy is the current one."""
-        return self.epochs * self.minibatches == 1
+        """One update a step: the old policy is the current one, unless it is what sampled."""
+        return self.epochs * self.minibatches == 1 and self.old_policy == "trainer"
 
     @property
     def needs_reference(self) -> bool:
@@ -587,7 +594,8 @@ class Algorithm:
 
     @property
     def needs_old_logps(self) -> bool:
-        return self.kl_in_reward or not self.on_policy
+        """The trainer's, which a pass before the update computes."""
+        return self.old_policy == "trainer" and (self.kl_in_reward or not self.on_policy)
 
     @property
     def tis_bounds(self) -> tuple[float, float]:
@@ -603,7 +611,7 @@ class Algorithm:
         how = ADVANTAGES[self.adv]
         adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.std, self.kl_coef
         several_per_response = how.per_token and (how.needs_values or self.kl_in_reward)
-        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches}"
+        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches} with --old-policy {self.old_policy}"
         need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
         need(size > 1 or self.sample_rounds == 1,
              f"--group-size {size}: --sample-rounds {self.sample_rounds} looks for unequal rewards; use at least 2")
@@ -618,6 +626,9 @@ class Algorithm:
              f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
              f"--loss reinforce is right for one update a step only, not for {updates}; use --loss clip")
+        need(self.old_policy == "trainer" or (self.tis_cap is None and self.tis_mask is None),
+             "--old-policy rollout: the ratio is to what sampled already, and --tis-cap and --tis-mask would weigh by "
+             "it twice; leave them out, or use --old-policy trainer")
         need(self.kl_target is None or self.needs_reference,
              f"--kl-target {self.kl_target} adapts a coefficient that --kl-coef {kl_coef} has not; set it above 0")
         need(self.ref_every == 0 or self.needs_reference,

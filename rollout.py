@@ -1,8 +1,8 @@
 """Prompts in, rollouts out: the records, how examples become prompts, and what an engine and an environment are.
 
-An engine has four verbs, sample, load_weights, sleep, wake, and the dtype of its weights. engines/hf.py is the
-reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels, and
-report the log-probability of the distribution that they sampled from.
+An engine has four verbs, sample, load_weights, sleep, wake, the dtype of its weights, and their version. engines/hf.py
+is the reference, engines/vllm.py the fast one. Both ban the same tokens, stop at the same ones, take the same pixels,
+and report the log-probability of the distribution that they sampled from.
 
 With --env a rollout is an episode: the policy's responses in turn with what an environment says to them. Its tokens are
 never written anew: turn k + 1 goes on from turn k's prompt, the tokens that were sampled, and the environment's.
@@ -79,6 +79,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     turns: int = 1  # how many responses
     ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
+    failure: str = ""  # of its environment: "errors" or "timeouts"
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
     pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
@@ -86,6 +87,7 @@ class Rollout:
     discount: float = 1.0  # of the reward that comes after the last turn
     earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
     separate: list[Turn] = field(default_factory=list)  # if the chat template rewrites what was said before
+    versions: list[int] = field(default_factory=list)  # as long as logprobs: of the weights that sampled each token
 
     @property
     def reward(self) -> float:
@@ -131,11 +133,14 @@ def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> 
     return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
-def add_response(rollout: Rollout, tokens: list[int], logprobs: list[float], processor: Processor) -> None:
-    """What an engine sampled, at the end of a rollout."""
+def add_response(
+    rollout: Rollout, tokens: list[int], logprobs: list[float], processor: Processor, versions: list[int]
+) -> None:
+    """What an engine sampled, at the end of a rollout, and which version of its weights sampled each token."""
     rollout.response += tokens
     rollout.response_mask += [True] * len(tokens)
     rollout.logprobs += logprobs
+    rollout.versions += versions
     [rollout.text] = response_texts(processor, [tokens])
     rollout.finish_reason = "stop" if tokens[-1] in processor.eos_ids else "length"
 
@@ -144,7 +149,7 @@ def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images
     """A response that was written, not sampled: of a supervised start, or to compare log-probabilities on."""
     prompt = Prompt(uid, list(prompt_ids), list(images), None, [], [])
     n = len(response)
-    return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "")
+    return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -267,7 +272,8 @@ def load_examples(
 # Engines
 
 
-ENGINES = ("auto", "hf", "vllm")
+ENGINES = ("auto", "hf", "vllm", "server")
+IN_PROCESS = tuple(name for name in ENGINES if name != "server")
 VLLM_HELP = (
     "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
     "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "
@@ -334,12 +340,18 @@ class Responses:
         self.on_rollout(rollout)
 
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face names
+Weights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
+
+
 class Engine:
     """What samples responses, with weights of its own that only load_weights changes. generate and load_weights wake
     what they need; it stays awake until somebody who needs its memory lets it sleep."""
 
     dtype: torch.dtype  # of its weights: a sync casts to it
     complete = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
+    version = 0  # of its weights: each call of load_weights adds 1
+    concurrent = False  # may threads call generate while the trainer computes and syncs?
 
     def interrupted(self) -> bool:
         """True: stop sampling, as the run was asked to end."""
@@ -359,9 +371,17 @@ class Engine:
         max_new_tokens. One that comes again goes on after what was added to it meanwhile."""
         raise NotImplementedError
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    def sync(self, weights: Weights) -> dict[str, float]:
+        """Take over the trainer's weights, on all ranks at once; what load_weights says of it."""
+        return self.load_weights(weights(self.complete))
+
+    def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
         """Take over weights, by Hugging Face names; how many calls and bytes that took."""
         raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """What it measured of itself since the last call."""
+        return {}
 
     def wake(self) -> None:
         """Be ready to sample; generate sees to it itself."""

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
+from engines.connect import ServerConfig
 from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
@@ -40,10 +40,12 @@ from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, Remake, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
+from parallel.nodes import check_restarts, check_settings, check_shared
 from parallel.resume import Saver, absolute, changed_settings, find_start, resumed_settings
+from parallel.rounds import Rounds
 from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
-from prepare_data import DataConfig, Example, ReadingConfig
+from prepare_data import DataConfig, ReadingConfig
 from report.files import lock_folder
 from report.log import RunLog, Skipped
 from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
@@ -54,7 +56,7 @@ from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
-from utils import Context, Meter, Stages, derive_seed, dist_setup, print0, run_script
+from utils import Context, Meter, Stages, dist_setup, print0, run_script
 
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
 
@@ -86,6 +88,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    servers: ServerConfig
     env: EnvConfig
     reward: RewardConfig
     algo: grpo.Algorithm
@@ -131,6 +134,7 @@ def check(cfg: Config, world: int) -> None:
     cfg.algo.check()
     cfg.model.check(cfg.algo.ref_every)
     cfg.rollout.check(world, cfg.algo.minibatches)
+    cfg.servers.check(cfg.rollout.rollout, cfg.rollout.vllm, cfg.model)
     vllm_settings(cfg.rollout.vllm, cfg.rollout.rollout, world)
     cfg.optim.check(cfg.model, cfg.run.steps)
     need(not cfg.run.eval_every or cfg.data.eval_data, f"--eval-every {cfg.run.eval_every} needs --eval-data")
@@ -164,19 +168,6 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The stages of a step
-
-
-def next_examples(curriculum: Curriculum, pool: GroupPool, state: State) -> list[Example]:
-    """This process's share of the next batch."""
-    batch = curriculum.batch(state.step, state.position, pool.round, state.curriculum)
-    return [batch[place] for place in pool.places()]
-
-
-def sampling(cfg: Config, step: int, round: int) -> Sampling:
-    """The randomness of a sample is a function of (seed, step, round), its prompt and its place in the group. A first
-    round has the same seed with and without dynamic sampling."""
-    seed = derive_seed(cfg.run.seed, "sample", step, *([round] if round else []))
-    return Sampling(cfg.rollout.max_new_tokens, cfg.rollout.temperature, seed=seed)
 
 
 def make_batch(
@@ -222,6 +213,8 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
             tokens.fill("values", rows, models.critic(micro))
         if models.reference:
             tokens.fill("ref_logps", rows, models.reference(micro, temperature).logp_K)
+    if algo.old_policy == "rollout":
+        tokens.old_logps = tokens.rollout_logps
     models.reshard()
 
 
@@ -262,7 +255,9 @@ def update_policy(
                 (grpo.VALUE_COEF * value_loss).backward()
             policy_total += out.loss.item()
             value_total += value_loss.item()
-            measure_tokens(out, tokens, loss, meter, first_pass=epoch == 0)
+            # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
+            before = epoch == 0 and (algo.needs_old_logps or number == 0)
+            measure_tokens(out, tokens, loss, meter, first_pass=before)
         if state.step < algo.critic_warmup_steps:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
@@ -315,11 +310,13 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
 
 def main(cfg: Config) -> None:
     # --- set-up: first everything that can be wrong, then everything that takes long ---
+    check_restarts()
     ctx = dist_setup(cfg.run.timeout_minutes + 1, cfg.parallel.tp)  # the watch, which names who is late, comes first
     interrupt = Interrupt(cfg.run.grace_seconds)
     stage = Stages(interrupt.check)
     Watch(ctx, stage, cfg.run.timeout_minutes)
     cfg = resolve(cfg, ctx.device)
+    check_settings(cfg.flat(), ctx)
     check(cfg, ctx.world)
     algo, out = cfg.algo, Path(cfg.run.out)
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
@@ -333,7 +330,7 @@ def main(cfg: Config) -> None:
     curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
     rewards.try_out(ctx.main, curriculum.stages())
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
-    dist.barrier()
+    check_shared(out, {"--data": train_set, "--eval-data": eval_set}, ctx)
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
 
     models = build_models(cfg, processor, ctx)
@@ -348,19 +345,22 @@ def main(cfg: Config) -> None:
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, start_of)
+    sets = [train_set, eval_set]
     limits = env.image_limits if env else None
-    engine = start_engine(cfg.model, cfg.rollout, models, processor, [train_set, eval_set], ctx, limits)
+    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, sets, ctx, out, limits)
     engine.interrupted = interrupt.requested
-    if cfg.run.self_test:
-        first = sampling(cfg, step=0, round=0)
-        print0(self_test(models.policy, engine, train_set, processor, packer, first, start_of))
     play = player(engine, env, processor)
+    prompts_of = partial(make_prompts, processor=processor, start_of=start_of)
+    rounds = Rounds(cfg, play, engine, prompts_of, rewards, curriculum, ctx)
+    if cfg.run.self_test:
+        print0(self_test(models.policy, engine, train_set, processor, packer, rounds.sampling(0), start_of))
     saver = Saver(cfg.run, models, checkpoint, state)
     changed = changed_settings(out, cfg.flat()) if checkpoint else []
     log = RunLog(cfg, ctx, checkpoint, state.step)
     log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell, log.end)
+    engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     more = {"stage": curriculum.last(), "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
@@ -378,13 +378,12 @@ def main(cfg: Config) -> None:
 
         # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
         while not pool.full():
-            with stage("rollout"), Progress("responses", len(pool.places()) * algo.group_size) as progress:
-                prompts = make_prompts(next_examples(curriculum, pool, state), processor, start_of=start_of)
-                grading = rewards.begin(step, curriculum.stage(step))
-                on_rollout = progress.counting(grading.add)
-                rollouts = play.generate(prompts, algo.group_size, sampling(cfg, step, pool.round), on_rollout)
-            with stage("reward"), Progress("graded responses", len(rollouts), grading.answered):
-                give_rewards(rollouts, grading.results(rollouts), algo, cfg.rollout.max_new_tokens)
+            with stage("rollout"):
+                round = rounds.take(state, pool.position)
+                rollouts = round.rollouts
+            with stage("reward"), Progress("graded responses", len(rollouts), round.grading.answered):
+                rewarded = round.grading.results(rollouts)
+                give_rewards(rollouts, rewarded, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
         engine.sleep()  # the update needs its memory
 
@@ -406,14 +405,13 @@ def main(cfg: Config) -> None:
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
         with stage("sync", interruptible=False):
-            changed = full_parameters(models.policy, trainable_only=engine.complete, dtype=engine.dtype)
-            sent = engine.load_weights(changed)
+            sent = engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
 
         # 8. report: metrics, samples, evaluation, checkpoint
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
         metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
         state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
-        metrics |= curriculum.metrics(step, state.curriculum)
+        metrics |= curriculum.metrics(step, state.curriculum) | rounds.metrics(batch)
         models.after_step(state.step, algo.ref_every)
         if state.step % SAMPLE_EVERY == 0 or state.step in (log.start + 1, cfg.run.steps):
             log.samples(state.step, batch, metrics)

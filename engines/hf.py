@@ -274,6 +274,7 @@ class HFEngine(Engine):
             seen.add(name)
             n_bytes += tensor.nbytes
         self.complete = self.complete or seen == own.keys()
+        self.version += 1
         return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
 
     def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,7 +346,8 @@ class HFEngine(Engine):
             row.logprobs.append(logp)
             full = len(row.tokens) == responses.room(row.rollout)
             if token in self.processor.eos_ids or full or self.interrupted():
-                add_response(row.rollout, row.tokens, row.logprobs, self.processor)
+                versions = [self.version] * len(row.tokens)
+                add_response(row.rollout, row.tokens, row.logprobs, self.processor, versions)
                 row.active, row.tokens, row.logprobs = False, [], []
                 responses.added(row.rollout)
         batch.drop_ended()

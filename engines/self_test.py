@@ -153,7 +153,7 @@ def self_test(
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
     def sync() -> None:
-        engine.load_weights(full_parameters(policy, trainable_only=engine.complete, dtype=engine.dtype))
+        engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
 
     def sample() -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
         """Rollouts, and the log-probabilities of their tokens by the engine and by the trainer, one at a time."""

@@ -7,23 +7,22 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 
+from engines.transfer import Named, buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
+from engines.vllm_weights import Loader
 from errors import Note, UserError, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
 from utils import derive_seed
-
-Named = Iterable[tuple[str, torch.Tensor]]  # tensors by Hugging Face names
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
 FLAGS = {
@@ -42,7 +41,6 @@ OURS = (
 
 FAILED = Note("vLLM failed while generating; --resume auto goes on; if memory ran out, lower --vllm max_num_seqs or "
               "gpu_memory_utilization")  # fmt: skip
-EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
 
@@ -60,7 +58,7 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        need(engine == "vllm", f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
+        need(engine in ("vllm", "server"), f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
         need(equals, f"--vllm {pair}: give KEY=VALUE")
         need(key not in FLAGS, f"--vllm {pair}: use {FLAGS.get(key)}")
         need(key not in OURS, f"--vllm {pair}: the trainer relies on its own value")
@@ -70,7 +68,7 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     if not settings:
         return {}
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
-    divides = isinstance(tp, int) and tp > 0 and world % tp == 0
+    divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
     need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
     need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
     set_environment()
@@ -83,25 +81,36 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     return settings
 
 
-def ban_tokens(banned: torch.Tensor) -> type:
-    """A logits processor that takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias
-    would not: it is finite, and so the probability is not exactly zero."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-
-    class Ban(LogitsProcessor):
-        def __init__(self, vllm_config, device, is_pin_memory):
-            pass
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update) -> None:
-            """The same for every request."""
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits.index_fill_(1, banned, -torch.inf)
-
-    return Ban
+def engine_arguments(
+    path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What vLLM's LLM, or its server, is started with. `settings`: max_model_len, limit_mm_per_prompt (see
+    choose.image_limits) and those of --vllm."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    text = config.get_text_config()
+    recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    size = processor.image_processor.size
+    arguments = dict(
+        model=path,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        # states are cached by chunks of prefills, which a CPU has not
+        enable_prefix_caching=cuda or not recurrent,
+        logprobs_mode="processed_logprobs",
+        logits_processors=["engines.vllm_worker:Ban"],
+        additional_config={"banned": processor.banned(text.vocab_size).tolist()},
+        mm_processor_kwargs={"size": {key: size[key] for key in ("shortest_edge", "longest_edge")}},
+        mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the images shared out
+        mm_processor_cache_gb=1.0,
+        generation_config="vllm",
+    )
+    if cuda and getattr(text, "num_experts", 0):
+        arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
+    arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings
+    if not arguments["enable_chunked_prefill"]:
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+    return arguments
 
 
 def start(cuda: bool, tp: int, arguments: dict) -> object:
@@ -139,31 +148,9 @@ class VLLMEngine(Engine):
     def __init__(self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, **settings: Any):
         set_environment()
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        text = config.get_text_config()
-        recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
-        size = processor.image_processor.size
-        arguments = dict(
-            model=path,
-            dtype=str(dtype).removeprefix("torch."),
-            distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
-            max_num_seqs=256,
-            max_num_batched_tokens=8192,
-            # states are cached by chunks of prefills, which a CPU has not
-            enable_prefix_caching=cuda or not recurrent,
-            enable_sleep_mode=cuda and sleep_level > 0,
-            logprobs_mode="processed_logprobs",
-            logits_processors=[ban_tokens(processor.banned(text.vocab_size).to(device))],
-            mm_processor_kwargs={"size": {key: size[key] for key in ("shortest_edge", "longest_edge")}},
-            mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the images shared out
-            mm_processor_cache_gb=1.0,
-            generation_config="vllm",
-        )
-        if cuda and getattr(text, "num_experts", 0):
-            arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
-        arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings
-        if not arguments["enable_chunked_prefill"]:
-            arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+        arguments = engine_arguments(path, processor, dtype, cuda, settings)
+        arguments["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else "uni"
+        arguments["enable_sleep_mode"] = cuda and sleep_level > 0
         self.tp = arguments.get("tensor_parallel_size", 1)
         try:
             self.llm = start(cuda, self.tp, arguments)
@@ -174,8 +161,8 @@ class VLLMEngine(Engine):
                 f"{arguments.get('gpu_memory_utilization')}) or max_num_batched_tokens"
             ) from e
         self.executor = self.llm.llm_engine.model_executor
-        self.model = self.executor.driver_worker.model_runner.model
-        self.names = parameter_names(config)
+        runner = self.executor.driver_worker.model_runner
+        self.loader = Loader(runner.model, runner.model_config.hf_config)
         self.processor = processor
         self.dtype = dtype
         self.max_model_len = arguments["max_model_len"]
@@ -213,7 +200,7 @@ class VLLMEngine(Engine):
                     if (rollout := own.pop(output.request_id, None)) is not None:
                         sample = checked(output, rollout)
                         tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
-                        add_response(rollout, tokens, logprobs, self.processor)
+                        add_response(rollout, tokens, logprobs, self.processor, [self.version] * len(tokens))
                         responses.added(rollout)
         finally:
             self.llm.llm_engine.abort_request(list(running), internal=False)
@@ -255,26 +242,17 @@ class VLLMEngine(Engine):
         """Copy weights, by Hugging Face names, into the live model, bucket by bucket; how many calls and bytes that
         took.
 
-        vLLM drops some names that it does not know without a word, so each is looked up here first; and until every
-        parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error.
-        """
+        Until every parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error."""
         self.wake(["weights"])
-        sent: set[str] = set()
-        filled: set[str] = set()  # vLLM's parameters
+        self.loader.begin()
         calls, n_bytes = 0, 0
         for bucket in buckets(named_tensors, self.bucket_bytes):
-            sent |= {name for name, _ in bucket}
-            if unknown := sorted(sent - self.names):
-                raise ValueError(f"load_weights: the engine has no parameter {unknown[0]!r}")
-            filled |= self.model.load_weights(list(chain.from_iterable(map(apart, bucket))))
+            self.loader.load(bucket)
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
             calls += 1
-        assert sent, "load_weights: no tensor was given; the engine would go on with stale weights"
-        if not self.complete:
-            missing = sorted(self.names - sent) or sorted(dict(self.model.named_parameters()).keys() - filled)
-            if missing:
-                raise ValueError(f"load_weights: {len(missing)} parameters were not sent, the first is {missing[0]!r}")
-            self.complete = True
+        self.loader.finish(whole=not self.complete)
+        self.complete = True
+        self.version += 1
         self.reset_caches()
         return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
 
@@ -327,37 +305,3 @@ def checked(output: Any, rollout: Rollout) -> Any:
     finite = all(map(math.isfinite, sample.logprobs.logprobs))
     need(finite, NOT_FINITE.format(what=f"log-probabilities of vLLM's answer to example {prompt.uid!r}"))
     return sample
-
-
-def parameter_names(config: transformers.PreTrainedConfig) -> set[str]:
-    """Of a model's parameters in transformers, which is how a trainer sends them; no weight is loaded."""
-    with torch.device("meta"):
-        hf = transformers.AutoModelForImageTextToText.from_config(config)
-    return {name for name, _ in hf.named_parameters()}
-
-
-def apart(named_tensor: tuple[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The experts of a layer, which transformers has in one tensor (experts, outputs, inputs), each under a name of its
-    own: vLLM reads those for every family, but experts in one tensor for some families the other way round."""
-    name, tensor = named_tensor
-    layer, _, kind = name.rpartition(".experts.")
-    if kind not in EXPERTS:
-        yield name, tensor
-        return
-    for i, expert in enumerate(tensor):
-        for projection, part in zip(EXPERTS[kind], expert.chunk(len(EXPERTS[kind])), strict=True):
-            yield f"{layer}.experts.{i}.{projection}.weight", part
-
-
-def buckets(named_tensors: Named, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive tensors in lists of at most max_bytes; a larger tensor is a list of its own. Lazy: one list is
-    held."""
-    bucket, size = [], 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -28,7 +28,6 @@ from envs._load import Environments, check_images, checked_messages, checked_sta
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, need
 from model import IMAGE_MARK, ImageInput, Processor
-from reward import grader_stats
 from rollout import (
     Engine,
     Observation,
@@ -173,6 +172,7 @@ class Play(Responses):
             own.response += rollout.response
             own.response_mask += rollout.response_mask
             own.logprobs += rollout.logprobs
+            own.versions += rollout.versions
             own.text, own.finish_reason = rollout.text, rollout.finish_reason
         if self.player.separate:
             ids = rollout.prompt.token_ids + rollout.response
@@ -369,7 +369,6 @@ class Play(Responses):
 
     def _fail(self, episode: Episode, failed: Failed) -> None:
         r = episode.rollout
-        grader_stats[f"episode/{failed.kind}"] += 1
         failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.flag} {failed.line}")
         close(episode.env, self.environments.flag)
         if self.cfg.env_errors == "stop":
@@ -379,7 +378,7 @@ class Play(Responses):
             raise failed.error
         self.failed.append(failed)
         r.turn_rewards, r.earned = [], {}
-        r.ended_by = "error"
+        r.ended_by, r.failure = "error", failed.kind
         # one that failed before its first response has nothing that could be compared or trained on
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 

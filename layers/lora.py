@@ -4,7 +4,7 @@ Reads and writes PEFT's adapter format.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +109,11 @@ PREFIX = "base_model.model."  # of a layer's name in PEFT's files
 UNREAD = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")  # not plain
 
 
-def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
+def write_adapter(
+    hf: nn.Module, base: str, folder: Path, gathered: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub
-    id."""
+    id; `gathered` are the adapters' tensors by name, of a model that is sharded."""
     layers = lora_layers(hf)
     first = next(iter(layers.values()))
     rank = first.lora_A.shape[0]
@@ -119,7 +121,7 @@ def write_adapter(hf: nn.Module, base: str, folder: Path) -> None:
     plain = {"bias": "none", "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False}
     names = list(layers)  # in full: the tower's MLPs may be called like the language model's
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **made, **plain, "target_modules": names}
-    adapters = {name: p.detach() for name, p in hf.named_parameters() if ".lora_" in name}
+    adapters = gathered or {name: p.detach() for name, p in hf.named_parameters() if ".lora_" in name}
     tensors = {f"{PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

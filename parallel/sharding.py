@@ -7,6 +7,8 @@ holds all of it.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from errors import need
-from layers.lora import lora_layers
+from layers.lora import lora_layers, write_adapter
 from model import Policy
 from parallel.tensor_parallel import check_tp, divide_blocks
 from settings import setting
@@ -43,6 +45,12 @@ class ParallelConfig:
 
 
 PLAIN = ParallelConfig()
+
+
+class Shape(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def shard(
@@ -138,20 +146,39 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # Weights
 
 
-def full_parameters(policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple]:
-    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before
-    it travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers
-    that have one. All ranks must consume it together."""
-    layers = lora_layers(policy.hf)
-    for name, parameter in policy.hf.named_parameters():
-        layer = layers.get(name.removesuffix(".weight"))
-        if ".lora_" in name or (trainable_only and layer is None and not parameter.requires_grad):
-            continue
-        if layer is None:
-            yield name, full(parameter, dtype)
-        else:
-            tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
-            yield name, tensor.to(dtype or parameter.dtype)
+class full_parameters:  # noqa: N801  called as a function is
+    """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before it
+    travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers that
+    have one. All ranks must iterate together."""
+
+    def __init__(self, policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None):
+        self.dtype = dtype
+        self.layers = lora_layers(policy.hf)
+        self.chosen: dict[str, torch.Tensor] = {}
+        for name, parameter in policy.hf.named_parameters():
+            trained = parameter.requires_grad or name.removesuffix(".weight") in self.layers
+            if ".lora_" not in name and (trained or not trainable_only):
+                self.chosen[name] = parameter
+
+    def shapes(self) -> list[Shape]:
+        """Of what iteration gives, without gathering anything."""
+        return [Shape(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.chosen.items():
+            layer = self.layers.get(name.removesuffix(".weight"))
+            if layer is None:
+                yield name, full(parameter, self.dtype)
+            else:
+                tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
+                yield name, tensor.to(self.dtype or parameter.dtype)
+
+
+def save_adapter(policy: Policy, base: str, folder: Path) -> None:
+    """PEFT's files of a sharded policy's adapters, by rank 0; all ranks gather. `base`: the model below."""
+    gathered = {name: full(p).cpu() for name, p in policy.hf.named_parameters() if ".lora_" in name}
+    if dist.get_rank() == 0:
+        write_adapter(policy.hf, base, folder, gathered)
 
 
 def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

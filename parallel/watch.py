@@ -10,11 +10,13 @@ Watch       every rank tells the others every few seconds that it lives and how 
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,7 @@ class Interrupt(threading.Thread):
         self.save: Callable[[], str] | None = None
         self.after: Callable[[], None] | None = None
         self.timer: threading.Timer | None = None
+        self.parent = os.getppid()
         self.pipe, heard = os.pipe()
         os.set_blocking(heard, False)
         signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
@@ -65,6 +68,10 @@ class Interrupt(threading.Thread):
         """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it; `after`
         finishes the rest, in what is left of the grace period."""
         self.save, self.after = save, after
+
+    def request(self) -> None:
+        """End as after a signal, with a checkpoint."""
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self) -> bool:
         """Of this rank alone; what only it does may end early."""
@@ -82,11 +89,21 @@ class Interrupt(threading.Thread):
             text = f"{signal.Signals(number).name}: {self.save()}"
             if self.timer:
                 self.timer.cancel()
-            left = self.grace - (time.monotonic() - self.since) if self.number else self.grace
+            if not self.number:
+                self.number, self.since = number, time.monotonic()
+                self._tell_torchrun()
+            left = self.grace - (time.monotonic() - self.since)
             rest = later(max(0.0, left), self._leave, number, text)
             self.after()
             rest.cancel()
             raise Interrupted(number, text)
+
+    def _tell_torchrun(self) -> None:
+        """Of a node that the signal has not reached: with --max-restarts it would start the run again, and wait for the
+        others."""
+        if os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+            if os.getppid() == self.parent:  # else it has ended, and this process is another's child now
+                os.kill(self.parent, signal.SIGTERM)
 
     def run(self) -> None:
         while True:
@@ -129,6 +146,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
+        self.words = [""] * ctx.world  # of all ranks, as last heard
+        self.left = False  # because a connection was lost
         if ctx.world > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             own = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(1.0, self.limit)))
@@ -137,8 +156,10 @@ class Watch(threading.Thread):
             self.store.set(f"rank{ctx.rank}", self._word(0))
             dist.barrier()  # every rank has spoken once
             self.start()
+            sys.excepthook = self._after_error
 
-    def _word(self, beat: int) -> str:
+    def _word(self, beat: int | str) -> str:
+        beat = "left" if self.left else beat
         return f"{beat}|{self.timers.entered}|{self.timers.stage}|{socket.gethostname()} process {os.getpid()}"
 
     def run(self) -> None:
@@ -158,14 +179,17 @@ class Watch(threading.Thread):
                     continue
                 alarm.cancel()
                 alarm = self._alarm()
-                self._judge(heard, [word.decode() for word in words])
+                self.words = [word.decode() for word in words]
+                self._judge(heard, self.words)
         finally:
             alarm.cancel()
 
+    def _holder(self) -> str:
+        return "or torchrun next to it" if "TORCHELASTIC_RUN_ID" in os.environ else "which holds the run's store"
+
     def _alarm(self) -> threading.Timer:
-        where = "or torchrun next to it" if "TORCHELASTIC_RUN_ID" in os.environ else "which holds the run's store"
         seconds = self.limit + self.period
-        return later(seconds, self._end, 0, f"has not answered for {seconds / 60:.3g} minutes", where)
+        return later(seconds, self._end, 0, f"has not answered for {seconds / 60:.3g} minutes", self._holder())
 
     def _judge(self, heard: list[Heard], words: list[str]) -> None:
         """Brings `heard` up to date, or ends the run."""
@@ -186,6 +210,23 @@ class Watch(threading.Thread):
                 self._end(number, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
             if behind > self.limit and ahead:
                 self._end(number, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
+
+    def _after_error(self, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+        """A lost connection says nothing of who was lost: those are that fall silent from now on."""
+        sys.__excepthook__(kind, error, trace)
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            time.sleep(1.5 * self.period)  # for the last words of those that were lost
+            before = self.words
+            time.sleep(2 * self.period)
+            lost = [(rank, word) for rank, word in enumerate(self.words) if word == before[rank] and word[:4] != "left"]
+            if len(lost) == self.ctx.world:  # nothing was heard of anyone
+                lost = [(0, self._holder())]
+            else:  # whom this one's end surprises is to blame those before
+                self.left = True
+                self.store.set(f"rank{self.ctx.rank}", self._word(0))
+            told = ", ".join(f"rank {rank} ({word.rsplit('|', 1)[-1]}) is gone" for rank, word in lost)
+            if told:
+                os.write(2, f"error: {told}; {GO_ON} (torchrun --max-restarts does so by itself)\n".encode())
 
     def _end(self, rank: int, what: str, where: str) -> None:
         told = f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here"

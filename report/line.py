@@ -27,8 +27,10 @@ def peak_flops(device: str) -> float | None:
 def speeds(metrics: Mapping[str, float], world: int, device: str | None) -> dict[str, float]:
     """What follows from a step's metrics; nothing where it cannot be known. `device`: the name of each rank's GPU."""
     found = {}
-    if metrics.get("time/rollout") and "rollout/tokens" in metrics:
-        found["perf/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+    # with --async-steps sampling goes on all the time
+    seconds = metrics.get("time/step" if "async/staleness" in metrics else "time/rollout")
+    if seconds and "rollout/tokens" in metrics:
+        found["perf/tokens_per_second"] = metrics["rollout/tokens"] / seconds
     peak = peak_flops(device) if device else None
     if peak and metrics.get("time/update") and metrics.get("update/flops"):
         found["perf/mfu"] = metrics["update/flops"] / world / metrics["time/update"] / peak

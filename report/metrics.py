@@ -1,5 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -39,11 +40,11 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         if kind is not None:
             meter.add(f"reward/{task}/type={kind}", r.accuracy)
         meter.add(f"reward/images={len(r.prompt.images) + len(r.images)}", r.accuracy)
+    counted = Counter({name: grader_stats.pop(name) for name in list(grader_stats)})  # rounds ahead go on counting
     for why in GRADER_STATS:  # why answers were wrong without being compared
-        meter.sum(f"grader/{why}", grader_stats[why])
-    for name in {*FAILED, *(name for name in grader_stats if "/" in name)}:
-        meter.sum(name, grader_stats[name])
-    grader_stats.clear()
+        meter.sum(f"grader/{why}", counted[why])
+    for name in {*FAILED, *(name for name in counted if "/" in name)}:
+        meter.sum(name, counted[name])
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
     if "reward/reward" in metrics:  # else all rewards failed
         metrics["reward/mean"] = metrics.pop("reward/reward")
@@ -55,8 +56,8 @@ def measure_episode(r: Rollout, meter: Meter) -> None:
         return
     for why in ENDS:
         meter.add(f"episode/ended_by/{why}", r.ended_by == why)
-    meter.sum("episode/errors", 0.0)  # to which grader_stats adds
-    meter.sum("episode/timeouts", 0.0)
+    meter.sum("episode/errors", r.failure == "errors")
+    meter.sum("episode/timeouts", r.failure == "timeouts")
     if r.ended_by == "error":
         return
     meter.add("episode/turns", r.turns)

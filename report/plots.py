@@ -80,16 +80,33 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         draw_smooth(axes, constant, "groups of equal rewards (share)", GREY, 1.0, "dotted")
         legend(axes)
 
+    def share_axes(axes: Any, label: str) -> Any:
+        """On the right, from 0 to 1."""
+        other = dress(axes.twinx())
+        other.set_ylabel(label, color=COLOURS[4])
+        other.set_ylim(-0.02, 1.02)
+        other.spines["right"].set_visible(True)
+        other.grid(False)
+        return other
+
     def length(axes: Any) -> None:
         draw_smooth(axes, series(rows, "response/tokens"), "tokens", COLOURS[0], 1.8, raw=True)
         axes.set_ylabel("tokens", color=COLOURS[0])
         axes.set_ylim(bottom=0)
-        other = dress(axes.twinx())
+        other = share_axes(axes, "share truncated")
         draw_smooth(other, series(rows, "response/truncated"), "truncated (share)", COLOURS[4], 1.4)
-        other.set_ylabel("share truncated", color=COLOURS[4])
-        other.set_ylim(-0.02, 1.02)
-        other.spines["right"].set_visible(True)
-        other.grid(False)
+
+    def staleness(axes: Any) -> None:
+        other = share_axes(axes, "share of time")
+        draw_smooth(other, series(rows, "async/trainer_idle"), "trainer idle", COLOURS[4], 1.2)
+        draw_smooth(other, series(rows, "async/servers_idle"), "servers idle", COLOURS[1], 1.2)
+        draw_smooth(axes, series(rows, "async/staleness"), "mean", COLOURS[0], 1.8, raw=True)
+        draw_smooth(axes, series(rows, "async/staleness_max"), "oldest", COLOURS[0], 1.0, "dotted")
+        axes.set_ylabel("syncs", color=COLOURS[0])
+        axes.set_ylim(-0.02, 1.2 * max(1, *series(rows, "async/staleness_max")[1]))
+        other.set_ylim(-0.02, 1.2)  # room for the legend
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.legend(*legend_of(axes, other), frameon=False, fontsize=7, ncols=4, loc="upper center")
 
     def kl(axes: Any) -> None:
         for (name, label), colour in zip(kls.items(), COLOURS, strict=False):
@@ -118,16 +135,25 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     panel("Entropy", ["policy/entropy"], "Falls slowly. Near 0 while the task is not solved: nothing is left to "
           "explore; raise --clip-high or --entropy-coef, lower --lr. Rising without end: steps are too large.",
           line("policy/entropy", "nats a token"))
-    panel("KL", kls, "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16; growing: sync or engine are at "
-          "fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the update: below 0.1.", kl)
+    panel("KL", kls, "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: "
+          "sync or engine are at fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the "
+          "update: below 0.1.", kl)
     panel("Response length", ["response/tokens"], "Grows or shrinks with what pays; a collapse is often a reward "
           "that is gamed. Truncated stays small; rising: raise --max-new-tokens, or --truncated penalise.", length)
     panel("Gradient norm", ["policy/grad_norm"] if norms else [], "Before clipping. Steady, with single peaks; always "
           "far above --max-grad-norm: the learning rate is what clipping leaves of it. Growing: lower --lr.",
           line("policy/grad_norm", "", log=bool(norms) and max(norms) > 30 * min(norms)))
-    panel("Time", ["time/step"], "The rollout takes most. Reward, pack and sync are small; else see "
-          "docs/troubleshooting.md, slow steps.", lambda axes: draw_time(axes, rows))
+    panel("Staleness", ["async/staleness"], "Of the tokens trained on, at most --async-steps. The trainer without "
+          "work: more servers; the servers: fewer, or more processes that train.", staleness)
+    panel("Time", ["time/step"], "The rollout takes most, with --async-steps what the trainer waits for it. Reward, "
+          "pack and sync are small; else see docs/troubleshooting.md, slow steps.", lambda axes: draw_time(axes, rows))
     return found
+
+
+def legend_of(*axes: Any) -> tuple[list, list]:
+    """Lines and labels of several axes that share a legend."""
+    found = [one.get_legend_handles_labels() for one in axes]
+    return list(chain.from_iterable(lines for lines, _ in found)), list(chain.from_iterable(told for _, told in found))
 
 
 def positive(curve: Series) -> Series:
@@ -253,6 +279,7 @@ WATCHED = (  # metric, the title of its panel
     ("reward/constant_groups", "Share of groups of equal rewards"),
     ("policy/entropy", "Entropy (nats)"),
     ("rollout/kl", "KL to the engine (nats)"),
+    ("async/staleness", "Staleness (syncs)"),
     ("policy/kl_ref", "KL to the reference (nats)"),
     ("response/tokens", "Response length (tokens)"),
     ("response/truncated", "Share truncated"),

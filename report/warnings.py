@@ -32,6 +32,7 @@ class Warnings:
         self.first: dict[str, float] = {}  # the median of the first WINDOW
         self.least: dict[str, float] = {}  # of all these medians
         self.said: set[str] = set()
+        self.stale = False  # once a step trained on tokens of older weights: rollout/kl compares other weights then
 
     def feed(self, row: Row) -> list[str]:
         if "reward/constant_groups" not in row:  # an evaluation alone
@@ -102,7 +103,8 @@ class Warnings:
 
     def _mismatch(self, row: Row) -> str | None:
         now = self._now("rollout/kl")
-        if not now or now[0] < MISMATCH or now[0] < MISMATCH_RISE * now[1]:
+        self.stale = self.stale or row.get("async/staleness", 0) > 0
+        if self.stale or not now or now[0] < MISMATCH or now[0] < MISMATCH_RISE * now[1]:
             return None
         return (
             f"rollout/kl grew to {now[0]:.3g} nats, from {now[1]:.3g}: engine and trainer drift apart; --tis-cap 2 "

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
@@ -243,22 +243,22 @@ class Here:
         self.open: set[int] = set()  # calls without an answer yet
         self.runner: asyncio.Runner | None = None  # kept: what an async function opens belongs to its loop
 
-    def begin(self, round: int) -> None:
-        self.calls = []
-        self.open.clear()
-
     def submit(self, call: Call) -> None:
         self.calls.append(call)
         self.open.add(call.number)
 
-    def collect(self) -> dict[int, list[Outcome]]:
+    def collect(self, numbers: Set[int]) -> dict[int, list[Outcome]]:
         """By the calls' numbers."""
-        found = {call.number: function_of(call.key, self.functions) for call in self.calls}
-        own = [c for c in self.calls if c.key not in self.functions and not found[c.number].asynchronous]
-        users = [c for c in self.calls if c.key in self.functions and not found[c.number].asynchronous]
-        rest = [c for c in self.calls if found[c.number].asynchronous]
+        calls = [call for call in self.calls if call.number in numbers]
+        self.calls = [call for call in self.calls if call.number not in numbers]  # other rounds'
+        found = {call.number: function_of(call.key, self.functions) for call in calls}
+        own = [c for c in calls if c.key not in self.functions and not found[c.number].asynchronous]
+        users = [c for c in calls if c.key in self.functions and not found[c.number].asynchronous]
+        rest = [c for c in calls if found[c.number].asynchronous]
         done = self._one_by_one(own, found, collect=True) | self._one_by_one(users, found, collect=False)
-        return done | (self._together(rest, found) if rest else {})
+        done |= self._together(rest, found) if rest else {}
+        self.open -= numbers
+        return done
 
     def _one_by_one(
         self, calls: Sequence[Call], found: Mapping[int, Function], collect: bool

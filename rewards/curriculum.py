@@ -18,7 +18,7 @@ A task may have stages of its own, in the same form: `CURRICULUM` in its file, f
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
@@ -231,14 +231,20 @@ class Curriculum:
         where = f"curriculum: after {spec.first_step} steps stage {number + 1} of {len(self.specs)}"
         return f"{where}, {spec.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
 
-    def batch(self, step: int, position: int, round: int, memory: Memory) -> list[Example]:
-        """The examples of a round of a step that began at a position of the data."""
+    def batch(
+        self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
+    ) -> list[Example]:
+        """The examples of a round of a step that began at a position of the data. `ahead`: where rounds are begun
+        before the rates of earlier ones are known, uids that are being sampled; by rates they come last."""
         number = self.number(step)
         spec, chosen = self.specs[number], []
         for of, n in self.shares[number]:
             if spec.by_rate:
                 ranked = self._by_rate(spec, of, position, memory.get("rates", {}))
-                chosen += [ranked[(round * n + k) % len(of)] for k in range(n)]
+                if ahead is not None:
+                    ranked.sort(key=lambda i: self.examples[i].uid in ahead)  # stable: they keep their order
+                first = 0 if ahead is not None else round * n
+                chosen += [ranked[(first + k) % len(of)] for k in range(n)]
             elif spec.order:
                 start = (position + round - memory.get("began", 0)) * n
                 chosen += [of[(start + k) % len(of)] for k in range(n)]

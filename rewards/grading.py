@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ class Pools:
         self.functions = functions
         self.judge = judge
         self.pools: dict[str, Here | Workers] = {}  # by function; "" is the one that is shared
+        self.lock = threading.Lock()  # rounds that are sampled ahead ask from threads of their own
 
     def of(self, key: str) -> Here | Workers:
         function = None if key == JUDGE else function_of(key, self.functions)
@@ -61,15 +63,12 @@ class Pools:
             return self.pools.setdefault("", Here(self.functions))
         alone = key == JUDGE or function.asynchronous
         place = key if alone else ""
-        if place not in self.pools:
-            keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
-            setup = Setup(keys, self.judge.make if key == JUDGE else None, alone, self.cfg.reward_timeout)
-            self.pools[place] = Workers(1 if alone else self.cfg.reward_workers, setup, CONCURRENT if alone else 1)
-        return self.pools[place]
-
-    def begin(self, round: int) -> None:
-        for pool in self.pools.values():
-            pool.begin(round)
+        with self.lock:
+            if place not in self.pools:
+                keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
+                setup = Setup(keys, self.judge.make if key == JUDGE else None, alone, self.cfg.reward_timeout)
+                self.pools[place] = Workers(1 if alone else self.cfg.reward_workers, setup, CONCURRENT if alone else 1)
+            return self.pools[place]
 
     def close(self) -> None:
         for pool in self.pools.values():
@@ -91,7 +90,6 @@ class Grading:
         self.where: dict[tuple[int, str], tuple[int, int]] = {}  # rollout, grader -> number of the call, place in it
         self.failed: dict[int, Failure] = {}  # by place in the rollouts
         load_tasks()
-        rewards.pools.begin(self.round)
 
     def add(self, rollout: Any) -> None:
         """Batch functions wait until all are there."""
@@ -119,8 +117,9 @@ class Grading:
         for (key, _), members in batches.items():
             self._submit(key, members)
         done: dict[int, list[Outcome]] = {}
+        numbers = {number for number, _ in self.where.values()}
         for pool in list(self.rewards.pools.pools.values()):
-            done |= pool.collect()
+            done |= pool.collect(numbers)
         results = [self._total(r, done) for r in rollouts]
         self.failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
         if self.failed and self.errors == "stop":

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -82,13 +82,14 @@ class Worker:
         return worker
 
     def hand(self, calls: Sequence[Call], limit: float) -> None:
-        """An example is sent once a round, however many responses it has."""
+        """An example is sent once a round, however many responses it has. Rounds may take turns: what is kept from
+        message to message depends on the first call's alone, as in Desk.take."""
         examples: dict[int, Any] = {}
         numbered = []
+        if calls[0].round != self.round:
+            self.round = calls[0].round
+            self.sent.clear()
         for call in calls:
-            if call.round != self.round:
-                self.round = call.round
-                self.sent.clear()
             items = [Item(item.response, id(item.example), item.finish_reason) for item in call.items]
             new = {id(item.example): item.example for item in call.items if id(item.example) not in self.sent}
             self.sent |= new.keys()
@@ -124,7 +125,7 @@ class Workers:
         self.workers: list[Worker] = []
         self.waiting: deque[Call] = deque()
         self.suspects: deque[Call] = deque()  # of a process that ended with several: asked again alone
-        self.done: dict[int, list[Outcome]] = {}
+        self.done: dict[int, tuple[list[Outcome], Mapping[str, int]]] = {}  # with what they counted
         self.open: set[int] = set()
         self.pace = CHUNK_S  # seconds a call, lately
         self.changed = threading.Condition()
@@ -135,14 +136,6 @@ class Workers:
         self.shown = False  # where the first late call was
         atexit.register(self.close)
 
-    def begin(self, round: int) -> None:
-        """Forget what was asked before."""
-        with self.changed:
-            self.waiting.clear()
-            self.suspects.clear()
-            self.open.clear()
-            self.done.clear()
-
     def submit(self, call: Call) -> None:
         with self.changed:
             self.open.add(call.number)
@@ -152,14 +145,17 @@ class Workers:
                 self.thread.start()
         os.write(self.rope, b".")
 
-    def collect(self) -> dict[int, list[Outcome]]:
-        """By the calls' numbers, once all are done."""
+    def collect(self, numbers: Set[int]) -> dict[int, list[Outcome]]:
+        """By the calls' numbers, once these are done; other rounds may have calls of their own here."""
         with self.changed:
-            while self.open and self.error is None:
+            while self.open & numbers and self.error is None:
                 self.changed.wait(1.0)  # with a limit: Ctrl-C is heard in between
             if self.error is not None:
                 raise RuntimeError("the thread that talks to --reward-workers failed") from self.error
-            return dict(self.done)
+            done = {number: self.done.pop(number) for number in self.done.keys() & numbers}
+        for _, counts in done.values():  # in the thread that asks: a round's counts are of its own step
+            grader_stats.update(counts)
+        return {number: outcomes for number, (outcomes, _) in done.items()}
 
     def close(self) -> None:
         """End the thread and its processes. Those that are idle may tidy up for a second."""
@@ -247,8 +243,7 @@ class Workers:
         with self.changed:
             if number in self.open:  # else it was asked in a round that was given up
                 self.open.discard(number)
-                self.done[number] = outcomes
-                grader_stats.update(counts)
+                self.done[number] = outcomes, counts
                 self.changed.notify_all()
 
     def _fail(self, call: Call, kind: str, what: str, told: str, trace: str = "") -> None:

@@ -171,7 +171,7 @@ def trained_parameters(folder, toy, data):
 @pytest.mark.slow
 def test_readmes_engine(copy, toys, data):
     (copy / "engines" / "mine.py").write_text("from engines.hf import HFEngine as MyEngine  # noqa: F401\n")
-    edit(copy / "rollout.py", 'ENGINES = ("auto", "hf", "vllm")', 'ENGINES = ("auto", "hf", "vllm", "mine")')
+    edit(copy / "rollout.py", 'ENGINES = ("auto",', 'ENGINES = ("mine", "auto",')
     source = (copy / ENGINES).read_text()
     at = source.index('    if choice == "hf":', source.index("def make_engine("))
     (copy / ENGINES).write_text(source[:at] + block('if choice == "mine":') + source[at:])

@@ -29,13 +29,13 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; what --reward and --curriculum name; how episodes are played
-NO_PLUG_INS = ("engines.choose", "engines.self_test", "rewards.custom", "rewards.curriculum")
+NO_PLUG_INS = ("engines.choose", "engines.connect", "engines.self_test", "rewards.custom", "rewards.curriculum")
 NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 388, "errors.py": 52, "eval.py": 340, "grpo.py": 412, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 384, "prepare_data.py": 440, "reward.py": 200, "rollout.py": 272, "train.py": 375,
-    "settings.py": 95, "utils.py": 150,
+    "demo.py": 388, "errors.py": 56, "eval.py": 340, "grpo.py": 417, "kernels.py": 432, "merge_lora.py": 138,
+    "model.py": 500, "packing.py": 384, "prepare_data.py": 440, "reward.py": 200, "rollout.py": 300, "train.py": 353,
+    "settings.py": 95, "utils.py": 160,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
@@ -93,7 +93,7 @@ def test_imports_run_one_way(name):
     for other in at_once:
         lower = LEVELS[room(other)] < LEVELS[room(name)]
         if other in NO_PLUG_INS:
-            assert name in ("train.py", "eval.py") or room(other) == room(name)
+            assert name in ("train.py", "eval.py", "engines/serve.py") or room(other) == room(name)
         elif room(other) in PLUG_INS and other != "envs":  # which says what an environment is
             allowed = room(other) == room(name) or (room(name), room(other)) == ("envs", "tasks")
             assert allowed, f"{name} imports {other} at once"
@@ -146,7 +146,7 @@ def test_importing_a_script_does_nothing(name, tmp_path):
 def test_every_setting_has_help_and_is_used():
     settings = [field for group in fields(train.Config) for field in fields(group.type)]
     names = [field.name for field in settings]
-    assert 35 <= len(names) == len(set(names)) <= 90
+    assert 35 <= len(names) == len(set(names)) <= 97
     assert all(len(field.metadata["help"]) > 5 for field in settings)
     text = "".join((ROOT / name).read_text() for name in OURS)
     unread = [name for name in names if not re.search(rf"\.{name}\b(?! *=[^=])", text)]

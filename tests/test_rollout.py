@@ -15,7 +15,8 @@ import engines.vllm
 import model as M
 from engines.choose import image_limits, make_engine
 from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
-from engines.vllm import VLLMEngine, asked_of, parameter_names
+from engines.vllm import VLLMEngine, asked_of
+from engines.vllm_weights import parameter_names
 from errors import UserError
 from packing import Packer
 from rollout import Rollout, Sampling, drop_long_prompts, make_prompts
@@ -225,8 +226,12 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
             p.add_(torch.randn(p.shape, generator=g) * 0.05)
     prompts, sampling = make_prompts(examples, processor), Sampling(8, seed=2)
     before = engine.generate(prompts, 2, sampling)
-    engine.load_weights((n, p.detach()) for n, p in fresh_hf.named_parameters())
+    assert {version for r in before for version in r.versions} == {0} == {engine.version}
+    asked = []
+    engine.sync(lambda only: asked.append(only) or ((n, p.detach()) for n, p in fresh_hf.named_parameters()))
+    assert asked == [False] and engine.complete and engine.version == 1
     after = engine.generate(prompts, 2, sampling)
+    assert all(r.versions == [1] * len(r.logprobs) for r in after)
     fresh = fresh_engine.generate(prompts, 2, sampling)
     assert ids(after) == ids(fresh) != ids(before)
     assert [r.logprobs for r in after] == [r.logprobs for r in fresh]

@@ -332,13 +332,13 @@ def test_calls_and_bytes_are_as_predicted(restored, monkeypatch):
     engine, hf, _ = restored("qwen2_5_vl")
     sizes = {name: 4 * math.prod(p.shape) for name, p in hf.named_parameters()}
     calls = []
-    original = type(engine.model).load_weights
+    original = type(engine.loader.model).load_weights
 
     def counted(self, weights):
         calls.append(sum(t.nbytes for _, t in weights))
         return original(self, weights)
 
-    monkeypatch.setattr(type(engine.model), "load_weights", counted)
+    monkeypatch.setattr(type(engine.loader.model), "load_weights", counted)
     for wanted in (lambda name: True, lambda name: "visual" not in name):
         for limit in (1, 100_000, 300_000, 10**9):
             engine.bucket_bytes = limit
@@ -378,9 +378,9 @@ def test_a_parameter_that_vllm_does_not_fill_is_an_error(restored, monkeypatch):
     """It would go on with whatever was there."""
     engine, hf, _ = restored("qwen2_5_vl")
     lost = "language_model.model.layers.1.mlp.gate_up_proj.weight"
-    original = type(engine.model).load_weights
+    original = type(engine.loader.model).load_weights
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.model), "load_weights", lambda self, weights: original(self, weights) - {lost})
+        patch.setattr(type(engine.loader.model), "load_weights", lambda self, weights: original(self, weights) - {lost})
         engine.complete = False
         with pytest.raises(ValueError, match=f"1 parameters were not sent, the first is '{lost}'"):
             engine.load_weights(named(hf))
@@ -511,7 +511,7 @@ def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):
     def fail(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    engine.model.register_forward_pre_hook(fail)
+    engine.loader.model.register_forward_pre_hook(fail)
     told = "(?s)tried to allocate 3 GiB.*vLLM failed while generating.*lower --vllm"
     with pytest.raises(torch.OutOfMemoryError, match=told):
         engine.generate(make_prompts(mixed, engine.processor), 2, Sampling(4))
@@ -573,7 +573,7 @@ def lose(*_):
 def generate(engine, *args, **more):
     calls.append(1)
     if len(calls) == 5:  # the self-test twice, two steps, and now
-        engine.model.register_forward_pre_hook(lose)
+        engine.loader.model.register_forward_pre_hook(lose)
     return original(engine, *args, **more)
 engines.vllm.VLLMEngine.generate = generate
 utils.run_script(train.main, train.parse_args)

@@ -465,9 +465,14 @@ def run_rows(n, **more):
     return made
 
 
-def test_panels_are_svgs_that_need_nothing():
-    curves = run_curves(run_rows(40))
+ASYNC = {"async/staleness": 0.8, "async/staleness_max": 2.0, "async/trainer_idle": 0.3, "async/servers_idle": 0.1}
+
+
+@pytest.mark.parametrize("more", [{}, ASYNC])
+def test_panels_are_svgs_that_need_nothing(more):
+    curves = run_curves(run_rows(40, **more))
     titles = ["Reward", "Evaluation", "Entropy", "KL", "Response length", "Gradient norm", "Time"]
+    titles[6:6] = ["Staleness"] if more else []
     assert [curve.title for curve in curves] == titles and all(len(curve.note) > 40 for curve in curves)
     for curve in curves:
         root = ET.fromstring(curve.image)

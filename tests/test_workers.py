@@ -134,6 +134,45 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
         assert rewards.begin(4).results([]) == []
 
 
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_rounds_under_way_together_do_not_mix(make, size):
+    """As with --async-steps, where a round is collected while others, and an evaluation, are being graded."""
+    rewards = make("mine=plain", "several=batch", "late=waits", reward_workers=size)
+    rows = [row(e, source) for e in range(5) for source in ("mine", "several", "late")]
+    gradings = [rewards.begin(step) for step in range(3)]
+    rounds = [responses(["a" * (7 * step + i) for i in range(30)], rows) for step in range(3)]
+    for of_each in zip(*rounds, strict=True):
+        for grading, r in zip(gradings, of_each, strict=True):
+            grading.add(r)
+    for step in (1, 0, 2):
+        assert gradings[step].answered() <= 30
+        results = gradings[step].results(rounds[step])
+        for i, (result, r) in enumerate(zip(results, rounds[step], strict=True)):
+            n, worth = len(r.text), r.prompt.example.extra["worth"]
+            assert result["reward"] == (n % 7 + worth, n + worth + step, step + worth)[i % 3]
+        rewards.begin(9).results(responses(["b"], rows))  # of something else meanwhile
+    assert not any(pool.open or getattr(pool, "done", None) for pool in rewards.pools.pools.values())
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_round_s_counts_are_its_own(make, size):
+    """What is graded meanwhile for another round, or for an evaluation, is counted where that is collected."""
+    rewards = make(reward_workers=size)
+    reward.grader_stats.clear()
+    rows = [row(0, "geo3k")] * 3
+    with_box, without = responses(["\\boxed{a}"] * 3, rows), responses(["a"] * 3, rows)
+    ahead = rewards.begin(2)
+    for r in without:
+        ahead.add(r)
+    with reward.uncounted():
+        rewards.begin(1).results(with_box)
+        time.sleep(0.5 if size else 0)  # the other round's calls are answered by now
+    assert not +reward.grader_stats
+    ahead.results(without)
+    assert reward.grader_stats["no_box"] == 3
+    reward.grader_stats.clear()
+
+
 def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
     rewards = make("about", reward_workers=2)
     rewards.check([row(0)])

@@ -1,0 +1,123 @@
+"""Rollout servers as processes of this machine: the command that starts one, and servers that end with a run."""
+
+import atexit
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from engines.sglang_server import sglang_command
+from engines.transfer import free_port
+from engines.vllm import engine_arguments
+from engines.vllm_server import vllm_command
+from errors import UserError, need
+from model import Processor
+
+
+def server_command(
+    engine: str, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], host: str, port: int,
+    lora_rank: int = 0
+) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a server. `settings`: max_model_len, limit_mm_per_prompt (choose.image_limits) and
+    those of --vllm."""
+    cuda = torch.cuda.is_available()
+    if engine == "sglang":
+        return sglang_command(path, processor, dtype, cuda, settings, host, port)
+    return vllm_command(engine_arguments(path, processor, dtype, cuda, settings), host, port, lora_rank)
+
+
+class LocalServers:
+    """Servers that end with this process, however it ends. Start them in the main thread: the kernel takes them down
+    with the thread that started them."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen] = []
+        self.logs: list[Path] = []
+        atexit.register(self.stop)
+
+    def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[int] = ()) -> None:
+        """What it says goes to a file, its command to a .txt next to it. `gpus`: those that it may use."""
+        environment = os.environ | environment
+        for name in [name for name in environment if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_"))]:
+            del environment[name]
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun, which is not its own
+            environment.pop(name, None)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.with_suffix(".txt").write_text(shlex.join(command) + "\n")
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=end_with_parent,
+            )
+        self.processes.append(process)
+        self.logs.append(log)
+
+    def wait(self, urls: Sequence[str], minutes: float = 20.0) -> None:
+        """Until all of them answer. UserError, with the last words of one that does not."""
+        end = time.monotonic() + 60 * minutes
+        for url, process, log in zip(urls, self.processes, self.logs, strict=True):
+            while not answers(url):
+                late = time.monotonic() > end
+                if process.poll() is not None or late:
+                    why = f"did not answer within {minutes:g} minutes" if late else f"ended with {process.returncode}"
+                    raise UserError(f"--serve: the server {url} {why}; it said: {last_words(log)} (all of it: {log})")
+                time.sleep(0.5)
+
+    def stop(self, seconds: float = 15.0) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        self.processes, self.logs = [], []
+
+
+def end_with_parent() -> None:
+    """In the child, before it becomes the server."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, Linux
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return " ".join((errors or lines or ["nothing"])[-1].split())[-300:]
+
+
+def serve_local(
+    n: int, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], out: Path, lora_rank: int = 0
+) -> list[str]:
+    """URLs of so many vLLM servers on this machine, on the GPUs behind those of the trainer's processes."""
+    servers, urls = LocalServers(), []
+    first, tp = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), settings.get("tensor_parallel_size", 1)
+    for number in range(n):
+        port = free_port()
+        gpus = range(first + number * tp, first + (number + 1) * tp) if torch.cuda.is_available() else ()
+        have = torch.cuda.device_count()
+        need(not gpus or gpus.stop <= have, f"--serve {n}: {first} trainer processes and {n} servers of {tp} GPUs need "
+             f"{first + n * tp} GPUs, and there are {have}; start fewer processes or servers")
+        command, environment = server_command("vllm", path, processor, dtype, settings, "127.0.0.1", port, lora_rank)
+        servers.start(command, environment, out / "servers" / f"server{number}.log", gpus)
+        urls.append(f"http://127.0.0.1:{port}")
+    servers.wait(urls)
+    return urls

@@ -1,0 +1,90 @@
+"""A rollout server with the settings that training expects of it.
+
+python -m engines.serve --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048 --port 8000
+
+takes the flags of train.py that matter to it: --model, --data and --eval-data (the longest prompt, the most and largest
+images), --max-new-tokens, --dtype, the pixel limits, --env, --vllm KEY=VALUE; --lora-rank with --sync adapter. Others
+change nothing. --print shows the command instead of running it.
+
+The server's control endpoints (new weights, pause) ask nobody for a password: whoever reaches the port owns the policy.
+"""
+
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from engines.choose import image_limits, vllm_settings
+from engines.connect import ServerConfig
+from engines.local import server_command
+from envs import EnvConfig
+from envs._load import load_environments
+from errors import need, refusing
+from model import ModelConfig, default_dtype, load_processor
+from prepare_data import DataConfig, ReadingConfig, read_examples
+from rollout import Examples, RolloutConfig, as_given, drop_long_prompts
+from settings import Parser, add_settings, read_settings, setting
+from utils import run_script
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Server"""
+
+    engine: str = setting("vllm", "what serves", choices=("vllm", "sglang"))
+    host: str = setting("127.0.0.1", "address to listen at; anything else than this machine's own lets others in")
+    port: int = setting(8000, "of HTTP", least=1, most=65535)
+    print: bool = setting(False, "print the command, run nothing")
+
+
+GROUPS = (ServeConfig, ModelConfig, ReadingConfig, DataConfig, RolloutConfig, ServerConfig, EnvConfig)
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[Any, ...]:
+    parser = Parser(__doc__, prog="python -m engines.serve")
+    for group in GROUPS:
+        add_settings(parser, group)
+    given = vars(parser.parse_args(argv))
+    return tuple(read_settings(group, given) for group in GROUPS if group is not ReadingConfig)
+
+
+def main(configs: tuple[Any, ...]) -> None:
+    serve, model, data, rollout, servers, env = configs
+    installed = importlib.util.find_spec(serve.engine) is not None
+    need(serve.print or installed, f"--engine {serve.engine} is not installed in {sys.prefix}; see docs/scale.md")
+    settings = vllm_settings(rollout.vllm, serve.engine, 1)
+    processor = load_processor(model.model, model.min_pixels, model.max_pixels)
+    environments = load_environments(env)
+    start_of = environments.start_of if environments else as_given
+    sets = []
+    for path in filter(None, (data.data, data.eval_data)):
+        examples, _ = read_examples(path, data)
+        kept, _, lengths = drop_long_prompts(examples, processor, data.max_prompt_tokens, "skip", start_of)
+        need(len(kept) > 0, f"{path}: no prompt fits --max-prompt-tokens {data.max_prompt_tokens}; raise it")
+        sets.append(Examples(kept, lengths))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = default_dtype(device) if model.dtype == "auto" else getattr(torch, model.dtype)
+    longest = max(chain.from_iterable(examples.lengths for examples in sets))
+    of_episodes = environments.image_limits if environments else None
+    limits = image_limits(list(chain.from_iterable(sets)), processor, of_episodes)
+    settings |= {"max_model_len": longest + rollout.max_new_tokens, "limit_mm_per_prompt": limits}
+    adapter = model.lora_rank if servers.sync == "adapter" else 0
+    command, environment = server_command(
+        serve.engine, model.model, processor, dtype, settings, serve.host, serve.port, adapter)
+    if serve.print:
+        print(shlex.join([*(f"{key}={value}" for key, value in environment.items()), *command]))
+        return
+    with socket.socket() as probe, refusing(OSError, f"--port {serve.port} at --host {serve.host} cannot be used"):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((serve.host, serve.port))
+    os.execvpe(command[0], command, os.environ | environment)
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

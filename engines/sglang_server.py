@@ -1,0 +1,306 @@
+"""A server of SGLang's: what it is asked over HTTP, how weights get into it, and the command that starts one.
+
+Everything that SGLang's server needs is its own: nothing of ours runs in it. Tested with SGLang 0.5.23, on a CPU, with
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Untested are recurrent layers (Qwen3.5) and experts, which need kernels that PyPI has
+for GPUs only; experts that lie in one tensor, as transformers has them, it does not take.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from engines.transfer import Meta
+from engines.wire import Answer, Ask, Lost, Server, data_uri
+from errors import UserError, need
+from model import Processor
+
+# A pickle by name of the class that SGLang has for this, as its to_str() writes it
+BAN = b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n."
+# It knows their images by their files' bytes. Given mm_hashes it looks for these in prompts that are filled with hashes
+# of its own, and ends with an IndexError
+BY_BYTES = ("qwen3_vl", "qwen3_vl_moe")
+POLL = 0.05  # seconds between looks at what still runs
+
+# transformers' names -> the checkpoint's, by which SGLang takes weights
+PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
+# the checkpoint's -> SGLang's own parameters, in which several of them lie side by side
+FUSED = (
+    (r"^visual(.*)\.attn\.qkv\.", r"visual\1.attn.qkv_proj."),
+    (r"\.[qkv]_proj\.", ".qkv_proj."),
+    (r"\.(gate|up)_proj\.", ".gate_up_proj."),
+    (r"\.in_proj_(qkv|z)\.", ".in_proj_qkvz."),
+    (r"\.in_proj_[ba]\.", ".in_proj_ba."),
+)
+IGNORED = "rotary_emb.inv_freq"  # SGLang drops what has this in its name
+
+
+def checkpoint_name(name: str) -> str:
+    for ours, theirs in PREFIXES:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def own_names(name: str) -> set[str]:
+    """What SGLang may call the parameter that holds this one (a checkpoint's name)."""
+    for pattern, new in FUSED:
+        name = re.sub(pattern, new, name)
+    return {name, name.replace(".self_attn.", ".")}  # Qwen3.5's
+
+
+class SGLangServer(Server):
+    kind = "sglang"
+    control = "SGLang 0.5.23 has it"
+
+    tensor_parallel = 1
+    takes_hashes = True  # of images
+    group = ""  # that it is in
+    names: frozenset[str] = frozenset()  # of its own parameters and buffers, since it joined
+    unsent: frozenset[str] = frozenset()  # of its parameters, until all have come once
+
+    async def alive(self, seconds: float = 5.0) -> bool:
+        """Not by /health, which samples a token and so fails while it is paused."""
+        try:
+            answer = await self.http.get(f"{self.url}/model_info", timeout=min(seconds, self.seconds))
+        except httpx2.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def suits(self, sync: str) -> None:
+        need(sync != "adapter", f"--servers {self.url}: SGLang's server takes whole weights: --sync gloo, nccl or disk")
+
+    async def limits(self) -> tuple[int, int]:
+        info = await self.request("GET", "/server_info")
+        sizes = info["dp_size"], info["pp_size"]
+        need(sizes == (1, 1),
+             f"--servers {self.url}: with dp_size and pp_size {sizes} SGLang takes no weights; start a server for each "
+             "replica, with tensor parallelism alone")
+        self.tensor_parallel = info["tp_size"]
+        model = await self.request("GET", "/model_info")
+        self.takes_hashes = model["model_type"] not in BY_BYTES
+        return info["context_length"] or info["max_req_input_len"], self.tensor_parallel
+
+    async def generate(self, ask: Ask) -> Answer:
+        need(ask.top_p == 1, f"--top-p {ask.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")
+        body: dict[str, Any] = {
+            "input_ids": ask.ids,
+            "cache_salt": ask.salt,
+            "sampling_params": {
+                "temperature": ask.temperature,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "max_new_tokens": ask.room,
+                "stop_token_ids": self.eos,
+                "ignore_eos": False,  # or it ignores stop_token_ids, too
+                "sampling_seed": ask.seed,  # heeded with --enable-deterministic-inference, which CPUs have not
+                "custom_params": {"token_ids": self.banned},
+            },
+            "custom_logit_processor": json.dumps({"callable": BAN.hex()}) if self.banned else None,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_prompt_token_ids": True,
+        }
+        if ask.images:
+            body["image_data"] = [data_uri(image, key) for key, image in ask.images]
+            if self.takes_hashes:
+                body["mm_hashes"] = [hashlib.sha256(key.encode()).hexdigest() for key, _ in ask.images]
+        answer = await self.post("/generate", body)
+        try:
+            return read_answer(answer, self.eos, ask)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise Lost(f"/generate answered in another form: {type(error).__name__} {error}") from error
+
+    async def pause(self, mode: str) -> None:
+        if mode != "keep":
+            await self._drain(abort=mode == "abort")
+        await self.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
+
+    async def _drain(self, abort: bool) -> None:
+        """Until nothing runs: SGLang has no mode to wait, and looks once a second whether what it aborts is over. What
+        is asked in the meantime is aborted, or kept, by the pause that follows."""
+        for _ in range(int(self.seconds / POLL) + 1):
+            if abort:
+                await self.post("/abort_request", {"abort_all": True})
+            loads = (await self.request("GET", "/v1/loads", params={"include": "core"}))["loads"]
+            if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+                return
+            await asyncio.sleep(POLL)
+        raise Lost(f"responses still run after {self.seconds:g} s")
+
+    async def resume(self) -> None:
+        await self.post("/continue_generation")
+
+    async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
+        if self.group:
+            await self.post("/destroy_weights_update_group", {"group_name": self.group})
+            self.group = ""
+        sums = await self.checksums()
+        self.names = frozenset(sums)
+        tied = {"lm_head.weight"} if sums.get("lm_head.weight") == sums.get("model.embed_tokens.weight") else set()
+        self.unsent = frozenset(name for name in sums if name.endswith((".weight", "bias", "A_log"))) - tied
+        if group is not None:
+            asked = {"master_address": group["address"], "master_port": group["port"], "world_size": group["world"]}
+            asked |= {"group_name": group["name"], "backend": how, "rank_offset": rank_offset}
+            await self.post("/init_weights_update_group", asked)
+            self.group = group["name"]
+
+    async def begin_update(self) -> None:
+        try:
+            await self.post("/begin_weight_update")
+        except UserError:  # an update that was given up is still open
+            await self.post("/end_weight_update")
+            await self.post("/begin_weight_update")
+
+    def known(self, names: Sequence[str]) -> list[str]:
+        """As SGLang takes them. Of those that it does not know it would drop some, and stop half-way at others."""
+        theirs = [checkpoint_name(name) for name in names]
+        for name, their in zip(names, theirs, strict=True):
+            if not own_names(their) & self.names:
+                told = "takes no experts that lie in one tensor" if ".experts." in name else "has no such parameter"
+                raise UserError(f"--servers {self.url}: SGLang's server {told}: {name}")
+        return theirs
+
+    async def update(self, metas: Sequence[tuple], crc: Sequence[int] | None) -> None:
+        """SGLang has nothing that could look at `crc`."""
+        metas = [Meta(*meta) for meta in metas]
+        asked: dict[str, Any] = {"dtypes": [m.dtype for m in metas], "shapes": [list(m.shape) for m in metas]}
+        asked |= {"group_name": self.group, "flush_cache": False}
+        try:
+            names = self.known([m.name for m in metas])
+        except UserError:  # received, for the others of the group, and dropped
+            ignored = [f"{m.name}.{IGNORED}" for m in metas]
+            await self._take("/update_weights_from_distributed", asked | {"names": ignored})
+            raise
+        await self._take("/update_weights_from_distributed", asked | {"names": names})
+        self._sent(names)
+
+    def _sent(self, names: Sequence[str]) -> None:
+        self.unsent -= set(chain.from_iterable(map(own_names, names)))
+
+    async def _take(self, path: str, body: dict) -> None:
+        try:
+            await self.post(path, body)
+        except UserError as error:  # whatever failed, some weights may be new and some old
+            raise Lost(str(error)) from error
+
+    async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
+        """Through a copy of the files under the checkpoint's names: SGLang reads whole folders, and its own names."""
+        with tempfile.TemporaryDirectory(dir=folder, prefix="sglang-") as copy:
+            names = []
+            for file in files:
+                header, start = read_header(Path(folder) / file)
+                entries = [name for name in header if name != "__metadata__"]
+                new = dict(zip(entries, self.known(entries), strict=True))
+                write_renamed(Path(folder) / file, Path(copy) / Path(file).name, header, start, new)
+                names += new.values()
+            asked = {"model_path": copy, "load_format": "safetensors", "flush_cache": False}
+            await self._take("/update_weights_from_disk", asked)
+        self._sent(names)
+
+    async def end_update(self, label: str) -> None:
+        unsent, self.unsent = sorted(self.unsent), frozenset()
+        if unsent:
+            raise Lost(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
+        await self.post("/end_weight_update")
+        await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        await self.forget()
+
+    async def forget(self) -> None:
+        """Keys and values of old weights. It does so only if nothing runs; salts keep those that are left apart."""
+        await self.http.post(f"{self.url}/flush_cache", timeout=self.seconds)
+
+    async def checksums(self) -> dict[str, str]:
+        answer = await self.post("/weights_checker", {"action": "checksum"})
+        ranks = [rank["checksums"] for rank in answer["ranks"]]
+        return {name: "-".join(rank[name] for rank in ranks) for name in ranks[0]}
+
+    async def sleep(self) -> None:
+        await self.post("/release_memory_occupation")
+
+    async def wake(self) -> None:
+        await self.post("/resume_memory_occupation")
+
+
+def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
+    """Of /generate."""
+    info, tokens = answer["meta_info"], answer["output_ids"]
+    finish = info["finish_reason"]["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise Lost(f"/generate ended with {info['finish_reason']}")
+    if finish == "stop" and tokens[-1] not in eos:
+        raise UserError(
+            f"example {ask.uid!r}: SGLang stopped at token {tokens[-1]}, which is no end token of --model: "
+            f"its config.json and generation_config.json should name the same eos_token_id ({list(eos)})"
+        )
+    pairs = info.get("output_token_logprobs") or []
+    if [pair[1] for pair in pairs] != tokens:
+        raise Lost("/generate answered with log-probabilities of other tokens")
+    logprobs = [pair[0] for pair in pairs]
+    labels = [info["weight_version"]] * len(tokens)
+    for span in info.get("weight_versions") or []:
+        labels[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+    return Answer(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files of safetensors under other names: 8 bytes with the header's length, the header as JSON, then all tensors' bytes
+
+
+def read_header(file: Path) -> tuple[dict, int]:
+    """And where the tensors begin."""
+    with file.open("rb") as opened:
+        n = int.from_bytes(opened.read(8), "little")
+        return json.loads(opened.read(n)), 8 + n
+
+
+def write_renamed(file: Path, to: Path, header: dict, start: int, names: dict[str, str]) -> None:
+    text = json.dumps({names.get(name, name): entry for name, entry in header.items()}).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("rb") as old, to.open("wb") as new:
+        new.write(len(text).to_bytes(8, "little") + text)
+        old.seek(start)
+        shutil.copyfileobj(old, new, 16 << 20)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How one is started
+
+
+CPU = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
+    "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
+).split()
+AS_THEY_COME = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  # images have the size that is seen
+CUDA = ["--mem-fraction-static", "0.6", "--enable-memory-saver", "--enable-weights-cpu-backup"]
+
+
+def sglang_command(
+    path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: dict[str, Any], host: str, port: int
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a server, and the environment that it needs. `settings`: max_model_len, limit_mm_per_prompt."""
+    length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
+    count = images["count"] if images else 0
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--host", host, "--port", str(port)]
+    argv += ["--dtype", str(dtype).removeprefix("torch."), "--context-length", str(length), "--skip-server-warmup"]
+    argv += ["--sampling-defaults", "openai", "--grammar-backend", "none", "--enable-multimodal"]
+    argv += ["--enable-custom-logit-processor"]
+    argv += ["--limit-mm-data-per-request", json.dumps({"image": count, "video": 0})]
+    argv += ["--mm-process-config", json.dumps(AS_THEY_COME)]
+    argv += CUDA if cuda else CPU
+    # started by torchrun's processes, it must not take their store for that of a transfer; and see `alive`
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if not cuda:
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return argv, env

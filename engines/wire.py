@@ -1,0 +1,177 @@
+"""One rollout server as its clients see it: what is asked, what is answered, and what a wire format has to say.
+
+engines/vllm_server.py and engines/sglang_server.py are the two there are: subclasses of `Server`.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import httpx2
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from errors import UserError
+
+
+class Lost(Exception):
+    """A server that cannot be used for now: gone, hung, failed, or with weights that this run did not send. What it was
+    asked is asked of another one."""
+
+
+class Cut(Lost):
+    """A connection that broke: the same may work a second time."""
+
+
+class Missing(UserError):
+    """What a request names is not there."""
+
+
+class Ask(NamedTuple):
+    """For one response, or the rest of one."""
+
+    uid: str  # of the prompt, for messages
+    ids: list[int]  # one placeholder for each image
+    images: list[tuple[str, Image.Image]]  # key and pixels, at the size that the model sees
+    room: int  # tokens at most
+    seed: int
+    temperature: float
+    top_p: float
+    salt: str  # of the prefix cache: keys and values of other weights are not gone on from
+
+
+class Answer(NamedTuple):
+    prompt_ids: list[int]  # as the model read them, images expanded
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str  # stop, length; abort: stopped for a sync, with what there was
+    labels: list[str]  # of the weights that sampled each token
+
+
+class Server:
+    """Everything is async, runs in one event loop, and raises Lost where the server is to blame, UserError where what
+    was asked is. `banned`: ids that are never sampled; `eos`: ids that end a response."""
+
+    kind: ClassVar[str]
+    control: ClassVar[str] = ""  # how its control endpoints are opened, for messages
+
+    def __init__(self, url: str, http: httpx2.AsyncClient, seconds: float, eos: Sequence[int], banned: Sequence[int]):
+        self.url = url
+        self.http = http
+        self.seconds = seconds  # that an answer may take
+        self.eos = list(eos)
+        self.banned = list(banned)
+        self.in_flight = 0  # responses that this client waits for
+
+    async def post(self, path: str, body: dict | None = None, **params: Any) -> Any:
+        """What it answers: JSON, or else text."""
+        return await self.request("POST", path, json=body or {}, params=params)
+
+    async def request(self, method: str, path: str, **more: Any) -> Any:
+        timeout = httpx2.Timeout(self.seconds, connect=min(30.0, self.seconds))
+        try:
+            answer = await self.http.request(method, self.url + path, timeout=timeout, **more)
+        except httpx2.TimeoutException as error:
+            raise Lost(f"no answer to {path} within {self.seconds:g} s") from error
+        except httpx2.HTTPError as error:
+            raise Cut(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        told = f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+        if answer.status_code >= 500:
+            raise Lost(told)
+        if answer.status_code in (404, 405):
+            raise Missing(f"--servers {self.url}: there is no {path}; {self.control}")
+        if answer.status_code >= 300:
+            raise UserError(f"--servers {self.url}: {told}")
+        if not answer.headers.get("content-type", "").startswith("application/json"):
+            return answer.text
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise Lost(f"{path} answered what is no JSON: {answer.text[:100]!r}") from error
+
+    async def alive(self, seconds: float = 5.0) -> bool:
+        """Does it answer at all?"""
+        try:
+            answer = await self.http.get(f"{self.url}/health", timeout=min(seconds, self.seconds))
+        except httpx2.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    # --- what a wire format has to say ---
+
+    async def suits(self, sync: str) -> None:
+        """UserError if it was not started for weights that come by --sync."""
+
+    async def limits(self) -> tuple[int, int]:
+        """The most tokens of a sequence, and how many processes of it take part in a broadcast of weights."""
+        raise NotImplementedError
+
+    async def generate(self, ask: Ask) -> Answer:
+        raise NotImplementedError
+
+    async def pause(self, mode: str) -> None:
+        """Sample nothing. Running responses: keep them for `resume`; abort them, which answers what there is; or wait
+        until they are over."""
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
+    async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
+        """Be ready for weights by gloo or nccl, as ranks rank_offset, rank_offset + 1, ... of a group (the arguments of
+        transfer.join, without the rank); or by disk. What comes first are all weights."""
+        raise NotImplementedError
+
+    async def begin_update(self) -> None:
+        raise NotImplementedError
+
+    async def update(self, metas: Sequence[tuple], crc: Sequence[int] | None) -> None:
+        """Take these tensors (transfer.Meta) from the group, in this order. Over once it has them; `crc`: checksums to
+        compare them with."""
+        raise NotImplementedError
+
+    async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
+        """Take the safetensors files of a folder that both sides see."""
+        raise NotImplementedError
+
+    async def end_update(self, label: str) -> None:
+        """What is sampled from now on is of the weights with this label."""
+        raise NotImplementedError
+
+    async def load_adapter(self, folder: str, label: str) -> None:
+        """The same, of an adapter (PEFT's format) in a folder that both sides see."""
+        raise NotImplementedError
+
+    async def checksums(self) -> dict[str, str]:
+        """Of its parameters."""
+        raise NotImplementedError
+
+    async def sleep(self) -> None:
+        """Give memory back, until `wake`."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        raise NotImplementedError
+
+
+async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
+    """vllm or sglang, by what it answers."""
+    for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
+        try:
+            answer = await http.get(url + path, timeout=10.0)
+        except httpx2.HTTPError as error:
+            raise UserError(
+                f"--servers {url}: {type(error).__name__}: is a server there? `python -m engines.serve` starts one"
+            ) from error
+        if answer.status_code == 200:
+            return kind
+    raise UserError(f"--servers {url} is neither vLLM's nor SGLang's server")
+
+
+def data_uri(image: Image.Image, key: str = "") -> str:
+    """Lossless. With a `key` in it, for servers that know images by their files' bytes."""
+    file, told = io.BytesIO(), PngInfo()
+    told.add_text("key", key)
+    image.save(file, "PNG", compress_level=1, pnginfo=told)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,78 @@
+"""train.py with an engine that samples in threads while the trainer computes, as servers do: transformers behind a
+lock, each token after a random delay, new weights in the middle of responses. Run by test_async.py.
+
+OUT.RANK.jsonl gets a line for each step, before its update: the uids of its groups by their position in the data.
+"""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import engines.choose  # noqa: E402
+import train  # noqa: E402
+from engines.hf import HFEngine  # noqa: E402
+from model import load_hf  # noqa: E402
+from utils import run_script  # noqa: E402
+
+DELAY = float(os.environ.get("DELAY", "0.01"))  # seconds a token, at most
+
+
+class StandIn(HFEngine):
+    concurrent = True
+
+    def __init__(self, *of):
+        super().__init__(*of)
+        self.lock = threading.RLock()
+        self.sampled: dict[int, list[int]] = {}  # by id of a rollout: which weights sampled its tokens
+
+    def metrics(self):
+        return {"servers_idle": 0.25}
+
+    def load_weights(self, named_tensors):
+        with self.lock:
+            return super().load_weights(named_tensors)
+
+    def _begin(self, *of):
+        with self.lock:
+            return super()._begin(*of)
+
+    def _step(self, batch, responses, sampling, head_HV):
+        time.sleep(DELAY * random.random())
+        with self.lock:
+            rollouts = [batch.rows[b].rollout for b in batch.active]
+            for r in rollouts:
+                self.sampled.setdefault(id(r), []).append(self.version)
+            super()._step(batch, responses, sampling, head_HV)
+            for r in rollouts:
+                if r.ended_by:
+                    r.versions = self.sampled.pop(id(r))
+
+
+def connect(cfg, rollout, models, processor, settings, ctx, out):
+    return StandIn(load_hf(cfg.model, models.dtype), processor, ctx.device)
+
+
+def recording(make_batch):
+    def recorded(pool, cfg, *more):
+        first = pool.position - pool.round
+        uids: dict[int, list[str]] = {}
+        for (number, _), group in pool.groups.items():
+            uids.setdefault(first + number, []).append(group[0].prompt.uid)
+        with Path(f"{cfg.run.out}.{pool.ctx.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(uids) + "\n")
+        return make_batch(pool, cfg, *more)
+
+    return recorded
+
+
+if __name__ == "__main__":
+    engines.choose.connect = connect
+    train.ServerConfig.check = lambda *of: None
+    train.make_batch = recording(train.make_batch)
+    run_script(train.main, train.parse_args)

@@ -1,0 +1,334 @@
+"""Steps that do not wait for their rollouts: what is trained, in which order, and how old it is.
+
+pytest tests/test_async.py
+"""
+
+import json
+import random
+import sys
+import threading
+import time
+from bisect import bisect
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_kernels import DEVICE, case, close, small_blocks, tokens_of
+from test_train import TORCHRUN, flags, kill_after, rows, run, shapes  # noqa: F401
+
+import grpo
+import train
+from engines.connect import ServerConfig
+from errors import UserError
+from grpo import Algorithm, PolicyLoss
+from kernels import fused_policy_loss
+from model import ModelConfig
+from parallel.rounds import Rounds
+from prepare_data import DataConfig, read_examples
+from reward import Stage
+from rewards.curriculum import Curriculum, batch_of
+from rollout import Engine, RolloutConfig, begun
+from utils import Context
+
+P, G = 3, 2
+
+
+class Served(Engine):
+    """Tokens that remember when they were sampled; `behind()` says by how many versions a response is late."""
+
+    concurrent = True
+
+    def __init__(self, seed=0, behind=lambda: 0, delay=0.002):
+        self.rng = random.Random(seed)
+        self.behind = behind
+        self.lock = threading.Lock()
+        self.delay = delay
+        self.syncs = []  # when
+        self.seeds = {}  # uid -> of each time it was asked for
+        self.threads = set()
+
+    def generate(self, prompts, n, sampling, on_rollout=None):
+        self.threads.add(threading.current_thread())
+        rollouts = begun(prompts, n)
+        for prompt in prompts:
+            self.seeds.setdefault(prompt.uid, []).append(sampling.seed)
+        for r in self.rng.sample(rollouts, len(rollouts)):
+            behind = self.behind()
+            for _ in range(3):
+                time.sleep(self.delay * self.rng.random() / len(rollouts))
+                with self.lock:
+                    r.logprobs.append(time.monotonic())
+                    r.versions.append(self.version - behind)
+            r.response, r.response_mask = [7] * 3, [True] * 3
+            on_rollout(r)
+        return rollouts
+
+    def load_weights(self, named_tensors=()):
+        with self.lock:
+            self.syncs.append(time.monotonic())
+            self.version += 1
+        return {}
+
+
+class Named(str):
+    """An example: its uid."""
+
+    @property
+    def uid(self):
+        return str(self)
+
+
+def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=()):
+    """Rounds over prompts that are named after position and place; also what was told to rewards."""
+    told = []
+
+    def batch(step, position, round, memory, ahead):
+        return [Named(f"{position + round}/{place}") for place in range(P)]
+
+    def begin(step, stage):
+        graded = []
+        told.append((step, graded))
+        return SimpleNamespace(add=graded.append)
+
+    def prompts_of(examples):
+        if examples[0].partition("/")[0] in fails:
+            raise LookupError(f"no image for {examples[0]}")
+        return [SimpleNamespace(uid=uid) for uid in examples]
+
+    cfg = SimpleNamespace(
+        run=SimpleNamespace(seed=0, steps=steps),
+        rollout=RolloutConfig(prompts_per_step=P),
+        servers=ServerConfig(async_steps=ahead),
+        algo=Algorithm(group_size=G),
+    )
+    curriculum = SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
+    rewards = SimpleNamespace(begin=begin)
+    return Rounds(cfg, engine, engine, prompts_of, rewards, curriculum, Context(0, 1, None)), told
+
+
+def play(rounds, engine, steps, most=1, seed=0):
+    """What the loop does of it: takes 1 to `most` rounds a step, then syncs. (step, position, rollouts, when)."""
+    rng, position, taken = random.Random(seed), 0, []
+    for step in range(steps):
+        state = train.State(step, position)
+        for _ in range(rng.randint(1, most)):
+            round = rounds.take(state, position)
+            taken.append((step, position, round.rollouts, time.monotonic()))
+            position += 1
+        time.sleep(0.003 * rng.random())
+        engine.load_weights()
+    return taken
+
+
+@pytest.mark.parametrize("stage", ["solved = { most = 0.9 }", 'order = "solved"'])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_nothing_out(ahead, stage, tmp_path):
+    (tmp_path / "stages.toml").write_text(f'[[stages]]\nname = "a"\nfrom = 0\n{stage}\n')
+    examples = [SimpleNamespace(uid=f"e{i}", data_source="x", extra={}) for i in range(24)]
+    curriculum = Curriculum(str(tmp_path / "stages.toml"), examples, 4, 0)
+    rounds, _ = rounds_of(Served(seed=0), ahead, steps=60)
+    rounds.curriculum, rounds.prompts_of = curriculum, lambda examples: examples
+    memory, counts = {}, Counter()
+    for step in range(60):
+        round = rounds.take(train.State(step, step, curriculum=memory), step)
+        batch = [group[0].prompt.uid for group in zip(*[iter(round.rollouts)] * G, strict=True)]
+        under_way = [uid for position, uids in rounds.drawn.items() if position > step for uid in uids]
+        assert len(set(batch + under_way)) == 4 * (1 + min(ahead, 59 - step))
+        counts.update(batch)
+        rates = {uid: int(uid[1:]) / 24 for uid in batch}
+        memory = curriculum.after_step(memory, step, step + 1, rates)
+    assert set(counts) == {example.uid for example in examples}
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, most):
+    engine = Served(seed=ahead)
+    rounds, told = rounds_of(engine, ahead, steps=200)
+    taken = play(rounds, engine, 200, most)
+    assert [position for _, position, *_ in taken] == list(range(len(taken))) and len(taken) >= 200
+    oldest = 0
+    for _, position, rollouts, when in taken:
+        expected = [(f"{position}/{place}", sample) for place in range(P) for sample in range(G)]
+        assert [(r.prompt.uid, r.sample) for r in rollouts] == expected
+        now = bisect(engine.syncs, when)
+        for r in rollouts:
+            sampled = [bisect(engine.syncs, at) for at in r.logprobs]  # from the record of syncs alone
+            assert r.versions == sampled and now - min(sampled) <= ahead
+            oldest = max(oldest, now - min(sampled))
+    assert oldest == ahead  # the bound is met, so it was tried
+    assert not rounds.begun  # nothing was sampled for no step
+    assert all(len(seeds) == 1 for seeds in engine.seeds.values())  # nothing twice
+    main = threading.main_thread()
+    assert (main in engine.threads) == (ahead == 0) and (len(engine.threads) == 1) == (ahead == 0)
+    assert all(len(graded) == P * G for _, graded in told)
+    if most == 1:
+        assert [step for step, _ in told] == list(range(200))
+
+
+def test_no_round_is_begun_over_the_border_of_a_stage():
+    engine = Served()
+    rounds, told = rounds_of(engine, 3, steps=20, stage_of=lambda step: step // 7)
+    position = 0
+    for step in range(20):
+        rounds.take(train.State(step, position), position)
+        position += 1
+        last = min(19, step // 7 * 7 + 6)
+        assert sorted(rounds.begun) == list(range(position, min(last, step + 3) + 1))
+        engine.load_weights()
+    assert [step for step, _ in told] == list(range(20))
+
+
+def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
+    behind = iter([5, 0, 0, 0, 5, 5])  # in the first round asked for: of 6 responses in a shuffled order
+    engine = Served(behind=lambda: next(behind, 0))
+    engine.version = 10
+    rounds, told = rounds_of(engine, 1, steps=1)
+    round = rounds.take(train.State(), 0)
+    assert [r.prompt.uid for r in round.rollouts] == ["0/0", "0/0", "0/1", "0/1", "0/2", "0/2"]
+    assert all(r.versions == [10] * 3 for r in round.rollouts)
+    again = [uid for uid, seeds in engine.seeds.items() if len(seeds) > 1]
+    assert 1 <= len(again) <= 3 and all(len(set(engine.seeds[uid])) == 2 for uid in again)
+    assert rounds.meter.totals["async/dropped_groups"] == len(again)
+    assert rounds.meter.totals["async/dropped_tokens"] == len(again) * G * 3
+    [(_, graded)] = told
+    assert {id(r) for r in round.rollouts} <= {id(r) for r in graded} and len(graded) == (P + len(again)) * G
+
+
+def test_what_a_round_raises_is_raised_when_it_is_taken_with_its_own_traceback():
+    engine = Served()
+    rounds, _ = rounds_of(engine, 2, steps=9, fails=("1",))
+    rounds.take(train.State(), 0)
+    engine.load_weights()
+    with pytest.raises(LookupError, match="no image for 1/0") as failure:
+        rounds.take(train.State(1, 1), 1)
+    assert "prompts_of" in [entry.name for entry in failure.traceback]
+    assert all(thread.daemon for thread in engine.threads if thread is not threading.main_thread())
+
+
+def test_only_servers_sample_ahead():
+    for more in ({"async_steps": 2}, {"in_flight": "keep"}):
+        with pytest.raises(UserError, match="for servers, but the engine is --rollout hf; use --rollout server"):
+            ServerConfig(**more).check("hf", (), None)
+    refused = "--servers http://127.0.0.1:9: no server answers there"
+    with pytest.raises(UserError, match=refused):
+        cfg = ServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
+        cfg.check("server", (), ModelConfig(model="m"))
+
+
+# --- the whole loop, with an engine that samples in threads ----------------------------------------------------------
+
+
+def trained(out, world):
+    """(position, uids) of the rounds of each step that all processes trained, in order."""
+    ranks = []
+    for rank in range(world):
+        ranks.append([json.loads(line) for line in Path(f"{out}.{rank}.jsonl").read_text().splitlines()])
+    steps = []
+    for parts in zip(*ranks, strict=False):
+        steps.append([(int(p), sorted(sum((part[p] for part in parts), []))) for p in parts[0]])
+    return steps
+
+
+def check_order(steps, data):
+    """Every batch of the data once, in order."""
+    examples, _ = read_examples(str(data), DataConfig(data=str(data)))
+    for i, (position, uids) in enumerate(sum(steps, [])):
+        assert position == i
+        assert uids == sorted(examples[k].uid for k in batch_of(position, len(examples), 4, 0))
+
+
+@pytest.mark.parametrize("world,rounds", [(1, 1), (2, 1), (2, 3)])
+def test_a_killed_and_resumed_run_trains_all_once_and_in_order(world, rounds, toys, shapes, tmp_path):  # noqa: F811
+    launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
+    server = ["--rollout", "server", "--servers", "http://stand-in:1", "--async-steps", 2]
+    common = [*server, "--save-every", 3, "--steps", 9, "--sample-rounds", rounds]
+    out = tmp_path / "run"
+    command = [*launch, "tests/async_worker.py", *flags(toys["qwen2_5_vl"], shapes[0], out, *common)]
+    kill_after(command, out, 5)
+    first = trained(out, world)
+    for rank in range(world):
+        Path(f"{out}.{rank}.jsonl").unlink()
+    done = run([*command, "--resume", "auto"])
+    assert "resumed from" in done.stdout
+    again = trained(out, world)
+    at = again[0][0][0]  # the position of the checkpoint
+    kept = [step for step in first if step[0][0] < at]
+    check_order(kept + again, shapes[0])
+    logged = [row for row in rows(out) if "update/tokens" in row]
+    assert [row["step"] for row in logged] == list(range(1, 10)) == list(range(1, len(kept + again) + 1))
+    assert all(row["async/staleness"] <= row["async/staleness_max"] <= 2 for row in logged)
+    assert max(row["async/staleness_max"] for row in logged) >= 1
+    for row in logged:
+        assert 0 <= row["async/mixed"] <= 1 and 0 <= row["async/queue"] <= 3
+        assert 0 <= row["async/trainer_idle"] <= 1 and row["async/servers_idle"] == 0.25
+        assert row["async/dropped_groups"] == row["async/dropped_tokens"] == 0 and row["async/in_flight"] >= 0
+
+
+# --- which weights are old -------------------------------------------------------------------------------------------
+
+
+def before_update(algo, tokens, trainer_logps):
+    """Stage 4 of a step, with a policy that computes these; how often it was asked to."""
+    asked = []
+
+    def policy(micro, temperature):
+        asked.append(temperature)
+        return SimpleNamespace(logp_K=trainer_logps[micro.token_index_K], value_K=None)
+
+    models = SimpleNamespace(policy=policy, critic=None, reference=None, reshard=lambda: None)
+    micro = SimpleNamespace(token_index_K=torch.arange(len(tokens)))
+    cfg = SimpleNamespace(algo=algo, rollout=SimpleNamespace(temperature=1.0))
+    train.compute_before_update(SimpleNamespace(tokens=tokens, minibatches=[[micro]]), models, cfg)
+    return len(asked)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("old,cap", [("trainer", None), ("trainer", 1.2), ("rollout", None)])
+def test_the_ratio_is_to_the_weights_before_the_update_or_to_those_that_sampled(old, cap, epochs, kernel, monkeypatch):
+    n, v = 30, 50
+    small_blocks(monkeypatch, 7, v)
+    hidden, weight, targets, advantages, noise = case(n, 16, v, scale=2.0)
+    x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = (x @ w.t()).log_softmax(-1)[torch.arange(n), targets]
+    now = logp.detach()
+    # on policy the weights before the update are the current ones
+    trainer = now if epochs == 1 else now + 0.3 * torch.randn(n, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    sampled = trainer + 0.3 * noise
+    ratio = (logp - (trainer if old == "trainer" else sampled)).exp()
+    factor = 1.0 if cap is None else (trainer - sampled).exp().clamp(max=cap)
+    want = -(factor * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum()
+    want.backward()
+
+    algo = Algorithm(epochs=epochs, old_policy=old, tis_cap=cap)
+    algo.check()
+    tokens = tokens_of(advantages.cpu(), rollout_logps=sampled.float().cpu())
+    assert before_update(algo, tokens, trainer.float()) == (old == "trainer" and epochs == 2)
+    y, u = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total, *_ = fused_policy_loss(y, u, targets, PolicyLoss(algo), tokens, kernel=kernel)
+    total.backward()
+    for a, b in ((total, want), (y.grad, x.grad), (u.grad, w.grad)):
+        close(a.detach(), b.detach())
+    clipped = PolicyLoss(algo)(now.float(), torch.zeros(n, device=DEVICE), tokens)[1]["clipped"].sum()
+    assert (clipped > 0) == (old == "rollout" or epochs == 2)  # of stale tokens too, where they count
+
+
+def test_a_penalty_in_the_reward_is_of_the_same_old_policy():
+    """Without a pass of the trainer's: the engine's log-probabilities are there."""
+    algo = Algorithm(adv="reinforce++", kl="k1", kl_in="reward", kl_coef=0.5, old_policy="rollout")
+    tokens = tokens_of(torch.zeros(4), rollout_logps=torch.tensor([-1.0, -2.0, -3.0, -4.0])).to(torch.device("cpu"))
+    assert not before_update(algo, tokens, torch.zeros(4)) and not algo.on_policy
+    tokens.rollout, tokens.ref_logps = torch.tensor([0, 0, 1, 1]), torch.full((4,), -2.5)
+    given = (torch.zeros(1, 2), torch.zeros(1, 2), tokens, torch.ones(2, dtype=torch.bool), algo, 0.5)
+    got, _ = grpo.advantages(*given, moments=lambda x: (0.0, 1.0))
+    assert got.tolist() == [-1.0, -0.25, 1.0, 0.75]  # what is still to come of -0.5 (old - reference)
+
+
+@pytest.mark.parametrize("more", [{"tis_cap": 2.0}, {"tis_mask": "0.5,2"}, {"loss": "reinforce"}])
+def test_what_would_weigh_by_staleness_twice_or_not_at_all_is_refused(more):
+    Algorithm(**more).check()
+    with pytest.raises(UserError, match="--old-policy rollout"):
+        Algorithm(old_policy="rollout", **more).check()

@@ -1,0 +1,727 @@
+"""ServerEngine on servers that are objects of this process: who is asked what, and what becomes of it when servers fail
+or weights change.   pytest tests/test_server_engine.py    Real servers: test_servers.py, test_sglang.py
+"""
+
+import asyncio
+import math
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import httpx2
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import engines.server
+from engines.connect import ServerConfig
+from engines.server import ServerEngine
+from engines.transfer import Group, read_file
+from engines.vllm_server import answer_of
+from engines.wire import Answer, Cut, Lost, Server
+from errors import Interrupted, UserError
+from model import ModelConfig
+from rollout import Prompt, Sampling
+from utils import Context, derive_seed, in_thread
+
+URLS = ["http://one", "http://two", "http://three"]
+PROCESSOR = SimpleNamespace(
+    eos_ids=[0],
+    image_token_id=99,
+    tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]),
+)
+CPU = torch.device("cpu")
+ROOM = 8
+
+
+def token_of(seed, place):
+    """The one that a fake server samples with this seed as so many-th token of an answer; no end token."""
+    return 1 + derive_seed("token", seed, place) % 90
+
+
+def logprob_of(token):
+    return -token / 8
+
+
+class Fake(Server):
+    """Samples a token every `delay` seconds, at most `slots` responses at a time; its weights come from files."""
+
+    kind = "vllm"
+    delay = 0.002
+    slots = 1000
+    longest = 64
+    dead = False
+    cuts = 0  # so many of the next requests
+    silent = False  # no answer to /health
+    fails = 0  # so many of the next updates
+    noise = ""  # in its checksums
+    on_token = staticmethod(lambda server: None)
+
+    def __init__(self, *of):
+        super().__init__(*of)
+        self.label = ""
+        self.paused = False
+        self.epoch = 0  # grows with each abort
+        self.asks, self.done, self.busy, self.sampled, self.cancelled = [], 0, 0, 0, 0
+        self.holds, self.updates = {}, []  # its tensors; names of those that each update brought
+
+    async def alive(self, seconds=5.0):
+        return not self.dead and not self.silent
+
+    async def limits(self):
+        return self.longest, 1
+
+    async def generate(self, ask):
+        self.asks.append(ask)
+        if self.cuts:
+            self.cuts -= 1
+            raise Cut("it broke")
+        epoch, tokens, labels = self.epoch, [], []
+        try:
+            while (self.paused or self.busy >= self.slots) and epoch == self.epoch:
+                await asyncio.sleep(0.001)
+            self.busy += 1
+            try:
+                while len(tokens) < ask.room and epoch == self.epoch:
+                    await asyncio.sleep(self.delay)
+                    if self.dead:
+                        raise Lost("gone")
+                    if not self.paused and epoch == self.epoch:
+                        tokens.append(token_of(ask.seed, len(tokens)))
+                        labels.append(self.label)
+                        self.sampled += 1
+                        self.on_token(self)
+            finally:
+                self.busy -= 1
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.done += 1
+        finish = "length" if len(tokens) == ask.room else "abort"
+        return Answer(list(ask.ids), tokens, [logprob_of(token) for token in tokens], finish, labels)
+
+    async def pause(self, mode):
+        self.paused = mode != "wait"
+        self.epoch += mode == "abort"
+        if mode != "keep":
+            self.slots, slots = 0, self.slots  # those that wait for their turn go on waiting
+            while self.busy:
+                await asyncio.sleep(0.001)
+            self.paused, self.slots = True, slots
+
+    async def resume(self):
+        self.paused = False
+
+    async def join(self, how, group, rank_offset):
+        self.holds = {}
+
+    async def begin_update(self):
+        if self.fails:
+            self.fails -= 1
+            raise Lost("no room for it")
+
+    async def update_from_disk(self, folder, files):
+        new = {}
+        for file in files:
+            new |= dict(read_file(f"{folder}/{file}"))
+        self.holds |= new
+        self.updates.append(sorted(new))
+
+    async def end_update(self, label):
+        self.label = label
+
+    async def checksums(self):
+        return {name: f"{tensor.sum().item()}{self.noise}" for name, tensor in self.holds.items()}
+
+
+@pytest.fixture
+def connect(monkeypatch, tmp_path):
+    """connect(how many, **settings): an engine, and its servers, whose weights it has brought them."""
+
+    async def find_kind(url, http):
+        return "vllm"
+
+    monkeypatch.setattr(engines.server, "find_kind", find_kind)
+    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Fake)
+
+    def make(n, rank=0, urls=None, **more):
+        more = {"banned": [], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
+        engine = ServerEngine(urls or URLS[:n], PROCESSOR, torch.float32, Context(rank, 1, CPU), **more)
+        servers = list(engine.servers.values())
+        if rank == 0:
+            engine.load_weights(weights(1.0))
+        else:  # whose weights process 0 brings
+            engine.label = f"{engine.run}-1"
+            for server in servers:
+                server.label = engine.label
+            engine.loop.call_soon_threadsafe(engine.may_ask.set)
+        return engine, servers
+
+    return make
+
+
+def weights(value, names="ab"):
+    return [(name, torch.full((2,), value)) for name in names]
+
+
+def prompts_of(*uids, images=()):
+    return [Prompt(uid, [3, 5, 7], list(images), None, [3, 5, 7], [None] * len(images)) for uid in uids]
+
+
+def seed_of(r, *more, seed=0):
+    return derive_seed(seed, r.prompt.uid, r.sample, *more)
+
+
+def assert_whole(rollouts, version=1, room=ROOM):
+    """As if nothing had happened."""
+    for r in rollouts:
+        assert r.response == [token_of(seed_of(r), i) for i in range(room)]
+        assert r.logprobs == [logprob_of(token) for token in r.response]
+        assert r.response_mask == [True] * room and r.versions == [version] * room
+        assert r.text == " ".join(map(str, r.response)) and r.ended_by == "response"
+
+
+def wait_until(true, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def hurry(servers, delay=0.002):
+    for server in servers:
+        server.delay = delay
+
+
+def at_token(n, do):
+    """What a server calls with each token, for `do` to be called with the n-th one."""
+    left = [n]
+
+    def on_token(server):
+        left[0] -= 1
+        if left[0] == 0:
+            do()
+
+    return on_token
+
+
+# --- who is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_goes_to_one_server_and_groups_to_the_one_with_the_fewest_in_flight(connect):
+    engine, servers = connect(3)
+    prompts = prompts_of(*"abcdef")
+    rollouts = engine.generate(prompts, 4, Sampling(ROOM))
+    assert [(r.prompt.uid, r.sample) for r in rollouts] == [(uid, i) for uid in "abcdef" for i in range(4)]
+    assert_whole(rollouts)
+    asked = [Counter(ask.uid for ask in server.asks) for server in servers]
+    assert asked == [{"a": 4, "d": 4}, {"b": 4, "e": 4}, {"c": 4, "f": 4}]
+    ask = servers[0].asks[0]
+    assert (ask.ids, ask.images, ask.room, ask.temperature, ask.top_p) == ([3, 5, 7], [], ROOM, 1.0, 1.0)
+    assert ask.seed == seed_of(rollouts[0]) and ask.salt == engine.label == f"{engine.run}-1"
+
+    for server in servers:
+        server.asks.clear()
+    servers[0].delay = servers[2].delay = 0.5
+    long = in_thread(lambda: engine.generate(prompts_of("x", "y", "z"), 2, Sampling(ROOM)), "long")
+    wait_until(lambda: servers[1].done == 10)  # y's are over, x's and z's are not
+    assert_whole(engine.generate(prompts_of("u"), 1, Sampling(ROOM)))
+    assert [[ask.uid for ask in server.asks] for server in servers] == [["x"] * 2, ["y", "y", "u"], ["z"] * 2]
+    hurry(servers)
+    assert_whole(long.result())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_processes_begin_with_different_servers(rank, connect):
+    engine, servers = connect(3, rank)
+    engine.generate(prompts_of("a"), 2, Sampling(2))
+    assert [len(server.asks) for server in servers] == [2 * (i == rank % 3) for i in range(3)]
+
+
+def test_two_threads_sample_at_once(connect):
+    engine, servers = connect(2)
+    both = threading.Barrier(2, timeout=10)
+    hurry(servers, 0.5)
+
+    def sample(uid):
+        both.wait()
+        return engine.generate(prompts_of(uid), 3, Sampling(ROOM))
+
+    calls = [in_thread(partial(sample, uid), uid) for uid in "ab"]
+    wait_until(lambda: [server.busy for server in servers] == [3, 3])
+    hurry(servers)
+    a, b = (call.result() for call in calls)
+    assert_whole(a + b)
+    assert {r.prompt.uid for r in a} == {"a"} and {r.prompt.uid for r in b} == {"b"}
+
+
+def test_handles_of_submitted_prompts(connect):
+    engine, servers = connect(2)
+    servers[1].delay = 0.5  # the second prompt's
+    handles = engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM))
+    assert len(handles) == 4
+    first = handles[0].result(10)
+    assert not handles[3].done()
+    hurry(servers)
+    rollouts = [first, *(handle.result(10) for handle in handles[1:])]
+    assert [(r.prompt.uid, r.sample) for r in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert_whole(rollouts)
+    for server in servers:
+        server.dead = True
+    for handle in engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM)):
+        with pytest.raises(UserError, match="none is left"):
+            handle.result(10)
+
+
+def test_a_run_that_is_asked_to_end(connect):
+    engine, servers = connect(2)
+    hurry(servers, 0.5)
+    ended = threading.Event()
+    engine.interrupted = ended.is_set
+    handles = engine.submit(prompts_of("a", "b"), 3, Sampling(40))  # 20 seconds
+    wait_until(lambda: servers[0].busy + servers[1].busy == 6)
+    ended.set()
+    for handle in handles:
+        with pytest.raises(Interrupted):
+            handle.result(5.0)
+    wait_until(lambda: servers[0].cancelled + servers[1].cancelled == 6)
+    assert [server.in_flight for server in servers] == [0, 0] and not engine.asked and not engine.lost
+
+
+def test_the_share_of_time_without_work(connect, monkeypatch):
+    engine, servers = connect(2)
+    clock = [100.0]
+    monkeypatch.setattr(engines.server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    engine.counted_at = engine.reported_at = clock[0]
+    engine.idle_seconds = 0.0
+
+    def tick(server):
+        clock[0] += 1
+
+    servers[0].on_token = tick
+    clock[0] += 2  # both idle
+    engine.generate(prompts_of("a"), 1, Sampling(ROOM))  # 8 s, at the first
+    clock[0] += 4
+    assert engine.metrics() == {"servers_idle": pytest.approx((2 + 8 / 2 + 4) / 14)}
+    clock[0] += 1
+    assert engine.metrics() == {"servers_idle": 1.0}
+
+
+# --- servers that fail ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_server_that_is_lost_was_asked_is_asked_of_another_with_the_same_seeds(connect, capfd):
+    engine, servers = connect(2)
+    servers[0].on_token = at_token(13, lambda: setattr(servers[0], "dead", True))
+    prompts = prompts_of(*"abcd")
+    rollouts = engine.generate(prompts, 3, Sampling(ROOM))
+    assert_whole(rollouts)
+    assert set(engine.lost) == {URLS[0]} and engine.lost[URLS[0]] == "gone"
+    assert Counter(ask.uid for ask in servers[0].asks) == {"a": 3, "c": 3}
+    again = [ask for ask in servers[1].asks if ask.uid in "ac"]
+    assert sorted(again) == sorted(servers[0].asks) and len(servers[1].asks) == 12
+    told = f"--servers {URLS[0]} is left out: gone; 1 others go on\n"
+    assert capfd.readouterr().out.count(told) == 1  # six requests broke off
+    assert_whole(engine.generate(prompts, 1, Sampling(ROOM)))
+    assert len(servers[0].asks) == 6
+
+
+def test_all_servers_are_lost(connect):
+    engine, servers = connect(2)
+    for server in servers:
+        server.on_token = at_token(5, partial(setattr, server, "dead", True))
+    with pytest.raises(UserError) as told:
+        engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))
+    lost = sorted(f"{url}: gone" for url in URLS[:2])
+    either = [f"--servers: none is left ({'; '.join(order)}); start them again, then --resume auto goes on"
+              for order in (lost, lost[::-1])]  # fmt: skip
+    assert str(told.value) in either
+    with pytest.raises(UserError, match="^--servers: none takes new weights .*; start them again, [^\n]*$"):
+        engine.load_weights(weights(2.0))
+    assert engine.version == 1
+
+
+def test_where_no_server_is_left_a_run_is_asked_to_end(connect, capfd):
+    """With all that it has: nothing is raised, neither where it samples nor where it brings weights."""
+    engine, servers = connect(2)
+    asked = []
+    engine.give_up = lambda: asked.append(True)
+    engine.interrupted = lambda: bool(asked)
+    for server in servers:
+        server.on_token = at_token(5, partial(setattr, server, "dead", True))
+    assert len(engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))) == 8
+    assert asked == [True] and capfd.readouterr().out.count("--servers: none is left (") == 1
+    told, gathered = synced(engine, 2.0)
+    assert engine.version == 2 and told == {"sync/servers": 0.0} and not gathered
+    for server in servers:
+        server.dead = False
+    synced(engine, 3.0)
+    assert not engine.lost and all(server.updates[-1] == ["a", "b"] for server in servers)
+
+
+@pytest.mark.parametrize("label", ["", "other-1", "run-x", "run"])
+def test_weights_that_this_run_did_not_send_are_not_sampled_from(label, connect):
+    engine, servers = connect(2)
+    servers[0].label = label.replace("run", engine.run)
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert list(engine.lost) == [URLS[0]] and "which this run did not send" in engine.lost[URLS[0]]
+
+
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"prompt_ids": [3, 5, 8]}, r"example 'a': .*\(http://one\): another prompt would be trained on than answered"),
+    ({"logprobs": [math.nan] * ROOM}, "of http://one's answer to example 'a'"),
+])  # fmt: skip
+def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch):
+    engine, [server] = connect(1)
+    generate = server.generate
+
+    async def other(ask):
+        return (await generate(ask))._replace(**changed)
+
+    monkeypatch.setattr(server, "generate", other)
+    with pytest.raises(UserError, match=told):
+        engine.generate(prompts_of("a"), 1, Sampling(ROOM))
+
+
+@pytest.mark.parametrize("changed", [
+    {"tokens": [1] * (ROOM + 1), "logprobs": [-1.0] * (ROOM + 1), "labels": ["x"] * (ROOM + 1)},
+    {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish": "gone"}, {"logprobs": [None] * ROOM},
+    {"logprobs": [0.7] * ROOM}, {"tokens": [], "logprobs": [], "labels": []},
+])  # fmt: skip
+def test_answers_that_are_none(changed, connect, monkeypatch):
+    """Their server is lost; another one answers."""
+    engine, servers = connect(2)
+    generate = servers[0].generate
+
+    async def other(ask):
+        answer = await generate(ask)
+        if "labels" in changed:
+            changed["labels"] = [engine.label] * len(changed["labels"])
+        return answer._replace(**changed)
+
+    monkeypatch.setattr(servers[0], "generate", other)
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert list(engine.lost) == [URLS[0]] and "answered" in engine.lost[URLS[0]]
+
+
+@pytest.mark.parametrize(("cuts", "lost"), [(1, []), (9, [URLS[0]])])
+def test_a_connection_that_breaks_is_made_again_once(cuts, lost, connect):
+    engine, servers = connect(2)
+    servers[0].cuts = cuts
+    assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)))
+    assert list(engine.lost) == lost and len(servers[0].asks) == 2
+
+
+def test_what_vllm_says_in_place_of_nan():
+    """Its /inference/v1/generate answers NaN with -9999."""
+    entries = [{"token_id": 5, "logprob": -9999.0}, {"token_id": 6, "logprob": -0.5}]
+    spans = [{"version": "run-1", "start": 0, "end": 2}]
+    choice = {"token_ids": [5, 6], "logprobs": {"content": entries}, "weight_versions": spans, "finish_reason": "stop"}
+    answer = answer_of({"prompt_token_ids": [1], "choices": [choice]}, "policy")
+    assert math.isnan(answer.logprobs[0]) and answer.logprobs[1] == -0.5 and answer.labels == ["run-1"] * 2
+
+
+def test_servers_that_do_not_suit(connect, monkeypatch):
+    with pytest.raises(UserError, match="--servers http://one takes sequences of 64 tokens, and this run needs 65"):
+        connect(2, max_model_len=65)
+    with pytest.raises(UserError, match="--servers http://one is given twice"):
+        connect(0, urls=["http://one", "http://one/"])
+    monkeypatch.setattr(Fake, "noise", property(lambda server: server.url))
+    with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} hold other weights .*first in .'a'.; they must run"):
+        connect(2)
+
+    async def find_kind(url, http):
+        return "vllm" if url == URLS[0] else "sglang"
+
+    monkeypatch.setattr(engines.server, "find_kind", find_kind)
+    with pytest.raises(UserError, match="must be of one kind: http://one is vllm's, http://two is sglang's"):
+        connect(2)
+
+
+def test_requests_that_fail():
+    """Which of them are the server's fault, and which the question's."""
+
+    def handle(request):
+        status = int(request.url.path.strip("/"))
+        return httpx2.Response(status, text="so\nit is")
+
+    async def main():
+        with socket.socket() as hung:  # takes connections, and says nothing
+            hung.bind(("127.0.0.1", 0))
+            hung.listen()
+            url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+            async with httpx2.AsyncClient(trust_env=False) as http:
+                server = Server(url, http, 0.2, [], [])
+                with pytest.raises(Lost, match="^no answer to /generate within 0.2 s$"):
+                    await server.post("/generate")
+                assert not await server.alive()
+        async with httpx2.AsyncClient(trust_env=False) as http:
+            with pytest.raises(Lost, match="^/generate: ConnectError"):
+                await Server(url, http, 5.0, [], []).post("/generate")
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
+            server = Server("http://one", http, 5.0, [], [])
+            assert await server.post("/200") == "so\nit is"
+            with pytest.raises(Lost, match="^/503 answered 503: so it is$"):
+                await server.post("/503")
+            with pytest.raises(UserError, match="^--servers http://one: /400 answered 400: so it is$"):
+                await server.post("/400")
+            with pytest.raises(UserError, match="^--servers http://one: there is no /404; "):
+                await server.post("/404")
+
+    asyncio.run(main())
+
+
+# --- new weights ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_sync_aborts_goes_on_from_what_there_is(connect):
+    engine, servers = connect(2)
+    hurry(servers, 0.05)
+    call = in_thread(lambda: engine.generate(prompts_of(*"abcd"), 2, Sampling(40, seed=5)), "sampled")
+    wait_until(lambda: min(server.sampled for server in servers) >= 8)  # two of each response
+    engine.load_weights(weights(2.0))
+    hurry(servers)
+    rollouts = call.result()
+    for r in rollouts:
+        k = r.versions.count(1)
+        assert 0 < k < 40 and r.versions == [1] * k + [2] * (40 - k)
+        before = [token_of(seed_of(r, seed=5), i) for i in range(k)]
+        seed = seed_of(r, 1, k, seed=5)  # of the first turn, from token k on
+        [server] = [server for server in servers if r.prompt.uid in {ask.uid for ask in server.asks}]
+        asks = [ask for ask in server.asks if ask.seed in (seed_of(r, seed=5), seed)]
+        assert r.response == before + [token_of(seed, i) for i in range(40 - k)]
+        assert r.logprobs == [logprob_of(token) for token in r.response] and len(r.response_mask) == 40
+        first, second = asks
+        assert (first.ids, first.room, first.salt) == ([3, 5, 7], 40, f"{engine.run}-1")
+        assert (second.ids, second.room, second.salt) == ([3, 5, 7] + before, 40 - k, f"{engine.run}-2")
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_that_had_not_begun_are_asked_again_under_the_new_weights(mode, connect):
+    engine, [server] = connect(1, in_flight=mode)
+    server.slots, server.delay = 1, 0.05
+    call = in_thread(lambda: engine.generate(prompts_of("a"), 3, Sampling(20)), "sampled")
+    wait_until(lambda: len(server.asks) == 3 and server.sampled >= 2)
+    engine.load_weights(weights(2.0))
+    hurry([server])
+    first, *others = call.result()
+    assert_whole(others, version=2, room=20)
+    assert set(first.versions) == ({1, 2} if mode == "abort" else {1})
+    for r in others:
+        salts = [ask.salt for ask in server.asks if ask.seed == seed_of(r)]
+        assert salts == [f"{engine.run}-1", f"{engine.run}-2"]
+    assert server.cancelled == (2 if mode == "wait" else 0) and server.in_flight == 0
+
+
+def test_what_is_kept_goes_on_and_each_token_has_its_version(connect):
+    engine, [server] = connect(1, in_flight="keep")
+    server.delay = 0.05
+    call = in_thread(lambda: engine.generate(prompts_of("a", "b"), 2, Sampling(20)), "sampled")
+    wait_until(lambda: server.sampled >= 8)
+    engine.load_weights(weights(2.0))
+    hurry([server])
+    rollouts = call.result()
+    assert len(server.asks) == 4 and server.cancelled == 0
+    for r in rollouts:
+        k = r.versions.count(1)
+        assert 0 < k < 20 and r.versions == [1] * k + [2] * (20 - k)
+        assert r.response == [token_of(seed_of(r), i) for i in range(20)]
+
+
+def test_features_of_images_outlive_a_sync_unless_the_tower_is_trained(connect):
+    image = SimpleNamespace(key="pixels", n_tokens=1)
+    for trained, expected in ((False, [1, 1]), (True, [1, 2])):
+        engine, [server] = connect(1, trained_tower=trained)
+        engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
+        engine.load_weights(weights(2.0, "a"))
+        engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
+        assert [ask.images for ask in server.asks] == [[(f"pixels-{engine.run}-{i}", None)] for i in expected]
+
+
+def synced(engine, value):
+    """What sync says, and for which sets of weights it asked."""
+    asked = []
+
+    def given(trainable_only):
+        asked.append("trained" if trainable_only else "all")
+        return weights(value, "a" if trainable_only else "ab")
+
+    return engine.sync(given), asked
+
+
+def test_an_update_that_fails_on_one_server(connect, capfd):
+    engine, (bad, good) = connect(2)
+    told, asked = synced(engine, 2.0)
+    assert asked == ["trained"] and told == {"sync/calls": 1.0, "sync/bytes": 8.0, "sync/servers": 2.0}
+    assert bad.updates == good.updates == [["a", "b"], ["a"]]
+    bad.fails = 1
+    told, asked = synced(engine, 3.0)
+    assert asked == ["trained", "all"] and told["sync/servers"] == 1.0
+    assert engine.version == 3 and good.label == engine.label == f"{engine.run}-3"
+    assert engine.lost == {URLS[0]: "new weights: no room for it"}
+    assert good.updates[-1] == ["a", "b"] and good.holds["a"].tolist() == good.holds["b"].tolist() == [3.0, 3.0]
+    rollouts = engine.generate(prompts_of(*"abc"), 1, Sampling(ROOM))
+    assert_whole(rollouts, version=3)
+    assert not bad.asks
+    told, asked = synced(engine, 4.0)  # and it is back
+    assert asked == ["all"] and not engine.lost and engine.version == 4 and told["sync/servers"] == 2.0
+    assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run}-4"
+    out = capfd.readouterr().out
+    assert out.count(f"--servers {URLS[0]} is left out: new weights") == 1
+    assert out.count(f"--servers {URLS[0]} is used again\n") == 1
+    assert synced(engine, 5.0)[1] == ["trained"]
+
+
+def test_a_server_that_failed_an_update_does_not_keep_what_it_was_at(connect):
+    """With --in-flight keep it is paused, and nobody lets it go on."""
+    engine, servers = connect(2, in_flight="keep")
+    hurry(servers, 0.02)
+    call = in_thread(lambda: engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), "sampled")
+    wait_until(lambda: min(server.sampled for server in servers) >= 2)
+    servers[0].fails = 1
+    synced(engine, 2.0)
+    assert list(engine.lost) == [URLS[0]] and servers[0].paused
+    rollouts = call.result(timeout=10)
+    assert {r.prompt.uid for r in rollouts if set(r.versions) == {2}} == {"a"}
+    assert all(len(r.response) == ROOM for r in rollouts)
+
+
+class Member(Server):
+    """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's patience."""
+
+    kind = "vllm"
+    does = "takes"  # refuses: at once; hangs: says nothing, for as long as one may
+    up = True
+
+    async def alive(self, seconds=5.0):
+        return self.up
+
+    async def update(self, metas, crc):
+        if self.does == "refuses":
+            raise Lost("no")
+        if self.does == "hangs":
+            await asyncio.sleep(2.0)
+        for _ in range(int(self.patience() / 0.005)):
+            if self.all_take():
+                return
+            await asyncio.sleep(0.005)
+        raise Lost("timed out waiting for recv")
+
+    async def begin_update(self):
+        pass
+
+    async def end_update(self, label):
+        self.label = label
+
+
+@pytest.mark.parametrize(("does", "up", "blamed"), [
+    (("takes", "takes"), (True, True), {}),
+    (("refuses", "takes"), (True, True), {"http://one": "no"}),
+    (("takes", "hangs"), (True, True), {"http://two": "no answer while weights came"}),
+    (("hangs", "takes"), (False, True), {"http://one": "no answer while weights came"}),
+])  # fmt: skip
+def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypatch, tmp_path):
+    """Those that waited for it in vain fail as well, and must get the weights that are sent once more."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    start = lambda work: asyncio.run_coroutine_threadsafe(work, loop)  # noqa: E731
+    engine = SimpleNamespace(
+        start=start, seconds=2.0, wait_for=lambda works: [start(work).result() for work in works])
+    servers = [Member(url, None, 2.0, [], []) for url in URLS[:2]]
+    monkeypatch.setattr(Group, "patience", 0.3)
+    for server, what, answers in zip(servers, does, up, strict=True):
+        server.does, server.up = what, answers
+        server.patience, server.all_take = lambda: 0.3, lambda: set(does) == {"takes"}
+    group = Group(engine, tmp_path)
+    group.whole = False
+
+    def broadcast(tensors):
+        if set(does) != {"takes"}:
+            time.sleep(0.3)
+            raise RuntimeError("timed out waiting for send")
+
+    monkeypatch.setattr(group, "broadcast", broadcast)
+    given = weights(1.0)
+    group.bring(given, iter(given), servers, "run-2")
+    assert group.failed == blamed
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(connect, tmp_path, monkeypatch):
+    engine, _ = connect(1)
+
+    def save(tensors, file):
+        file.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(engines.transfer, "save_file", save)
+    with pytest.raises(UserError, match="^--sync disk: no space left for .*bytes free"):
+        synced(engine, 2.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_comes_back_gets_all_weights(connect):
+    engine, (one, two) = connect(2)
+    one.dead = True
+    assert synced(engine, 2.0)[1] == ["all"] and engine.lost == {URLS[0]: "no answer to /health"}
+    assert synced(engine, 3.0)[1] == ["trained"]
+    one.dead, one.label, one.holds = False, "", {}  # started again
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=3)
+    assert not one.asks  # not before it has this run's weights
+    assert synced(engine, 4.0)[1] == ["all"] and not engine.lost
+    assert one.holds.keys() == {"a", "b"} and one.holds["b"].tolist() == two.holds["b"].tolist() == [4.0, 4.0]
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=4)
+    assert len(one.asks) == len(two.asks) - 4 == 2
+
+
+def test_processes_agree_on_which_servers_are_lost(connect, capfd):
+    """A server that one process could not reach is out for all: its samples and another's would be of other weights."""
+    engine, servers = connect(2)
+    process0 = engine.ctx
+
+    class OfTwo:  # what process 1 says of its lost servers stands next to what process 0 says
+        rank, world, main = 0, 2, True
+
+        def gather(self, mine):
+            return [mine, {URLS[1]: "no answer"}] if isinstance(mine, dict) else [mine, mine]
+
+    engine.ctx = OfTwo()
+    servers[1].silent = True  # answers requests, but not /health
+    assert synced(engine, 2.0)[1] == ["all"] and engine.lost == {URLS[1]: "no answer"}
+    servers[1].silent = False
+    synced(engine, 3.0)
+    assert not engine.lost and f"--servers {URLS[1]} is used again" in capfd.readouterr().out
+    engine.ctx = process0
+    assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)), version=3)
+
+
+SUITS = {"servers": ("http://127.0.0.1:9",)}
+
+
+@pytest.mark.parametrize(("settings", "of_model", "told"), [
+    ({}, {}, "give --servers URL... or --serve N, not neither"),
+    (SUITS | {"serve": 1}, {}, "not both"),
+    ({"servers": ("127.0.0.1:8000",)}, {}, "--servers 127.0.0.1:8000: give http://HOST:PORT"),
+    ({"servers": ("ftp://host:8000",)}, {}, "give http://HOST:PORT"),
+    ({"servers": ("http://host:port",)}, {}, "give http://HOST:PORT"),
+    ({"servers": ("http://host:99999",)}, {}, "give http://HOST:PORT"),
+    ({"servers": ("http://host:8000/v1",)}, {}, "give http://HOST:PORT"),
+    (SUITS | {"sync": "adapter"}, {}, "--sync adapter: there is none without --lora-rank"),
+    (SUITS | {"sync": "adapter"}, {"lora_rank": 8, "train_vision": "tower"}, "not those of --train-vision tower"),
+    (SUITS | {"sync": "nccl"}, {}, "--sync nccl: there is no GPU here; use gloo"),
+])  # fmt: skip
+def test_settings_that_contradict_each_other(settings, of_model, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=re.escape(told)) as error:
+        ServerConfig(**settings).check("server", (), ModelConfig(model="m", **of_model))
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_weights_are_gone_after_a_sync(connect, tmp_path):
+    engine, servers = connect(2)
+    synced(engine, 2.0)
+    assert not list(tmp_path.iterdir())
