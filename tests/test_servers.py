@@ -1,0 +1,438 @@
+"""Real servers on the CPU: vLLM's, against vLLM in this process, the trainer, and each other.   make test-vllm"""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_rollout import example, ids, places, trainer_logprobs
+from test_train import TORCHRUN, flags, rows, run, without_time
+from test_vllm import CPU, RECURRENT, SETTINGS, assert_same, gaps, named, start
+from test_vllm import data as data
+from test_vllm import mixed as mixed
+from test_vllm import toys as toys
+
+import model as M
+from engines.local import LocalServers, answers, free_port, server_command
+from engines.server import ServerEngine
+from engines.transfer import make_transfer
+from errors import UserError
+from rollout import Sampling, make_prompts
+from utils import Context, in_thread
+
+pytestmark = pytest.mark.vllm
+ONE = Context(0, 1, CPU)
+LIMITS = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
+
+
+class Servers:
+    """Of one model, each started when it is asked for first."""
+
+    def __init__(self, folder, logs, **settings):
+        self.folder, self.logs, self.settings = folder, logs, LIMITS | SETTINGS | settings
+        self.processor = M.load_processor(str(folder))
+        self.local, self.urls = LocalServers(), []
+
+    def begin(self, n, lora_rank=0, port=None):
+        for _ in range(n):
+            port_, dtype = port or free_port(), self.settings.get("dtype", torch.float32)
+            settings = {key: value for key, value in self.settings.items() if key != "dtype"}
+            asked = ("vllm", str(self.folder), self.processor, dtype, settings, "127.0.0.1", port_, lora_rank)
+            self.local.start(*server_command(*asked), self.logs / f"{port_}.log")
+            self.urls.append(f"http://127.0.0.1:{port_}")
+        return self
+
+    def wait(self):
+        self.local.wait(self.urls)
+        return self.urls
+
+    def engine(self, urls=None, ctx=ONE, **more):
+        text = M.load_config(str(self.folder)).get_text_config()
+        banned = self.processor.banned(text.vocab_size).tolist()
+        more = {"max_model_len": 384, "folder": self.logs / "sync", "seconds": 60.0} | more
+        dtype = self.settings.get("dtype", torch.float32)
+        return ServerEngine(urls or self.urls, self.processor, dtype, ctx, banned=banned, **more)
+
+
+@pytest.fixture(scope="session")
+def two(toys, tmp_path_factory):  # noqa: F811
+    """Two servers of Qwen2.5-VL."""
+    servers = Servers(toys["qwen2_5_vl"], tmp_path_factory.mktemp("servers")).begin(2)
+    servers.wait()
+    yield servers
+    servers.local.stop()
+
+
+def model(servers):
+    return M.load_hf(str(servers.folder)).eval()
+
+
+def other(servers, seed=1):
+    """Weights that are not the folder's."""
+    hf = model(servers)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=generator))
+    return hf
+
+
+@pytest.fixture
+def fifty(picture):
+    asked = ["What colour are they?", "How many shapes are there?", "Describe this in detail.", "Why?"]
+    examples = []
+    for i in range(50):
+        images = [picture(40 + 7 * ((i + k) % 13), 40 + 11 * (i % 9), 10 * i + k) for k in range(i % 4)]
+        examples.append(example(f"p{i}", "<image>" * len(images) + asked[i % 3], images))
+    return examples
+
+
+def test_responses_are_those_of_vllm_in_this_process(two, fifty):
+    hf = model(two)
+    engine, inside = two.engine(), start(two.folder)
+    for one in (engine, inside):
+        one.load_weights(named(hf))
+    prompts, sampling = make_prompts(fifty, two.processor), Sampling(24, temperature=0.8, seed=3)
+    ours, theirs = engine.generate(prompts, 2, sampling), inside.generate(prompts, 2, sampling)
+    assert ids(ours) == ids(theirs)
+    assert_same(ours, theirs)
+    assert max(map(torch.max, gaps(ours, hf, two.processor, 0.8))) <= 1e-5
+    assert {tuple(r.versions) for r in ours} <= {(1,) * n for n in range(1, 25)}
+    assert all(len(r.versions) == len(r.response) for r in ours)
+    greedy = Sampling(12, temperature=0.0)
+    assert_same(engine.generate(prompts[:8], 1, greedy), inside.generate(prompts[:8], 1, greedy))
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_log_probabilities_are_the_trainers_after_every_sync(sync, two, mixed):  # noqa: F811
+    engine = two.engine(sync=sync, trained_tower=True)
+    prompts = make_prompts(mixed, two.processor)
+    for number in range(3):
+        hf = other(two, number)
+        weights = named(hf) if number < 2 else named(hf, lambda name: "q_proj" in name or "lm_head" in name)
+        engine.load_weights(weights)
+        if number == 2:  # a part of fused modules alone: the rest is still what was sent before
+            mixture, sent = other(two, 1), dict(weights)
+            with torch.no_grad():
+                for name, p in mixture.named_parameters():
+                    p.copy_(sent.get(name, p))
+            hf = mixture
+        rollouts = engine.generate(prompts, 4, Sampling(14, seed=number))
+        assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
+        assert set(chain(*(r.versions for r in rollouts))) == {number + 1}
+    assert len({r.prompt.uid for r in rollouts}) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_every_family(family, toys, mixed, tmp_path):  # noqa: F811
+    """For a CPU vLLM has the recurrent ones in bfloat16 only."""
+    dtype = torch.bfloat16 if family in RECURRENT else torch.float32
+    servers = Servers(toys[family], tmp_path, dtype=dtype).begin(1)
+    try:
+        servers.wait()
+        engine, prompts = servers.engine(), make_prompts(mixed, servers.processor)
+        engine.load_weights([(name, p.to(dtype)) for name, p in named(model(servers))])
+        trained = other(servers, 4).to(dtype).float()
+        engine.load_weights([(name, p.to(dtype)) for name, p in named(trained)])
+        rollouts = engine.generate(prompts, 4, Sampling(12, seed=1))
+        found = torch.cat(gaps(rollouts, trained, servers.processor))
+        print(f"{family}: {found.max():.1e} at most, {found.mean():.1e} on average")
+        assert found.max() <= 1e-5 if dtype is torch.float32 else found.mean() <= 0.03
+    finally:
+        servers.local.stop()
+
+
+def in_the_middle(engine, prompts, n, sampling, do, after=0.4):
+    """Rollouts, with `do` called while they are being sampled."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(engine.generate(prompts, n, sampling)))
+    thread.start()
+    time.sleep(after)
+    do()
+    thread.join()
+    return out[0]
+
+
+def spans(r):
+    """Where the weights change: (version, first, end)."""
+    starts = [0, *(i for i in range(1, len(r.versions)) if r.versions[i] != r.versions[i - 1])]
+    ends = [*starts[1:], len(r.versions)]
+    return [(r.versions[start], start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_responses_in_flight_when_weights_change(mode, two, mixed):  # noqa: F811
+    engine = two.engine(in_flight=mode, trained_tower=True)
+    weights = {1: other(two, 1), 2: other(two, 2)}
+    engine.load_weights(named(weights[1]))
+    prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=1)
+    rollouts = in_the_middle(engine, prompts, 16, sampling, lambda: engine.load_weights(named(weights[2])))
+    assert places(rollouts) == [(uid, i) for uid in ("one", "none", "two", "three") for i in range(16)]
+    policies = {version: M.Policy(hf, two.processor) for version, hf in weights.items()}
+    crossed, worst = 0, {"exact": 0.0, "kept": 0.0}
+    for r in rollouts:
+        found = spans(r)
+        crossed += len(found) == 2
+        assert [version for version, *_ in found] in ([1], [2], [1, 2])
+        for version, first, end in found:
+            theirs = trainer_logprobs(policies[version], r)[first:end]
+            gap = (theirs - torch.tensor(r.logprobs[first:end])).abs().max().item()
+            kind = "kept" if mode == "keep" and version == 2 else "exact"
+            worst[kind] = max(worst[kind], gap)
+    print(f"{mode}: {crossed} of {len(rollouts)} responses under two versions, {worst}")
+    assert worst["exact"] <= 1e-5
+    assert crossed == 0 if mode == "wait" else crossed > 10
+    if mode == "keep":
+        assert worst["kept"] > 1e-4  # old keys and values: the difference is what TIS is for
+    assert max(map(torch.max, gaps(engine.generate(prompts, 2, Sampling(10)), weights[2], two.processor))) <= 1e-5
+
+
+def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):  # noqa: F811
+    engine, hf = two.engine(seconds=30.0), other(two)
+    engine.load_weights(named(hf))
+    prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=9)
+    expected = engine.generate(prompts, 8, sampling)
+    victim, process = two.urls[1], two.local.processes[1]
+    rollouts = in_the_middle(engine, prompts, 8, sampling, partial(os.killpg, process.pid, signal.SIGKILL))
+    assert_same(rollouts, expected)  # nothing is lost, nothing is sampled in another way
+    assert list(engine.lost) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
+    engine.load_weights(named(other(two, 2)))
+    assert engine.transfer.members == two.urls[:1]
+
+    process.wait()
+    del two.local.processes[1], two.local.logs[1], two.urls[1]
+    two.begin(1, port=int(victim.rpartition(":")[2]))
+    two.wait()
+    assert_same(engine.generate(prompts, 1, Sampling(4)), engine.generate(prompts, 1, Sampling(4)))
+    assert victim in engine.lost  # its weights are the folder's
+    hf = other(two, 3)
+    engine.load_weights(named(hf))
+    assert not engine.lost and engine.transfer.members == two.urls
+    assert f"--servers {victim} is used again" in capfd.readouterr().out
+    rollouts = engine.generate(prompts, 8, sampling)
+    assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
+
+
+def test_a_server_that_was_started_again_unnoticed_is_not_sampled_from(two, mixed):  # noqa: F811
+    engine, hf = two.engine(), other(two)
+    engine.load_weights(named(hf))
+    other_run = two.engine(two.urls[1:])
+    other_run.load_weights(named(other(two, 5)))
+    rollouts = engine.generate(make_prompts(mixed, two.processor), 8, Sampling(12, seed=1))
+    assert "which this run did not send" in engine.lost[two.urls[1]]
+    assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
+
+
+def test_a_server_that_hangs(two, mixed):  # noqa: F811
+    engine, hf = two.engine(seconds=8.0), other(two)
+    engine.load_weights(named(hf))
+    prompts, sampling = make_prompts(mixed, two.processor), Sampling(8, seed=2)
+    expected = engine.generate(prompts, 2, sampling)
+    os.killpg(two.local.processes[1].pid, signal.SIGSTOP)
+    try:
+        assert_same(engine.generate(prompts, 2, sampling), expected)
+        assert "within 8 s" in engine.lost[two.urls[1]]
+        engine.load_weights(named(hf))  # without it
+    finally:
+        os.killpg(two.local.processes[1].pid, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while not answers(two.urls[1]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    engine.load_weights(named(hf))
+    assert not engine.lost
+    assert_same(engine.generate(prompts, 2, sampling), expected)
+
+
+def test_an_update_that_fails_on_one_server(two, mixed, monkeypatch):  # noqa: F811
+    engine, hf = two.engine(), other(two)
+    engine.load_weights(named(hf))
+    bad, calls = engine.servers[two.urls[0]], []
+
+    async def update(metas, crc):
+        calls.append(1)
+        metas = [meta._replace(name="nowhere." + meta.name) for meta in metas]
+        await type(bad).update(bad, metas, crc)
+
+    monkeypatch.setattr(bad, "update", update)
+    hf = other(two, 7)
+    engine.load_weights(named(hf))
+    assert calls and "no parameter 'nowhere." in engine.lost[two.urls[0]] and engine.version == 2
+    prompts = make_prompts(mixed, two.processor)
+    assert max(map(torch.max, gaps(engine.generate(prompts, 4, Sampling(8)), hf, two.processor))) <= 1e-5
+    monkeypatch.undo()
+    engine.load_weights(named(hf))
+    assert not engine.lost
+    with pytest.raises(UserError, match="--servers: none takes new weights .*no parameter 'nobody'"):
+        engine.load_weights([("nobody", torch.zeros(3))])
+
+
+def test_what_a_server_reads_otherwise_is_told(two, mixed):  # noqa: F811
+    engine = two.engine()
+    engine.load_weights(named(model(two)))
+    prompts = make_prompts(mixed, two.processor)
+    prompts[3].token_ids.insert(-2, 5)
+    with pytest.raises(UserError, match=r"example 'three'.*the engine's prompt has .* tokens.*another prompt would be"):
+        engine.generate(prompts, 1, Sampling(4))
+    with pytest.raises(UserError, match="takes sequences of 384 tokens, and this run needs 500"):
+        two.engine(max_model_len=500)
+    with pytest.raises(UserError, match="is a server there"):
+        two.engine([f"http://127.0.0.1:{free_port()}"])
+
+
+def test_images_go_once_to_a_server_and_again_where_it_dropped_them(two, mixed, monkeypatch):  # noqa: F811
+    engine = two.engine(two.urls[:1])
+    hf = model(two)
+    engine.load_weights(named(hf))
+    [server] = engine.servers.values()
+    sent, original = [], server._generate
+
+    async def count(ask, name, parts):
+        sent.append(sum("url" in part for part in parts))
+        return await original(ask, name, parts)
+
+    monkeypatch.setattr(server, "_generate", count)
+    prompts, sampling = make_prompts(mixed, two.processor), Sampling(6, seed=1)
+    expected = engine.generate(prompts, 8, sampling)
+    assert sum(sent) == 6  # in four prompts; one of them is in two
+    sent.clear()
+    assert_same(engine.generate(prompts, 8, sampling), expected)
+    assert sum(sent) == 0
+    engine.wait_for([server.post("/pause", mode="abort", clear_cache="true")])  # forgets images
+    engine.wait_for([server.resume()])
+    assert_same(engine.generate(prompts, 8, sampling), expected)
+    assert sum(sent) > 0
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(two, data, tmp_path):  # noqa: F811
+    """Of a run that learns, by the name of its folder; with what is given besides."""
+    learning = ["--reward", f"{data.parent}/letters.py:score", "--lr", "3e-3", "--group-size", 4, "--eval-data", data]
+
+    def make(name, *more):
+        return ["train.py", *flags(two.folder, data, tmp_path / name, *learning, *more)]
+
+    return make
+
+
+def through(two):
+    return ["--rollout", "server", "--servers", *two.urls]
+
+
+def test_a_synchronous_run_through_servers_is_the_run_in_process(two, command, tmp_path):
+    run([sys.executable, *command("inside", "--steps", 5, "--rollout", "vllm")])
+    run([sys.executable, *command("servers", "--steps", 5, *through(two))])
+    run([*TORCHRUN, 2, *command("two", "--steps", 5, *through(two))])
+    inside, servers, of_two = (without_time(tmp_path / name) for name in ("inside", "servers", "two"))
+    for row in (*servers, *of_two):
+        row.pop("sync/servers", None)
+    assert len(inside) == len(servers) == 6
+    # what is compared with the engine's own log-probabilities depends, in the last bit, on what else is in its batch
+    last_bit = [{k: row.pop(k) for k in list(row) if k.startswith(("rollout/max_abs", "rollout/kl"))} for row in inside]
+    for row, expected in zip(servers, last_bit, strict=True):
+        for name, value in expected.items():
+            assert row.pop(name) == pytest.approx(value, abs=2e-6)
+    assert servers == inside
+    assert [row["reward/mean"] for row in of_two[1:]] == pytest.approx([row["reward/mean"] for row in inside[1:]])
+
+
+@pytest.mark.parametrize(("how", "k"), [("gloo", 2), ("disk", 1)])
+def test_an_asynchronous_run_with_two_processes(how, k, two, command, tmp_path):
+    more = ["--steps", 8, "--async-steps", k, "--sync", how, "--save-every", 4, *through(two)]
+    run([*TORCHRUN, 2, *command("run", *more)])
+    steps = [row for row in rows(tmp_path / "run") if "async/staleness" in row]
+    assert len(steps) == 8
+    assert max(row["async/staleness_max"] for row in steps) == k
+    assert steps[0]["async/staleness_max"] == 0 and steps[0]["rollout/max_abs_dlogp"] <= 1e-5
+    assert not list((tmp_path / "run").glob("sync/*"))
+
+
+def test_the_adapter_alone(two, command, tmp_path):
+    servers = Servers(two.folder, tmp_path).begin(1, lora_rank=8)
+    try:
+        servers.wait()
+        more = ["--lora-rank", 8, "--steps", 4, "--sync", "adapter", "--rollout", "server", "--servers", *servers.urls]
+        with pytest.raises(UserError, match="was started for --sync adapter; start it without"):
+            servers.engine()
+        with pytest.raises(UserError, match="takes no adapters; start it with --sync adapter and this run's"):
+            two.engine(sync="adapter")
+        run([sys.executable, *command("alone", *more)])
+        run([sys.executable, *command("merged", "--lora-rank", 8, "--steps", 4, *through(two))])
+    finally:
+        servers.local.stop()
+    alone, merged = rows(tmp_path / "alone"), rows(tmp_path / "merged")
+    for a, b in zip(alone[1:], merged[1:], strict=True):
+        assert a["rollout/max_abs_dlogp"] <= 1e-5 and b["rollout/max_abs_dlogp"] <= 1e-5
+        assert a["sync/bytes"] < b["sync/bytes"] / 3
+        assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=0.02)
+
+
+def test_servers_of_the_run_s_own(command, tmp_path):
+    sizes = [f"{key}={value}" for key, value in SETTINGS.items()]
+    done = run([sys.executable, *command("own", "--steps", 1, "--rollout", "server", "--serve", 1, "--vllm", *sizes)])
+    assert "rollouts by server" in done.stdout
+    log = tmp_path / "own" / "servers" / "server0.log"
+    assert "Application startup complete" in log.read_text()
+    port = re.search(r"--port (\d+)", (tmp_path / "own" / "servers" / "server0.txt").read_text())
+    assert not answers(f"http://127.0.0.1:{port[1]}")  # it ended with the run
+
+
+def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
+    """As far as there is no GPU: vLLM's trainer engine is real, its communicator and the servers are not."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    broadcast, told = [], []
+
+    class Server:
+        kind = "vllm"
+
+        def __init__(self, url):
+            self.url = url
+
+        def __getattr__(self, name):
+            async def call(*of):
+                told.append((self.url, name, *of))
+                return {"a": "1"} if name == "checksums" else None
+
+            return call
+
+    engine = SimpleNamespace(
+        servers={url: Server(url) for url in ("a", "b")}, workers={"a": 2, "b": 4}, ctx=ONE, in_flight="abort",
+        start=lambda work: in_thread(lambda: asyncio.run(work), "call"))
+    monkeypatch.setattr("engines.transfer.master_address", lambda servers: "10.0.0.1")
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: SimpleNamespace(destroy=lambda: None))
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer",
+                        lambda iterator, post_iter_func, **_: broadcast.extend(iterator))
+
+    class Weights(list):
+        def shapes(self):
+            return [SimpleNamespace(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self]
+
+    weights = Weights([("x", torch.ones(2, 3)), ("y", torch.zeros(5, dtype=torch.bfloat16))])
+    native = make_transfer("nccl", engine, tmp_path)
+    servers = list(engine.servers.values())
+    stats = native.send(lambda trainable_only: weights, servers, True, "run-1")
+    assert [name for name, _ in broadcast] == ["x", "y"] and stats["sync/bytes"] == 34
+    by_server = {url: [(name, *of) for u, name, *of in told if u == url] for url in ("a", "b")}
+    for url, offset in (("a", 1), ("b", 3)):  # the trainer is rank 0
+        names = [name for name, *_ in by_server[url]]
+        assert names == ["pause", "start_transfer", "begin_update", "send_update", "end_update", "name_weights",
+                         "checksums", "resume"]
+        info = by_server[url][1][1]
+        assert info["how"] == "nccl" and info["info"]["rank_offset"] == offset and info["info"]["world_size"] == 7
+        assert by_server[url][3][1]["shapes"] == [[2, 3], [5]] and by_server[url][5][1] == "run-1"
+    assert native.members == ["a", "b"]
+    told.clear()
+    native.send(lambda trainable_only: Weights(weights[1:]), servers, False, "run-2")
+    assert "start_transfer" not in [name for _, name, *_ in told]
+    assert by_server["a"][2][0] == "begin_update" and len(broadcast) == 3
