@@ -10,7 +10,7 @@ never written anew: turn k + 1 goes on from turn k's prompt, the tokens that wer
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -28,7 +28,7 @@ from packing import Arrived
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import Rewards
 from settings import setting
-from utils import Context, print0
+from utils import Context, NamedTensors, print0
 
 
 @dataclass(eq=False)
@@ -340,7 +340,6 @@ class Responses:
         self.on_rollout(rollout)
 
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face names
 Weights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from errors import Interrupted, Note, UserError
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 
 
 @dataclass(frozen=True)

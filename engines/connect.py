@@ -82,7 +82,7 @@ def connect(
     ctx: Context,
     out: Path,
 ) -> Engine:
-    """The engine of --rollout server; with --serve process 0 starts the servers first, which end with it."""
+    """The engine of --rollout server; with --serve rank 0 starts the servers first, which end with it."""
     for left in (out / "sync").glob("*") if ctx.main else ():  # of a run that was killed in the middle of a sync
         shutil.rmtree(left, ignore_errors=True)
     urls, adapter = list(servers.servers), cfg.lora_rank if servers.sync == "adapter" else 0

@@ -40,6 +40,7 @@ class ServeConfig:
     engine: str = setting("vllm", "what serves", choices=("vllm", "sglang"))
     host: str = setting("127.0.0.1", "address to listen at; anything else than this machine's own lets others in")
     port: int = setting(8000, "of HTTP", least=1, most=65535)
+    gpus: int = setting(1, "GPUs of the server, which share the model (tensor parallelism)", least=1)
     print: bool = setting(False, "print the command, run nothing")
 
 
@@ -58,7 +59,11 @@ def main(configs: tuple[Any, ...]) -> None:
     serve, model, data, rollout, servers, env = configs
     installed = importlib.util.find_spec(serve.engine) is not None
     need(serve.print or installed, f"--engine {serve.engine} is not installed in {sys.prefix}; see docs/scale.md")
-    settings = vllm_settings(rollout.vllm, serve.engine, 1)
+    given = " ".join(rollout.vllm)
+    need(serve.engine == "vllm" or not given, f"--vllm {given}: the engine is --engine {serve.engine}; leave it out")
+    settings = vllm_settings(rollout.vllm, "server", 1)
+    need("tensor_parallel_size" not in settings, f"--vllm {given}: give --gpus instead of tensor_parallel_size")
+    settings["tensor_parallel_size"] = serve.gpus
     processor = load_processor(model.model, model.min_pixels, model.max_pixels)
     environments = load_environments(env)
     start_of = environments.start_of if environments else as_given
@@ -80,7 +85,8 @@ def main(configs: tuple[Any, ...]) -> None:
     if serve.print:
         print(shlex.join([*(f"{key}={value}" for key, value in environment.items()), *command]))
         return
-    with socket.socket() as probe, refusing(OSError, f"--port {serve.port} at --host {serve.host} cannot be used"):
+    told = f"--port {serve.port} at --host {serve.host} cannot be used, give another"
+    with socket.socket() as probe, refusing(OSError, told):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((serve.host, serve.port))
     os.execvpe(command[0], command, os.environ | environment)

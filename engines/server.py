@@ -1,7 +1,7 @@
 """ServerEngine: rollouts from servers (vLLM's, SGLang's) on this machine or others. Tokens go in, tokens come out.
 
 Every process of the trainer asks for its own prompts, from one event loop in a thread; a prompt's samples go to one
-server, prompts to the server with the fewest responses in flight. Process 0 alone sends weights (engines/transfer.py).
+server, prompts to the server with the fewest responses in flight. Rank 0 alone sends weights (engines/transfer.py).
 
 A server that fails, hangs or answers with other weights than this run's is lost: what it was asked is asked of another
 one, with the same seeds, and when it answers again it gets all weights with the next sync. One line says so, each time.
@@ -23,7 +23,7 @@ from typing import Any
 import httpx2
 import torch
 
-from engines.transfer import Named, make_transfer
+from engines.transfer import make_transfer
 from engines.vllm import asked_of
 from engines.wire import Answer, Ask, Cut, Lost, Server, find_kind
 from errors import Interrupted, UserError, need
@@ -36,11 +36,12 @@ from rollout import (
     Responses,
     Rollout,
     Sampling,
+    Weights,
     add_response,
     begun,
     difference,
 )
-from utils import Context, derive_seed, in_thread
+from utils import Context, NamedTensors, derive_seed, in_thread
 
 # Each request has a connection of its own: one that was kept may just have been closed by the server
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -109,10 +110,10 @@ class ServerEngine(Engine):
     ) -> dict[str, Server]:
         urls = [url.rstrip("/") for url in urls]
         twice = sorted({url for url in urls if urls.count(url) > 1})
-        need(not twice, f"--servers {' '.join(twice)} is given twice")
+        need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")
         kinds = self.wait_for([find_kind(url, self.http) for url in urls])
         told = ", ".join(f"{url} is {kind}'s" for url, kind in zip(urls, kinds, strict=True))
-        need(len(set(kinds)) == 1, f"--servers must be of one kind: {told}")
+        need(len(set(kinds)) == 1, f"--servers must be of one kind: {told}; leave some out")
         servers = {}
         for url in urls:
             servers[url] = wire_of(kinds[0])(url, self.http, self.seconds, processor.eos_ids, banned)
@@ -302,9 +303,9 @@ class ServerEngine(Engine):
 
     # --- new weights ---
 
-    def sync(self, weights: Callable[[bool], Named]) -> dict[str, float]:
+    def sync(self, weights: Weights) -> dict[str, float]:
         """On all processes. What a server lacks it gets: one that is new, or back, all weights; the others what is
-        trained. One that fails is lost, and the rest is sent once more. UserError if none is left."""
+        trained. One that fails is lost, and the others get all weights. Where none is left the run is asked to end."""
         self.wait_for([self._stop_asking()])
         for theirs in self.ctx.gather(dict(self.lost)):  # all have stopped asking
             self.lost = theirs | self.lost
@@ -340,7 +341,7 @@ class ServerEngine(Engine):
         return sent | {"sync/servers": float(len(targets))}
 
     def _broadcast(self, of_main: Callable[[], Any]) -> Any:
-        """What process 0 says, on all."""
+        """What rank 0 says, on all."""
         return self.ctx.gather(of_main() if self.ctx.main else None)[0]
 
     def _targets(self, without: set[str]) -> tuple[list[str], bool]:
@@ -357,7 +358,7 @@ class ServerEngine(Engine):
             return await server.alive()
         return await server.alive(15.0) or await server.alive(15.0)
 
-    def load_weights(self, named_tensors: Named) -> dict[str, float]:
+    def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
         """All weights, or once it has had them all, some. For tests and scripts: a run calls `sync`, which can send
         them again."""
         held = list(named_tensors)

@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import torch
 
 from engines.transfer import Meta
@@ -61,6 +60,7 @@ def own_names(name: str) -> set[str]:
 
 class SGLangServer(Server):
     kind = "sglang"
+    health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
 
     tensor_parallel = 1
@@ -68,14 +68,6 @@ class SGLangServer(Server):
     group = ""  # that it is in
     names: frozenset[str] = frozenset()  # of its own parameters and buffers, since it joined
     unsent: frozenset[str] = frozenset()  # of its parameters, until all have come once
-
-    async def alive(self, seconds: float = 5.0) -> bool:
-        """Not by /health, which samples a token and so fails while it is paused."""
-        try:
-            answer = await self.http.get(f"{self.url}/model_info", timeout=min(seconds, self.seconds))
-        except httpx2.HTTPError:
-            return False
-        return answer.status_code == 200
 
     async def suits(self, sync: str) -> None:
         need(sync != "adapter", f"--servers {self.url}: SGLang's server takes whole weights: --sync gloo, nccl or disk")
@@ -289,7 +281,8 @@ CUDA = ["--mem-fraction-static", "0.6", "--enable-memory-saver", "--enable-weigh
 def sglang_command(
     path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: dict[str, Any], host: str, port: int
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of a server, and the environment that it needs. `settings`: max_model_len, limit_mm_per_prompt."""
+    """The command of a server, and the environment that it needs. `settings`: max_model_len, limit_mm_per_prompt,
+    tensor_parallel_size."""
     length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
     count = images["count"] if images else 0
     argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--host", host, "--port", str(port)]
@@ -298,8 +291,9 @@ def sglang_command(
     argv += ["--enable-custom-logit-processor"]
     argv += ["--limit-mm-data-per-request", json.dumps({"image": count, "video": 0})]
     argv += ["--mm-process-config", json.dumps(AS_THEY_COME)]
+    argv += ["--tp-size", str(settings.get("tensor_parallel_size", 1))]
     argv += CUDA if cuda else CPU
-    # started by torchrun's processes, it must not take their store for that of a transfer; and see `alive`
+    # started by torchrun's processes, it must not take their store for that of a transfer; and see `health`
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if not cuda:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}

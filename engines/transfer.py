@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,9 +25,7 @@ from torch.distributed import distributed_c10d
 
 from engines.wire import Lost
 from errors import UserError, need, writing
-from utils import in_thread
-
-Named = Iterable[tuple[str, torch.Tensor]]  # tensors by Hugging Face names
+from utils import NamedTensors, in_thread
 
 
 class Meta(NamedTuple):
@@ -64,7 +62,7 @@ def read_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def buckets(named_tensors: Named, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Consecutive tensors in lists of at most max_bytes; a larger tensor is a list of its own. Lazy: one list is
     held."""
     bucket, size = [], 0
@@ -112,7 +110,7 @@ def master_address(servers: Sequence[Any]) -> str:
 class Transfer:
     """One way to bring weights to servers. `engine` is the ServerEngine, whose event loop speaks to them.
 
-    `send` is called on all processes of the trainer, because gathering shards is; process 0 alone speaks. What goes
+    `send` is called on all processes of the trainer, because gathering shards is; rank 0 alone speaks. What goes
     wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again."""
 
     bucket_bytes = 512 << 20  # handed over at once
@@ -125,7 +123,7 @@ class Transfer:
         self.groups = 0  # made so far: each has a name of its own
 
     def send(
-        self, weights: Callable[[bool], Named], servers: Sequence[Any], whole: bool, label: str
+        self, weights: Callable[[bool], NamedTensors], servers: Sequence[Any], whole: bool, label: str
     ) -> dict[str, float]:
         """Pause the servers, bring them all weights (`whole`) or what is trained, name them, go on."""
         self.failed = {}
@@ -183,7 +181,7 @@ class Transfer:
         raise NotImplementedError
 
     def bring(
-        self, given: Named, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
+        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
     ) -> dict[str, float]:
         """`tensors` is the one pass over `given` that all processes make together."""
         raise NotImplementedError
@@ -260,7 +258,7 @@ class Group(Transfer):
         return errors
 
     def bring(
-        self, given: Named, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
+        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
     ) -> dict[str, float]:
         calls = n_bytes = 0
         self.on_each(servers, lambda server: server.begin_update())
@@ -297,7 +295,7 @@ class Disk(Transfer):
         self.on_each(servers, lambda server: server.join("disk", None, 0))
 
     def bring(
-        self, given: Named, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
+        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
     ) -> dict[str, float]:
         files, n_bytes = [], 0
         with kept_while(self.folder / label, "--sync disk") as folder:
@@ -350,7 +348,7 @@ class Native(Transfer):
         self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
 
     def bring(
-        self, given: Named, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
+        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
     ) -> dict[str, float]:
         self.servers = list(servers)
         self.source.given, self.source.tensors = given, tensors
@@ -400,7 +398,7 @@ class Adapter(Transfer):
     save: Callable[[Path], None]
 
     def send(
-        self, weights: Callable[[bool], Named], servers: Sequence[Any], whole: bool, label: str
+        self, weights: Callable[[bool], NamedTensors], servers: Sequence[Any], whole: bool, label: str
     ) -> dict[str, float]:
         self.failed = {}
         if not self.engine.ctx.main:

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from engines.transfer import Named, buckets
+from engines.transfer import buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from engines.vllm_weights import Loader
 from errors import Note, UserError, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
-from utils import derive_seed
+from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
 FLAGS = {
@@ -238,7 +238,7 @@ class VLLMEngine(Engine):
         return [name.partition("-")[0] for name in names]
 
     @torch.no_grad()
-    def load_weights(self, named_tensors: Named) -> dict[str, float]:
+    def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
         """Copy weights, by Hugging Face names, into the live model, bucket by bucket; how many calls and bytes that
         took.
 

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 import transformers
 
-from engines.transfer import Named
+from utils import NamedTensors
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 
@@ -27,7 +27,7 @@ class Loader:
         self.sent: set[str] = set()
         self.filled: set[str] = set()  # vLLM's parameters
 
-    def load(self, named_tensors: Named) -> None:
+    def load(self, named_tensors: NamedTensors) -> None:
         bucket = list(named_tensors)
         self.sent |= {name for name, _ in bucket}
         if unknown := sorted(self.sent - self.names):

@@ -17,9 +17,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from engines.transfer import Meta, Named, checksum, join, read_file
+from engines.transfer import Meta, checksum, join, read_file
 from engines.vllm_cpu import leave_weights_alone
 from engines.vllm_weights import Loader
+from utils import NamedTensors
 
 
 class Ban(LogitsProcessor):
@@ -113,7 +114,7 @@ class Receiver(WeightTransferEngine):
             metas = [Meta(*meta) for meta in zip(info.names, info.dtype_names, info.shapes, strict=True)]
             self.loader.load(self._broadcast(metas, info.crc))
 
-    def _broadcast(self, metas: list[Meta], crc: list[int] | None) -> Named:
+    def _broadcast(self, metas: list[Meta], crc: list[int] | None) -> NamedTensors:
         """All of them are received before one is looked at: or those behind a bad one would hang the others."""
         received = []
         for meta in metas:

@@ -54,6 +54,7 @@ class Server:
     was asked is. `banned`: ids that are never sampled; `eos`: ids that end a response."""
 
     kind: ClassVar[str]
+    health: ClassVar[str] = "/health"  # what it answers as long as it lives
     control: ClassVar[str] = ""  # how its control endpoints are opened, for messages
 
     def __init__(self, url: str, http: httpx2.AsyncClient, seconds: float, eos: Sequence[int], banned: Sequence[int]):
@@ -93,7 +94,7 @@ class Server:
     async def alive(self, seconds: float = 5.0) -> bool:
         """Does it answer at all?"""
         try:
-            answer = await self.http.get(f"{self.url}/health", timeout=min(seconds, self.seconds))
+            answer = await self.http.get(f"{self.url}{self.health}", timeout=min(seconds, self.seconds))
         except httpx2.HTTPError:
             return False
         return answer.status_code == 200

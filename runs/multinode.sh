@@ -57,7 +57,7 @@ for word in "$@"; do
     esac
     [[ ! " ${AGREED//$'\n'/ } " == *" $flag "* ]] || agreed+=("${both[@]}")
     if [ "$flag" = --vllm ] && [ "$SERVERS" != 0 ]; then
-        [ "${both[-1]}" = --vllm ] || vllm+=("${both[-1]}")
+        vllm+=("${both[@]}")
     else
         flags+=("${both[@]}")
     fi
@@ -79,7 +79,7 @@ serve() { # number of the server
     local port=${urls[$1]##*:}
     local first=$(((port - SERVER_PORT) * TP))
     echo "cd $(quote "$DIR")&& exec env $(passed)CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + TP - 1))) $SERVE" \
-        "$(quote "${agreed[@]}")--host 0.0.0.0 --port $port --vllm $(quote "${vllm[@]}")tensor_parallel_size=$TP"
+        "$(quote "${agreed[@]}")--host 0.0.0.0 --port $port --gpus $TP $(quote "${vllm[@]}")"
 }
 train() { # node. is_host and --local-addr, because torchrun guesses both by the machine's name: wrongly with two networks
     local is_host=0

@@ -9,14 +9,8 @@ cd "$(dirname "$0")/.."
 N=${N:-1} TP=${TP:-1} PORT=${PORT:-8000} HOST=${HOST:-127.0.0.1} PYTHON=${PYTHON:-python}
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM HUP
-flags=() tp="tensor_parallel_size=$TP"
-for word in "$@"; do
-    flags+=("$word")
-    [ "$word" != --vllm ] || { flags+=("$tp") && tp=""; }
-done
-[ -z "$tp" ] || [ "$TP" = 1 ] || flags+=(--vllm "$tp")
 for ((i = 0; i < N; i++)); do
-    command=("$PYTHON" -m engines.serve "${flags[@]}" --host "$HOST" --port $((PORT + i)))
+    command=("$PYTHON" -m engines.serve "$@" --gpus "$TP" --host "$HOST" --port $((PORT + i)))
     if [ -n "${DRY:-}" ]; then
         "${command[@]}" --print
     else

@@ -374,7 +374,7 @@ def test_a_dry_run_prints_every_command(how, tmp_path):
         assert words[:5] == ["HF_HOME=/hf", f"CUDA_VISIBLE_DEVICES={gpus}", "python", "-m", "engines.serve"], place
         given = dict(zip(words[5::2], words[6::2], strict=True))
         assert given == {"--model": "m", "--max-new-tokens": "64", "--data": "a b.parquet", "--host": "0.0.0.0",
-                         "--port": str(8000 + number % 2), "--vllm": "tensor_parallel_size=4"}
+                         "--port": str(8000 + number % 2), "--gpus": "4"}
     urls = [f"http://{host}:{port}" for host in "cd" for port in (8000, 8001)]
     assert [f"# until it answers: curl -f {url}/health" in text for url in urls] == [True] * 4
     for place, words in training:
@@ -409,8 +409,8 @@ def test_servers_get_what_they_have_to_agree_on():
     words = shlex.split(serve.split("engines.serve ", 1)[1])
     assert words[:9] == ["--model", "m", "--data", "a.parquet", "--env-settings", "a=1", "b=2", "--instruction",
                          "Say it. --now"]
-    assert words[9:] == ["--host", "0.0.0.0", "--port", "8000", "--vllm", "max_num_seqs=8", "block_size=16",
-                         "tensor_parallel_size=1"]
+    assert words[9:] == ["--host", "0.0.0.0", "--port", "8000", "--gpus", "1", "--vllm", "max_num_seqs=8",
+                         "block_size=16"]
     words = shlex.split(train.split("train.py ", 1)[1])
     assert "--vllm" not in words and words[words.index("--env-settings") :][:5] == ["--env-settings", "a=1", "b=2",
                                                                                    "--lr", "1e-6"]
