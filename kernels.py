@@ -93,9 +93,10 @@ def fused_policy_loss(
     """The loss of K tokens, differentiable in hidden and weight; and, without gradient, their logp_K and entropy_K.
 
     `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of
-    each row, first of what it returns. loss.per_token says whether a row's loss depends on that row alone; if not, the
-    loss is given whole responses, told apart by tokens.rollout. `tokens` holds what else it reads, a row per token, on
-    hidden's device: a packing.TokenBatch, or anything that a slice gives rows of.
+    each row, first of what it returns. loss.per_token says whether a row's loss depends on that row alone; if not, it
+    is given whole rollouts, told apart by tokens.rollout: all rows of a rollout are here, and stand together. `tokens`
+    holds what else it reads, a row per token, on hidden's device: a packing.TokenBatch, or anything that a slice gives
+    rows of.
     The rest is as for linear_logprob. The gradient is made in the forward: call backward at most once.
     """
     _check("fused_policy_loss", hidden_KH, weight_VH, targets_K, temperature)
@@ -148,7 +149,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
             blocks = head.blocks(group.start, group.stop)
             for rows in blocks:
                 logp_K[rows], entropy_K[rows] = head.statistics(rows)
-            value, grad_logp, grad_entropy = _loss_and_gradients(loss, logp_K[group], entropy_K[group], tokens[group])
+            value, grad_logp, grad_entropy = loss_and_gradients(loss, logp_K[group], entropy_K[group], tokens[group])
             total += value
             for rows in blocks:
                 if len(blocks) > 1:  # a sequence longer than a block: its logits were not kept
@@ -168,21 +169,38 @@ class _FusedPolicyLoss(torch.autograd.Function):
 
 
 def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
-    """Rows whose losses are evaluated together: a block; or, where the loss couples the tokens of a response, as many
-    whole responses as a block holds, or one response that is longer than that."""
+    """Return the rows whose losses are evaluated together: a block; or, where the loss couples the tokens of a
+    rollout, as many whole rollouts as a block holds, or one rollout that is longer than that."""
     if loss.per_token or len(blocks) < 2:
         return blocks
-    starts = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1
     groups = []
-    for start, stop in itertools.pairwise([0, *starts.tolist(), len(tokens.rollout)]):
+    for start, stop in itertools.pairwise(rollout_bounds(tokens.rollout)):
         if groups and stop - groups[-1].start <= blocks[0].stop:
             start = groups.pop().start
         groups.append(slice(start, stop))
     return groups
 
 
-def _loss_and_gradients(loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor, ...]:
-    """The loss of some rows, and its gradients in their logp and entropy: vectors, whatever the vocabulary."""
+def rollout_bounds(rollout_K: Tensor) -> list[int]:
+    """Return the row where each rollout begins, and the number of rows."""
+    rollouts, counts = rollout_K.unique_consecutive(return_counts=True)
+    assert len(rollouts) == len(rollouts.unique()), "the rows of a rollout do not stand together"
+    return [0, *counts.cumsum(0).tolist()]
+
+
+class TangentLoss:
+    """A sum over tokens that has the value and the gradients of another loss at given log-probabilities and entropies:
+    its tangent there. So a loss that couples tokens can train on micro-batches that hold parts of rollouts."""
+
+    per_token = True
+
+    def __call__(self, logp_R: Tensor, entropy_R: Tensor, tangent_R3: Tensor) -> tuple[Tensor]:
+        constant_R, logp_slope_R, entropy_slope_R = tangent_R3.unbind(1)
+        return (constant_R + logp_slope_R * logp_R + entropy_slope_R * entropy_R,)
+
+
+def loss_and_gradients(loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor, ...]:
+    """Return the loss of some rows, and its gradients in their logp and entropy: vectors, whatever the vocabulary."""
     with torch.enable_grad():
         inputs = logp_R.detach().requires_grad_(), entropy_R.detach().requires_grad_()
         total = loss(*inputs, tokens_R)[0].sum()

@@ -40,6 +40,8 @@ class TokenBatch:
     values: Tensor | None = None  # expected returns, under the weights before the update
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    logps: Tensor | None = None  # under the weights of the current update; so are entropies
+    entropies: Tensor | None = None
     turn_rewards: Tensor | None = None  # of episodes: what an environment gave for the turn that ends here, else 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenBatch":
@@ -52,13 +54,14 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def fill(self, name: str, rows: Tensor, values: Tensor | None) -> None:
-        """Some rows of a column, made where it is not there; NaN where nothing was computed. None: nothing to fill."""
-        if values is None:
-            return
-        if getattr(self, name) is None:
-            setattr(self, name, torch.full((len(self),), torch.nan))
-        getattr(self, name)[rows] = values.float().cpu()
+    def fill(self, rows: Tensor, **columns: Tensor | None) -> None:
+        """Set some rows of columns. A column that was not there is made, with NaN in its other rows; a column that is
+        given as None is left out."""
+        for name, values in columns.items():
+            if values is not None:
+                if getattr(self, name) is None:
+                    setattr(self, name, torch.full((len(self),), torch.nan))
+                getattr(self, name)[rows] = values.float().cpu()
 
     def to(self, device: torch.device) -> "TokenBatch":
         return self.map(lambda column: column.to(device))
@@ -94,7 +97,8 @@ class MicroBatch:
 
     The tokens that continue the one at k are positions k + 1 to end_T[k] - 1, so query q sees key k exactly if
     k <= q < end_T[k]: one integer per token holds the whole mask. Trained token j has id target_K[j], is predicted by
-    the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch.
+    the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch. Rows ascend, so the tokens of a
+    rollout stand together, also where its turns are sequences of their own.
     """
 
     ids_T: Tensor  # int64, as all here
@@ -127,13 +131,20 @@ class Batch:
     tokens: TokenBatch
     minibatches: list[list[MicroBatch]]
 
+    def rows(self, minibatch: int) -> Tensor:
+        """Return the rows of a minibatch's tokens, in ascending order, so that those of a rollout stand together."""
+        return torch.cat([NOTHING, *(micro.token_index_K for micro in self.minibatches[minibatch])]).sort().values
+
+    def splits_rollouts(self, minibatch: int) -> bool:
+        """Return whether several micro-batches of a minibatch have tokens of the same rollout."""
+        micros = self.minibatches[minibatch]
+        n_parts = sum(len(self.tokens.rollout[micro.token_index_K].unique()) for micro in micros)
+        return n_parts > len(self.tokens.rollout[self.rows(minibatch)].unique())
+
     def uids(self, minibatch: int) -> list[str]:
-        """Of the prompts that a minibatch trains on."""
-        uids: set[str] = set()
-        for micro in self.minibatches[minibatch]:
-            chosen = self.tokens.rollout[micro.token_index_K].unique().tolist()
-            uids |= {self.rollouts[i].prompt.uid for i in chosen}
-        return sorted(uids)
+        """Return the uids of the prompts that a minibatch trains on."""
+        rollouts = self.tokens.rollout[self.rows(minibatch)].unique().tolist()
+        return sorted({self.rollouts[i].prompt.uid for i in rollouts})
 
 
 def dense_mask(end_T: Tensor) -> Tensor:
@@ -160,7 +171,8 @@ class Packer:
     def pack(
         self, rollouts: Sequence[Any], chosen: Sequence[int] | None = None, agree: Callable[[int], int] = lambda n: n
     ) -> list[MicroBatch]:
-        """Micro-batches of the chosen rollouts (default: all), each rollout in exactly one.
+        """Micro-batches of the chosen rollouts (default: all), each sequence in exactly one. The turns of a rollout
+        that are sequences of their own may be in several.
 
         There are as few as best-fit decreasing needs, or `agree(needed)` of them: the largest number over all ranks, as
         collectives must match. Where there are fewer groups than that, the rest hold one token and train nothing.
@@ -302,7 +314,8 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     for position in path:
         end[position] = len(ids)
     ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, source, target, rows))
-    return MicroBatch(ids_T, end_T, runs, images, *columns)
+    by_row = columns[-1].argsort()
+    return MicroBatch(ids_T, end_T, runs, images, *(column[by_row] for column in columns))
 
 
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:

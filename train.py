@@ -34,7 +34,7 @@ from envs._load import load_environments
 from envs._play import player
 from errors import check_writable, need
 from eval import Evaluation
-from kernels import resolve_kernel
+from kernels import TangentLoss, loss_and_gradients, resolve_kernel
 from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, Remake, TokenBatch, balance_over_ranks, flop_rates, token_batch
@@ -207,12 +207,11 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
         rows = micro.token_index_K
         if by_policy:
             out = models.policy(micro, temperature)
-            tokens.fill("old_logps", rows, out.logp_K)
-            tokens.fill("values", rows, out.value_K)
+            tokens.fill(rows, old_logps=out.logp_K, values=out.value_K)
         if models.critic:
-            tokens.fill("values", rows, models.critic(micro))
+            tokens.fill(rows, values=models.critic(micro))
         if models.reference:
-            tokens.fill("ref_logps", rows, models.reference(micro, temperature).logp_K)
+            tokens.fill(rows, ref_logps=models.reference(micro, temperature).logp_K)
     if algo.old_policy == "rollout":
         tokens.old_logps = tokens.rollout_logps
     models.reshard()
@@ -243,11 +242,16 @@ def update_policy(
         meter.set("kl/coef", state.kl_coef)
     for update in range(algo.epochs * algo.minibatches):
         epoch, number = divmod(update, algo.minibatches)
+        micros = batch.minibatches[number]
         models.zero_grad()
         policy_total = value_total = 0.0
-        for micro in batch.minibatches[number]:
-            tokens = batch.tokens[micro.token_index_K].to(ctx.device)
-            out = models.policy(micro, cfg.rollout.temperature, loss, tokens)
+        head_loss, columns = loss, batch.tokens
+        if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # collectives must match
+            head_loss, columns = TangentLoss(), tangent_columns(models, batch, number, loss, cfg)
+        for micro in micros:
+            rows = micro.token_index_K
+            tokens = batch.tokens[rows].to(ctx.device)
+            out = models.policy(micro, cfg.rollout.temperature, head_loss, columns[rows].to(ctx.device))
             value_loss = weighted_value_loss(out.value_K, tokens, meter)
             (out.loss + grpo.VALUE_COEF * value_loss).backward()
             if models.critic:
@@ -255,9 +259,12 @@ def update_policy(
                 (grpo.VALUE_COEF * value_loss).backward()
             policy_total += out.loss.item()
             value_total += value_loss.item()
+            batch.tokens.fill(rows, logps=out.logp_K, entropies=out.entropy_K)
+            meter.sum("update/tokens", (tokens.weights > 0).sum())
+        if micros:
             # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
             before = epoch == 0 and (algo.needs_old_logps or number == 0)
-            measure_tokens(out, tokens, loss, meter, first_pass=before)
+            measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
         if state.step < algo.critic_warmup_steps:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
@@ -272,6 +279,25 @@ def update_policy(
             skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
         if algo.needs_values:
             meter.add("loss/value", value_total, (norm != 0) / ctx.data_world)
+
+
+@torch.no_grad()
+def tangent_columns(
+    models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config
+) -> torch.Tensor:
+    """Return what kernels.TangentLoss reads of each token, (N, 3). Where micro-batches hold parts of rollouts, a loss
+    that couples the tokens of a rollout needs a forward over all of them before the first backward."""
+    tokens = batch.tokens
+    for micro in batch.minibatches[minibatch]:
+        out = models.policy(micro, cfg.rollout.temperature)
+        tokens.fill(micro.token_index_K, logps=out.logp_K, entropies=out.entropy_K)
+    models.reshard()
+    rows = batch.rows(minibatch)
+    whole, columns = tokens[rows], torch.zeros(len(tokens), 3)
+    total, logp_slope_N, entropy_slope_N = loss_and_gradients(loss, whole.logps, whole.entropies, whole)
+    constant_N = total / len(rows) - logp_slope_N * whole.logps - entropy_slope_N * whole.entropies
+    columns[rows] = torch.stack([constant_N, logp_slope_N, entropy_slope_N], dim=1)
+    return columns
 
 
 def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:

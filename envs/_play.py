@@ -140,9 +140,12 @@ class Play(Responses):
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def room(self, rollout: Rollout) -> int:
-        first = self.episode_of[id(rollout)].rollout.prompt
-        limit = len(first.token_ids) + self.sampling.max_new_tokens
-        return limit - len(rollout.prompt.token_ids) - len(rollout.response)
+        """Return how many tokens the next response may have. The limit is on all that was said after the prompt, and
+        on each turn that is a sequence of its own: a template may write more than was said."""
+        own = self.episode_of[id(rollout)].rollout
+        said = len(own.response) + (len(rollout.response) if rollout is not own else 0)
+        sequence = len(rollout.prompt.token_ids) - len(own.prompt.token_ids) + len(rollout.response)
+        return self.sampling.max_new_tokens - max(said, sequence)
 
     def take(self, wait: float = 0.0) -> list[Rollout]:
         if self.player.engine.interrupted():
@@ -334,7 +337,7 @@ class Play(Responses):
             messages = [*r.prompt.start.messages, *said, *answer.messages]
             asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
             self.episode_of[id(asked)] = episode
-        if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
+        if min(self.room(r) - len(answer.tokens), self.room(asked)) < 1:
             r.finish_reason = "length"
             self._end(episode, "room")
             return None

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from errors import need
+from kernels import rollout_bounds
 from model import Policy, PolicyOutput
 from packing import TokenBatch
 
@@ -175,12 +176,9 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
 
 
 def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
-    """Of n tokens, those of which this process computes the head; whole responses where the loss couples their
-    tokens."""
-    cuts = torch.arange(n + 1)
-    if loss is not None and not loss.per_token:
-        ends = (tokens.rollout.diff() != 0).nonzero()[:, 0] + 1
-        cuts = torch.tensor([0, *ends.tolist(), n])
+    """Return for which of n tokens this process computes the head: whole rollouts where the loss couples tokens."""
+    coupled = loss is not None and not loss.per_token
+    cuts = torch.tensor(rollout_bounds(tokens.rollout) if coupled else range(n + 1))
     wanted = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])
     start, stop = cuts[torch.searchsorted(cuts, wanted)].tolist()
     return slice(start, stop)

@@ -8,7 +8,6 @@ from itertools import chain
 import torch
 
 import grpo
-from model import PolicyOutput
 from packing import FlopRates, TokenBatch, rollouts_flops
 from reward import grader_stats, task_name
 from rollout import ENDS, GroupPool, Rollout
@@ -105,18 +104,17 @@ def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
 
 @torch.no_grad()
 def measure_tokens(
-    out: PolicyOutput, tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool
+    tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool
 ) -> None:
-    """Of a micro-batch's tokens that are trained on."""
+    """Measure a minibatch's tokens that are trained on. They are those of whole rollouts, which a loss may couple."""
     algo, real = loss.algo, tokens.weights > 0
-    indicators = loss(out.logp_K, out.entropy_K, tokens)[1]
+    indicators = loss(tokens.logps, tokens.entropies, tokens)[1]
     n = int(real.sum())
-    meter.sum("update/tokens", n)
-    meter.add("policy/entropy", out.entropy_K[real].sum(), n)
+    meter.add("policy/entropy", tokens.entropies[real].sum(), n)
     meter.add("policy/clipped", indicators["clipped"][real].sum(), n)
     meter.add("policy/kl_old", indicators["kl"][real].sum(), n)
     if algo.needs_reference:
-        meter.add("policy/kl_ref", grpo.kl(out.logp_K, tokens.ref_logps, "k3")[real].sum(), n)
+        meter.add("policy/kl_ref", grpo.kl(tokens.logps, tokens.ref_logps, "k3")[real].sum(), n)
     if algo.tis_cap is not None:
         meter.add("rollout/tis_capped", indicators["capped"][real].sum(), n)
     if algo.tis_mask is not None:
@@ -124,7 +122,7 @@ def measure_tokens(
     if not first_pass:
         return
     # How far the trainer's log-probabilities are from the engine's, on the tokens that the engine sampled
-    trainer_logp_K = tokens.old_logps if algo.needs_old_logps else out.logp_K
+    trainer_logp_K = tokens.old_logps if algo.needs_old_logps else tokens.logps
     gap_K = trainer_logp_K - tokens.rollout_logps
     kinds = {"": real} | {f"/images={n:g}": real & (tokens.n_images == n) for n in tokens.n_images.unique().tolist()}
     for kind, chosen in kinds.items():

@@ -243,9 +243,8 @@ def test_a_column_that_was_not_computed_cannot_be_used():
 
 def test_a_column_is_filled_in_parts_and_unknown_elsewhere():
     tokens = token_batch([written("a", [1], [2, 3, 4, 5])])
-    tokens.fill("values", torch.tensor([3, 1]), torch.tensor([30.0, 10.0], dtype=torch.bfloat16))
-    tokens.fill("values", torch.tensor([0]), torch.tensor([5.0]))
-    tokens.fill("ref_logps", torch.tensor([0]), None)
+    tokens.fill(torch.tensor([3, 1]), values=torch.tensor([30.0, 10.0], dtype=torch.bfloat16))
+    tokens.fill(torch.tensor([0]), values=torch.tensor([5.0]), ref_logps=None)
     values = tokens.values.tolist()
     assert values[:2] == [5.0, 10.0] and math.isnan(values[2]) and values[3] == 30.0
     assert tokens.ref_logps is None and tokens.values.dtype == torch.float32
