@@ -304,7 +304,7 @@ def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon:
 @dataclass(frozen=True)
 class Loss:
     function: Callable
-    per_token: bool = True  # no token's loss depends on another token; otherwise it is given whole responses
+    per_token: bool = True  # no token's loss depends on another token; otherwise it is given whole rollouts
 
 
 LOSSES: dict[str, Loss] = {}
@@ -364,7 +364,7 @@ def reinforce(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 
 
 def response_means(x_K: torch.Tensor, rollout_K: torch.Tensor) -> torch.Tensor:
-    """At each token the mean of x over its response; differentiable."""
+    """Return at each token the mean of x over its rollout, differentiable; its tokens may stand anywhere."""
     _, index_K, count = rollout_K.unique(return_inverse=True, return_counts=True)
     return (torch.zeros_like(x_K[: len(count)]).index_add(0, index_K, x_K) / count)[index_K]
 
@@ -435,7 +435,7 @@ class PolicyLoss:
 
     @property
     def per_token(self) -> bool:
-        """May a block of tokens end anywhere? Otherwise it holds whole responses."""
+        """May a block of tokens end anywhere? Otherwise it holds whole rollouts."""
         return LOSSES[self.algo.loss].per_token and self.algo.tis_mask is None
 
     def __call__(

@@ -137,9 +137,8 @@ class Batch:
 
     def splits_rollouts(self, minibatch: int) -> bool:
         """Return whether several micro-batches of a minibatch have tokens of the same rollout."""
-        micros = self.minibatches[minibatch]
-        n_parts = sum(len(self.tokens.rollout[micro.token_index_K].unique()) for micro in micros)
-        return n_parts > len(self.tokens.rollout[self.rows(minibatch)].unique())
+        parts = [self.tokens.rollout[micro.token_index_K].unique() for micro in self.minibatches[minibatch]]
+        return sum(map(len, parts)) > len(self.tokens.rollout[self.rows(minibatch)].unique())
 
     def uids(self, minibatch: int) -> list[str]:
         """Return the uids of the prompts that a minibatch trains on."""

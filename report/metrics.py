@@ -103,30 +103,28 @@ def measure_values(tokens: TokenBatch, ctx: Context, meter: Meter) -> None:
 
 
 @torch.no_grad()
-def measure_tokens(
-    tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool
-) -> None:
-    """Measure a minibatch's tokens that are trained on. They are those of whole rollouts, which a loss may couple."""
-    algo, real = loss.algo, tokens.weights > 0
+def measure_tokens(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, first_pass: bool) -> None:
+    """Measure those of a minibatch's tokens that are trained on. Rollouts are whole, as the loss may couple their
+    tokens."""
+    algo, tokens = loss.algo, tokens[tokens.weights > 0]
     indicators = loss(tokens.logps, tokens.entropies, tokens)[1]
-    n = int(real.sum())
-    meter.add("policy/entropy", tokens.entropies[real].sum(), n)
-    meter.add("policy/clipped", indicators["clipped"][real].sum(), n)
-    meter.add("policy/kl_old", indicators["kl"][real].sum(), n)
+    means = {"policy/entropy": tokens.entropies}
+    means |= {"policy/clipped": indicators["clipped"], "policy/kl_old": indicators["kl"]}
     if algo.needs_reference:
-        meter.add("policy/kl_ref", grpo.kl(tokens.logps, tokens.ref_logps, "k3")[real].sum(), n)
+        means["policy/kl_ref"] = grpo.kl(tokens.logps, tokens.ref_logps, "k3")
     if algo.tis_cap is not None:
-        meter.add("rollout/tis_capped", indicators["capped"][real].sum(), n)
+        means["rollout/tis_capped"] = indicators["capped"]
+    for name, values_N in means.items():
+        meter.add(name, values_N.sum(), len(tokens))
     if algo.tis_mask is not None:
-        meter.sum("rollout/tis_masked", len(tokens.rollout[real & ~indicators["kept"]].unique()))
+        meter.sum("rollout/tis_masked", len(tokens.rollout[~indicators["kept"]].unique()))
     if not first_pass:
         return
     # How far the trainer's log-probabilities are from the engine's, on the tokens that the engine sampled
-    trainer_logp_K = tokens.old_logps if algo.needs_old_logps else tokens.logps
-    gap_K = trainer_logp_K - tokens.rollout_logps
-    kinds = {"": real} | {f"/images={n:g}": real & (tokens.n_images == n) for n in tokens.n_images.unique().tolist()}
+    gap_N = (tokens.old_logps if algo.needs_old_logps else tokens.logps) - tokens.rollout_logps
+    kinds = {"": slice(None)} | {f"/images={n:g}": tokens.n_images == n for n in tokens.n_images.unique().tolist()}
     for kind, chosen in kinds.items():
-        gap = gap_K[chosen]
+        gap = gap_N[chosen]
         if len(gap):
             meter.add(f"rollout/kl{kind}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3
             meter.max(f"rollout/max_abs_dlogp{kind}", gap.abs().max())

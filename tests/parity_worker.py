@@ -4,8 +4,10 @@ moved between them by packing.balance_over_ranks; saves metrics and gradients.
 python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
 
 Further cases follow a "/", each with flags of its own; OUT.pt then holds one result for each. A flag `float64` has all
-of them computed in double precision. """
+of them computed in double precision. With `turns` rollouts are episodes whose turns are sequences of their own;
+`block=N` has the policy head compute N rows at a time; `sgd=RATE` moves the weights. """
 
+import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -17,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
+import grpo  # noqa: E402
+import kernels  # noqa: E402
 import train  # noqa: E402
 from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
-from model import Critic, Policy, Processor, load_hf, load_processor  # noqa: E402
+from model import Critic, Policy, Processor, load_config, load_hf, load_processor  # noqa: E402
 from packing import Arrived, Packer, flop_rates  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full, shard  # noqa: E402
 from report.log import Skipped  # noqa: E402
-from rollout import GroupPool, Prompt, Rollout  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, Turn  # noqa: E402
 from utils import Context, Meter, dist_setup, run_script  # noqa: E402
 
 N_IMAGES = (
@@ -68,12 +72,35 @@ def make_rollouts(prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
     return rollouts
 
 
+def into_turns(rollout: Rollout) -> Rollout:
+    """Return a rollout with its response cut into up to three turns, each a sequence that begins as others do. What the
+    environment said before a turn is in the response, too."""
+    rng = random.Random(f"turns of {rollout.prompt.uid}/{rollout.sample}")
+    sampled, turns, response, mask = rollout.response, [], [], []
+    cuts = rng.sample(range(1, len(sampled)), min(rng.randint(0, 2), len(sampled) - 1))
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(sampled)]):
+        said = [rng.randrange(2) for _ in range(rng.randint(1, 3))] if start else []
+        ids = [*rollout.prompt.token_ids, *said, *sampled[start:end]]
+        turns.append(Turn(ids, end - start, len(rollout.prompt.images)))
+        response += [*said, *sampled[start:end]]
+        mask += [False] * len(said) + [True] * (end - start)
+    return replace(rollout, response=response, response_mask=mask, separate=turns)
+
+
+@grpo.loss("spread", per_token=False)
+def spread(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
+    """A loss that is the tests' own: it couples tokens on policy, too."""
+    _, index_K, count = rollout_K.unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros_like(logp_K[: len(count)]).index_add(0, index_K, logp_K) / count
+    return (logp_K - mean[index_K]) ** 2 * advantages_K, torch.zeros_like(logp_K, dtype=torch.bool)
+
+
 def moved_policy(rollouts: Sequence[Rollout]) -> torch.Tensor:
     """(N,) how far the policy has come from the old one, in nats a token: far enough for some ratios to be clipped."""
     moves = []
     for rollout in rollouts:
         rng = random.Random(f"{rollout.prompt.uid}/{rollout.sample}")
-        moves += [rng.uniform(-0.6, 0.6) for _ in rollout.response]
+        moves += [rng.uniform(-0.6, 0.6) for _ in rollout.logprobs]
     return torch.tensor(moves)
 
 
@@ -123,8 +150,8 @@ def load_model(path: str, lora: Lora | None, double: bool) -> torch.nn.Module:
     return hf
 
 
-def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool) -> Models:
-    """As parallel.models.build_models does, but the models differ from each other, and no optimizer moves them."""
+def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool, lr: float) -> Models:
+    """As parallel.models.build_models does, but the models differ from each other, and the optimizer is SGD."""
     algo = cfg.algo
     lora = cfg.model.lora(cfg.run.seed)
 
@@ -138,7 +165,7 @@ def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool) -
         return model
 
     def optimizer_of(model: Policy) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr)
 
     has_head = algo.needs_values and algo.critic == "head"
     policy = place(
@@ -157,6 +184,8 @@ def build(cfg: train.Config, processor: Processor, ctx: Context, double: bool) -
 
 
 def one_case(model: str, flags: list[str], double: bool) -> dict:
+    own = dict(flag.partition("=")[::2] for flag in flags if flag.startswith(("turns", "block=", "sgd=")))
+    flags = [flag for flag in flags if flag.partition("=")[0] not in own]
     cfg = train.parse_args(
         [
             "--model",
@@ -181,13 +210,16 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
         cfg = replace(cfg, parallel=replace(cfg.parallel, replicate=1, tp=1))
     ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
     processor = load_processor(model)
-    models = build(cfg, processor, ctx, double)
+    vocab = load_config(model).text_config.vocab_size
+    kernels.CPU_BLOCK_ELEMENTS = int(own.get("block", 4000)) * vocab
+    models = build(cfg, processor, ctx, double, lr=float(own.get("sgd", 0)))
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout.prompts_per_step, 0, ctx)
     prompts = make_prompts([f"p{place}" for place in pool.places()], processor)
-    pool.add(make_rollouts(prompts, cfg.algo.group_size))
+    rollouts = make_rollouts(prompts, cfg.algo.group_size)
+    pool.add([into_turns(r) for r in rollouts] if "turns" in own else rollouts)
     made: list[str] = []  # the prompts that came from another process
 
     def remade(arrived: Arrived) -> dict:

@@ -18,6 +18,7 @@ import envs._play
 import envs._threads
 import grpo
 import model as M
+import reward
 import rollout
 from engines.hf import HFEngine
 from envs._load import Environments, load_environments
@@ -223,6 +224,28 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
             separate.append(turn_by_turn(hf, processor, alone).detach())
     assert (logp_N - torch.cat(separate)).abs().max() < 2e-6
     assert (tokens.rollout_logps - torch.cat(separate)).abs().max() < 1e-5
+
+
+def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
+    """Limit, penalty for length and the constant of --loss-agg const measure a response in the same way."""
+    hf, plain = loaded["qwen2_5_vl"]
+    processor = often(plain)
+    processor.tokenizer = copy.deepcopy(plain.tokenizer)
+    processor.tokenizer.chat_template = DROPS_THOUGHTS
+    envs = environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([5, 5, 5]), processor, start_of=envs.start_of)
+    ends = collections.Counter()
+    for limit in range(40, 120, 16):
+        rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(limit, seed=1))
+        reward.give_rewards(rollouts, [{"reward": 1.0}] * 6, grpo.Algorithm(truncated="penalise"), limit)
+        for r in rollouts:
+            ends[r.ended_by] += 1
+            assert len(r.response) <= limit and r.response_mask[-1]
+            assert (r.finish_reason == "length") == (r.ended_by in ("room", "length"))
+            assert all(len(turn.ids) <= len(r.prompt.token_ids) + limit for turn in r.separate)
+            assert r.rewards["overlong"] > -1 or len(r.response) == limit
+            assert len(r.response) == limit or r.ended_by != "length"
+    assert min(ends["room"], ends["length"]) > 3
 
 
 # --- limits ---

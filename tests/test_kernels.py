@@ -475,6 +475,15 @@ def test_a_new_loss_trains_under_every_kernel(loss, kernel, monkeypatch):
         close(got, exactly)
 
 
+def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_together(monkeypatch):
+    small_blocks(monkeypatch, 2, 50)
+    hidden, weight, targets, *_ = case(4, 8, 50)
+    tokens = tokens_of(torch.ones(4), rollout=torch.tensor([0, 1, 0, 1]))
+    tokens.old_logps = torch.zeros(4)
+    with pytest.raises(AssertionError, match="the rows of a rollout do not stand together"):
+        fused_policy_loss(hidden, weight, targets, SquaredMean(), tokens)
+
+
 def test_a_loss_says_whether_it_couples_tokens():
     """No default: a loss of whole sequences that got pieces of them would train on other numbers, and say nothing."""
     hidden, weight, targets, *_ = case(3, 8, 50)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from errors import UserError
 from layers.attention import PackedAttention
 from packing import Batch, FlopRates, Packer, TokenBatch, dense_mask, token_batch
-from rollout import Prompt, Rollout, written
+from rollout import Prompt, Rollout, Turn, written
 
 IMAGE = 7  # the image token
 
@@ -213,6 +213,27 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
 def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):
         Packer(20, IMAGE).pack([written("p", prompt, response, images)])
+
+
+def test_turns_of_a_rollout_stand_together_and_a_batch_knows_where_they_are_apart():
+    """Two episodes of two turns that are sequences of their own; sorted by what they share, the turns interleave."""
+    rollouts = []
+    for i in range(2):
+        first, second = Turn([5, 1, i, 2], 2, 0), Turn([5, 2, 3, 3, i], 1, 0)
+        prompt = Prompt("u", [5, 1], [], None, [], [])
+        response, mask = [i, 2, 3, 3, i], [True, True, False, False, True]
+        rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * 3, "stop", separate=[first, second]))
+    for cap, n_micros in ((99, 1), (5, 2)):
+        micros = Packer(cap, IMAGE).pack(rollouts)
+        batch = Batch(rollouts, token_batch(rollouts), [micros])
+        assert len(micros) == n_micros and batch.splits_rollouts(0) == (n_micros > 1)
+        assert all((m.token_index_K.diff() > 0).all() for m in micros) and batch.rows(0).tolist() == [*range(6)]
+        for m in micros:  # targets and contexts moved with their rows
+            context = contexts(m)
+            for at, target, row in zip(m.source_K.tolist(), m.target_K.tolist(), m.token_index_K.tolist(), strict=True):
+                turn = rollouts[row // 3].separate[row % 3 // 2]
+                end = len(turn.ids) - (row % 3 == 0)
+                assert [*context[at], target] == turn.ids[:end]
 
 
 # --- The columns ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tensor parallelism, the gradient norm over meshes, and checkpoints across layouts.   pytest tests/test_sharding.py"""
 
 import json
+import random
 import shutil
 import sys
 
@@ -55,6 +56,35 @@ def test_tensor_parallel_and_replicas_equal_one_process(toys, tmp_path):
     results = parity(tmp_path / "tied", tmp_path, *cases, worlds=(1, 4))
     for case, one, four in zip(cases, results[1], results[4], strict=True):
         assert_equal_updates(one, four, case)
+
+
+LOSSES = [
+    "--algo gspo --clip-low 0.05 --clip-high 0.05",
+    "--loss spread",  # of parity_worker.py
+    "--tis-mask 0.8,1.25",
+    "--algo gspo --clip-low 0.1 --clip-high 0.1 --tis-mask 0.8,1.25 --entropy-coef 0.05",
+    "--algo sapo --tis-cap 1.5 --tis-mask 0.8,1.25 --kl-coef 0.1",
+    "--algo dapo",
+]
+
+
+def test_losses_do_not_depend_on_how_rollouts_are_laid_out(toys, tmp_path):
+    """Random settings on two processes against one process that has all of a minibatch in one micro-batch and block."""
+    rng, whole, divided = random.Random(591), [], []  # its draws cut rollouts in every way
+    for loss, turns in [*((loss, "turns") for loss in LOSSES), *((loss, "") for loss in LOSSES[::2])]:
+        updates = rng.choice(["", "--epochs 2", "--minibatches 2"])
+        case = f"{loss} {updates} --loss-agg {rng.choice(['token', 'seq', 'const'])} sgd=0.02 {turns}"
+        whole.append(f"{case} --micro-tokens 4000")
+        divided.append(f"{case} --micro-tokens {rng.choice([90, 110, 4000])} --tp {rng.choice([1, 2])}")
+        divided[-1] += f" block={rng.choice([3, 8, 4000])}"
+    results = parity(toys["qwen3_vl"], tmp_path, *whole, worlds=(1,)) | parity(
+        toys["qwen3_vl"], tmp_path, *divided, worlds=(2,)
+    )
+    for case, one, two in zip(divided, results[1], results[2], strict=True):
+        assert one["micros"] == 1
+        assert_equal_updates(one, two, case)
+        if "tis-mask" in case:
+            assert one["metrics"]["rollout/tis_masked"] > 0, case
 
 
 @pytest.mark.slow
