@@ -993,7 +993,7 @@ def test_a_column_that_was_not_computed_and_a_misspelt_name_are_errors(alone):
         with pytest.raises(AttributeError):
             setattr(tokens, misspelt, torch.zeros(3))
         with pytest.raises(AttributeError):
-            tokens.fill(misspelt, torch.arange(3), torch.zeros(3))
+            tokens.fill(torch.arange(3), **{misspelt: torch.zeros(3)})
     tokens.fill(torch.tensor([1]), values=torch.tensor([7.0]))  # a row that nothing filled is no number
     assert tokens.values[1] == 7 and tokens.values[[0, 2]].isnan().all()
 
