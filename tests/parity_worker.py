@@ -246,6 +246,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
         "metrics": meter.reduce(ctx),
         "gradients": gradients,
         "micros": len(micros),
+        "split": bool(ctx.max(batch.splits_rollouts(0))),
         "images": ctx.gather([len(micro.images) for micro in micros]),  # of each rank
         "moved": ctx.gather(made),
     }
