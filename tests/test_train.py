@@ -688,6 +688,8 @@ def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
             data,
             "--max-new-tokens",
             4,
+            "--reward",
+            f"{uneven}:score",
             "--out",
             tmp_path / "eval",
         ]
