@@ -408,8 +408,6 @@ def read_examples(
     """
     remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
     need(not remote, f"{remote}: training touches no network; prepare_data.py parquet --input URL brings it here")
-    root = reading.image_root
-    need(root is None or Path(root).is_dir(), f"--image-root {root}: there is no such folder; give another, or default")
     bad: list[str] = []
     examples = list(good_rows(lazy_rows(data_files(path), reading), reading, bad, limit))
     pa.default_memory_pool().release_unused()

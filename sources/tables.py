@@ -7,7 +7,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, count
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,8 +21,8 @@ Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
 BATCH_ROWS = 64  # of a parquet file that are read at once, or fewer
 BATCH_BYTES = 2 << 20
-MAX_ROW_VALUES = 1_000_000  # of lists and all: a few kilobytes of a file can hold any number of nulls
-MAX_ROW_BYTES = 256 << 20
+MAX_ROW_BYTES = 256 << 20  # of a row in memory, or of a line of text
+VALUE_BYTES = 100  # of each value as a Python object: a few kilobytes of a file can hold millions of nulls
 # What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
 CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
@@ -85,9 +86,9 @@ def file_names(files: list[File]) -> list[str]:
 def batch_records(batch: pa.RecordBatch) -> list[Record]:
     """Return the rows of a batch. One that is too large, or has a value that Python cannot hold, becomes the reason,
     and the others stay."""
-    values, size = sum(map(count_values, batch.columns)), batch.nbytes
-    reason = f"{values} values and {size} bytes; at most {MAX_ROW_VALUES} and {MAX_ROW_BYTES} are read: split the row"
-    if values <= MAX_ROW_VALUES and size <= MAX_ROW_BYTES:
+    size = batch.nbytes + VALUE_BYTES * sum(map(count_values, batch.columns))
+    reason = f"it takes {size} bytes of memory, at most {MAX_ROW_BYTES} are read; split the row"
+    if size <= MAX_ROW_BYTES:
         try:
             return batch.to_pylist()
         except CELL_ERRORS as e:
@@ -99,10 +100,8 @@ def batch_records(batch: pa.RecordBatch) -> list[Record]:
 
 def count_values(array: pa.Array) -> int:
     """Return how many values a column has, those inside of its lists and structs included."""
-    if pa.types.is_nested(array.type):
-        inner = array.flatten()
-        return len(array) + sum(map(count_values, inner if isinstance(inner, list) else [inner]))
-    return len(array)
+    inner = array.flatten() if pa.types.is_nested(array.type) else []  # a list's values, or the columns of a struct
+    return len(array) + sum(map(count_values, inner if isinstance(inner, list) else [inner]))
 
 
 def parquet_columns(file: File) -> list[str]:
@@ -114,10 +113,9 @@ def parquet_columns(file: File) -> list[str]:
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
     """Rows of a file, a few MiB of them in memory at once."""
     groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-    n = max(1, parquet.metadata.num_rows)
-    row_bytes = sum(group.total_byte_size for group in groups) // n
-    row_values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns)) // n
-    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes), MAX_ROW_VALUES // max(1, row_values)))
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    size = sum(group.total_byte_size for group in groups) + VALUE_BYTES * values
+    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * parquet.metadata.num_rows // max(1, size)))
     for batch in parquet.iter_batches(at_once, columns=columns):
         yield from batch_records(batch)
 
@@ -128,11 +126,8 @@ def text_lines(file: File) -> Iterator[str]:
     with refusing(OSError, f"--input {file}"):
         lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
     with lines, refusing_remote(f"--input {file}"):
-        for number in count(1):
-            line = lines.readline(MAX_ROW_BYTES)
+        for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
             need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
-            if not line:
-                return
             yield line
 
 

@@ -339,7 +339,7 @@ def test_its_figure_is_the_trainings(toys, tmp_path):
     assert 0 < result["accuracy"] < 1 and result["reward"] != result["accuracy"]
     assert "unlike the run" not in done.stdout and "--max-pixels 4000" in done.stdout
     # its folder is no place for another report
-    refused = run([sys.executable, "eval.py", out, "--out", out], check=False)
+    refused = run([sys.executable, "eval.py", out, "--out", out, *more[4:6]], check=False)
     assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
 
 

@@ -235,14 +235,14 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
         read_examples(tmp_path / "x.parquet", ReadingConfig())
     first, second = str(refused.value).splitlines()[1:3]
     assert "row 0: image 0 is empty" in first
-    assert "row 1: " in second and "values and" in second and "are read: split the row" in second
+    assert "row 1: " in second and "bytes of memory, at most" in second
 
 
 def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROW_BYTES", 100_000, raising=False)
     file = shapes_file(tmp_path / "x.parquet", 3, data_source="x" * 200_000)
     examples, bad = read_examples(file, ReadingConfig(bad_rows="skip"))
-    assert len(examples) == 2 and len(bad) == 1 and "row 1: " in bad[0] and "200" in bad[0]
+    assert len(examples) == 2 and len(bad) == 1 and "row 1: " in bad[0] and "bytes of memory" in bad[0]
     lines = [json.dumps({"prompt": "p", "answer": "x" * n}) for n in (1, 200_000)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "x.csv").write_text(f"prompt,answer\np,1\np,{'x' * 200_000}\n")
@@ -301,8 +301,6 @@ def test_image_root_is_a_boundary_for_paths(tmp_path):
         assert [list(e.images) for e in examples] == [[image]] * 4
         assert len(bad) == 5 and all("is outside of --image-root" in line for line in bad)
     assert len(read_examples(tmp_path / "in" / "x.parquet", ReadingConfig())[0]) == 9  # the default: any file
-    with pytest.raises(UserError, match="--image-root gone: there is no such folder"):
-        read_examples(tmp_path / "in" / "x.parquet", ReadingConfig(image_root="gone"))
     cfg = FileConfig(out="o", image_root=str(tmp_path / "in"))
     raws = list(table_rows([tmp_path / "in" / "x.parquet"], cfg))
     from prepare_data import build_example
