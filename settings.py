@@ -161,16 +161,16 @@ def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
 def settings_of_run(
     known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
 ) -> dict[str, Any]:
-    """Return what a run's run.json has of the `known` settings, as defaults of a command that is `given` others. Raise
-    UserError for what a folder must not bring along (code, servers, names of secrets, ...) and `given` lacks."""
+    """Return what a run's run.json has of the `known` settings, for a command whose `given` settings win over them.
+    Raise UserError for what a folder must not bring along (code, servers, names of secrets) and `given` lacks."""
     kept, withheld = {}, []
     for f in known:
         left_out = f.metadata["part_of"] in given and given[f.metadata["part_of"]] is None
-        if f.name in given or f.name not in run or left_out:
+        if f.name not in run or left_out:
             continue
         kept[f.name] = value = run[f.name]
         items = value if isinstance(value, list) else [] if value is None else [value]
-        withheld += [] if all(map(f.metadata["from_run"], items)) else [f]
+        withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
     told = " ".join(flag_text(f.name, run[f.name]) for f in withheld)
     without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
     need(not withheld, f"{where} was trained with {told}. What names code, servers, secrets or missing files is not "

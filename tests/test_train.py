@@ -520,11 +520,12 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
     assert before["loss_agg"] == "seq" and before["clip_low"] == 3e-4 and before["clip_high"] == 0.5
     shutil.copytree(tmp_path / "r", tmp_path / "again")
     reward = given[given.index("--reward") :][:2]  # the one thing that no run's folder brings along
-    anew = ["--resume", "auto", "--steps", 3, "--lr", 2e-3, *reward]
+    anew = ["--resume", "auto", "--steps", 3, "--lr", 2e-3]
     # and from another folder
     program = [sys.executable, ROOT / "train.py"]
     done = subprocess.run(
-        list(map(str, [*program, "--out", tmp_path / "r", *anew])), cwd=tmp_path, capture_output=True, text=True
+        list(map(str, [*program, "--out", tmp_path / "r", *anew, *reward])),
+        cwd=tmp_path, capture_output=True, text=True,
     )
     assert done.returncode == 0, done.stderr
     told = sorted(line for line in done.stdout.splitlines() if "changed since" in line)
