@@ -6,8 +6,9 @@
     python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy comes from seeing?
     python eval.py --watch out/a out/b --out out/curves         # the curves of several runs over each other
 
-Of a run it takes the settings that it was trained with, and says which are others, so that its figure is the training's
-eval/accuracy. Writes eval.json, predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
+Of a run it takes the settings that it was trained with (code and servers excepted: --reward, --env and --judge-url are
+given again), and says which are others, so that its figure is the training's eval/accuracy. Writes eval.json,
+predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
 """
 
 import json

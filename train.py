@@ -67,8 +67,8 @@ class RunConfig:
 
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
     out: str = setting(REQUIRED, "run directory", from_run=never)
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
-                          "settings are kept where they are not given anew")
+    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; flags "
+                          "that are not given keep that run's values (code and servers have to be given)")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
