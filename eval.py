@@ -6,13 +6,13 @@
     python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy comes from seeing?
     python eval.py --watch out/a out/b --out out/curves         # the curves of several runs over each other
 
-Of a run it takes the settings that it was trained with, and says which are others, so that its figure is the training's
-eval/accuracy. Writes eval.json, predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
+Of a run it takes the settings that it was trained with (code and servers excepted: --reward, --env and --judge-url are
+given again), and says which are others, so that its figure is the training's eval/accuracy. Writes eval.json,
+predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
 """
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -53,9 +53,9 @@ from report.progress import Progress
 from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
-from rewards.custom import has_file
+from rewards.custom import absolute_files
 from rollout import IN_PROCESS, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
-from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
 from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
@@ -193,18 +193,6 @@ def found_at(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
         raise UserError(str(error).replace("--model", flag, 1)) from error
 
 
-def settings_of_run(path: str) -> dict:
-    """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
-    run = found_at(path)[2]
-    settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
-    if not Path(settings.get("curriculum", ".")).exists():
-        del settings["curriculum"]
-    if ":" in settings.get("env", "") and not has_file(settings["env"]):
-        del settings["env"]
-    data = {"data": run["eval_data"]} if run.get("eval_data") else {}
-    return settings | data | {"reward": list(filter(has_file, settings.get("reward", [])))}
-
-
 def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     if "--watch" in (sys.argv[1:] if argv is None else argv):
         parser = Parser(__doc__, prog="eval.py --watch")
@@ -216,10 +204,11 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
         found_at(path, "--baseline")
-    settings = settings_of_run(given["model"]) | given
-    if settings.get("env") is None and "env_settings" not in given:
-        settings.pop("env_settings", None)
-    cfg = read_settings(EvalConfig, settings)
+    run = found_at(given["model"])[2]
+    data = {"data": run["eval_data"]} if run.get("eval_data") else {}
+    as_trained = settings_of_run(fields(AsTrained), run, given, given["model"])
+    cfg = read_settings(EvalConfig, as_trained | data | given)
+    cfg = replace(cfg, **absolute_files(vars(cfg)))
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
@@ -232,10 +221,6 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     need(not (shown and cfg.env), f"{told}; use --ablate blank")
     need(not Path(cfg.out).is_file(), f"--out {cfg.out} is a file; give a directory")
     return cfg
-
-
-def flag_text(name: str, value: Any) -> str:
-    return shlex.join([flag_of(name), *map(str, value if isinstance(value, tuple) else (value,))])
 
 
 def told_of_run(cfg: EvalConfig) -> list[str]:
@@ -254,16 +239,8 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
     for name, value in was.items():
         if getattr(cfg, name) != value:
             there = "none" if value in (None, ()) else flag_text(name, value).partition(" ")[2]
-            other.append(f"{flag_text(name, getattr(cfg, name))} (there {there}{gone(name, run)})")
+            other.append(f"{flag_text(name, getattr(cfg, name))} (there {there})")
     return lines + ([f"unlike the run's evaluations: {', '.join(other)}"] if other else [])
-
-
-def gone(name: str, run: Mapping[str, Any]) -> str:
-    """Why a setting of the run is not the default here."""
-    specs = run.get(name) or ()
-    named = {"env": (specs,), "curriculum": (specs,), "reward": specs}.get(name, ())
-    missing = [spec for spec in named if spec and not (has_file(spec) if ":" in spec else Path(spec).exists())]
-    return f", {', '.join(missing)}, which is not here" if missing else ""
 
 
 def read_data(

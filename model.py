@@ -7,12 +7,15 @@ Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image to
 """
 
 import copy
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +23,9 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.utils import cached_file
 
-from errors import UserError, need
+from errors import UserError, need, refusing
 from kernels import KERNELS, fused_policy_loss, linear_logprob
 from layers.attention import ATTENTION, PackedAttention, register_attention
 from layers.lora import Lora, lora_layers
@@ -169,7 +173,8 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
     known = type(config) in auto._model_mapping
     need(known, f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
     with torch.device("meta"):  # its shape without its weights
-        hf = auto.from_config(copy.deepcopy(config))
+        # attention is named here, because a config may name a kernel of the hub, which is code
+        hf = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
     takes_images = hasattr(hf.model, "get_image_features")
     need(takes_images, f"--model {path!r}: {type(hf.model).__name__} has no get_image_features")
     blocks: dict[str, str] = {}  # by dotted path of a part, the name of its list of blocks
@@ -572,14 +577,31 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def weight_files(path: str) -> list[Path]:
+    """Return the safetensors files of a model folder or hub id; raise UserError for one that is missing, or that its
+    index has outside of the folder. Files of other kinds, such as pickles, are never read."""
+    cached = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    index, names = cached("model.safetensors.index.json"), ["model.safetensors"]
+    if index:
+        with refusing((ValueError, LookupError, TypeError, AttributeError), f"--model {path!r}: {index} is damaged"):
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            outside = [name for name in names if Path(name).name != name]
+        need(not outside, f"--model {path!r}: {index} names {outside[:3]}, outside of the model's folder; correct it")
+    files = [cached(name) for name in names]
+    missing = [name for name, file in zip(names, files, strict=True) if file is None]
+    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} files of weights are missing: {missing[:3]}")
+    return [Path(file) for file in files]
+
+
 def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...] = ()) -> nn.Module:
     """The bare transformers model of a folder or hub id; its row of the family table is hf.family."""
     config = load_config(path, paths)
     family = find_family(config, path, paths)
+    weight_files(path)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
     register_attention()
     model_class = getattr(transformers, family.model_class)
-    plain = {"attn_implementation": "planned", "trust_remote_code": False}
+    plain = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
     return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, **plain), family)
 
 

@@ -108,10 +108,11 @@ class ReadingConfig:
     data_source: str | None = setting(None, "task of all rows, e.g. geo3k, whatever the rows themselves say")
     instruction: str = setting("", "text behind prompts that lack it; the name of a task stands for that task's text")
     bad_rows: str = setting("error", "what to do with unreadable rows", choices=("error", "skip"))
+    image_root: str | None = setting(None, "folder where the paths of images start, and which none may leave (default: "
+                                     "they start at the file's own folder, and may name any file)", metavar="DIR")
 
     # Settings only of making a file, see FileConfig
     split = None
-    image_root = None
     system = ""
     prompt_template = ""
     add_image_marks = False
@@ -153,7 +154,6 @@ class FileConfig(ReadingConfig):
     limit: int | None = setting(None, "keep only the first so many good rows", least=1)
     inspect: bool = setting(False, "print rows and statistics of the file written")
     input: tuple[str, ...] = setting((), "files, globs, URLs such as s3://; of parquet also folders", metavar="FILE")
-    image_root: str | None = setting(None, "folder where relative image paths start (default: the file's own)")
     system: str = setting("", "system message put in front of each prompt")
     prompt_template: str = setting("", "prompt over columns: '<image>{question}\\nChoices: {choices}'", metavar="TEXT")
     add_image_marks: bool = setting(False, "put <image> marks in front of prompts without any")
@@ -233,7 +233,7 @@ def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
     images, sizes, sums = [], [], []
     for i, cell in enumerate(cells):
         try:
-            data = image_bytes(cell, raw.root, reading.fetch)
+            data = image_bytes(cell, raw.root, reading.fetch, reading.image_root)
             sizes.append(check_decodes(data))
         except UserError as e:
             raise UserError(f"image {i} {e}") from e
@@ -476,7 +476,8 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         draft = Path(folder, "draft")
         final = Path(folder, "final")
-        pages = {"write_batch_size": 8}  # rows until a page's size is looked at: else all images of a group are one
+        # rows until a page's size is looked at: else all images of a group are one
+        pages = {"write_batch_size": 8, "write_page_checksum": True}
         with pq.ParquetWriter(draft, SCHEMA, **pages) as writer:
             for group in row_groups(examples):
                 writer.write_batch(pa.RecordBatch.from_pylist(list(map(columns_of, group)), schema=SCHEMA))
@@ -485,7 +486,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
         column = extra_column(extras)
         schema = SCHEMA.append(pa.field("extra_info", column.type))
         done = 0
-        with pq.ParquetFile(draft) as source, pq.ParquetWriter(final, schema, **pages) as writer:
+        with open_parquet(draft) as source, pq.ParquetWriter(final, schema, **pages) as writer:
             for i in range(source.num_row_groups):
                 table = source.read_row_group(i)
                 writer.write_table(table.append_column("extra_info", column.slice(done, len(table))))

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from errors import Note, UserError, need
-from settings import setting
+from settings import never, setting
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
 # Counts since the start or the last `.clear()`:
@@ -36,20 +36,27 @@ grader_stats: Counter[str] = Counter()
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
+def names_no_file(option: Any) -> bool:
+    """Return whether an option of --judge names neither a file nor an environment variable, whose content is sent."""
+    return str(option).partition("=")[0] not in ("template", "key_env")
+
+
 @dataclass(frozen=True)
 class RewardConfig:
     """Reward"""
 
     reward: tuple[str, ...] = setting((), "instead of the tasks' own, for all rows or one task's: docs/rewards.md",
-                                      metavar="[TASK=]FILE.py:FUNCTION")
+                                      metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
     reward_errors: str = setting("drop", "a reward that fails: leave the response out, give it 0, or end the run",
                                  choices=("drop", "zero", "stop"))
     reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
     reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
     curriculum: str | None = setting(None, "stages: which examples, options of rewards; docs/curriculum.md (default: "
-                                     "the task's)", metavar="FILE")
-    judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL")
-    judge: tuple[str, ...] = setting((), "model, template, weight, tasks, calls; docs/judge.md", metavar="KEY=VALUE")
+                                     "the task's)", metavar="FILE", from_run=lambda file: Path(str(file)).is_file())
+    judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL",
+                                    from_run=never)
+    judge: tuple[str, ...] = setting((), "model, template, weight, tasks, calls; docs/judge.md", metavar="KEY=VALUE",
+                                     from_run=names_no_file, part_of="judge_url")
 
 
 @dataclass(frozen=True)

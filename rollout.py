@@ -27,7 +27,7 @@ from model import ImageInput, Processor
 from packing import Arrived
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
 from reward import Rewards
-from settings import setting
+from settings import plain_pair, setting
 from utils import Context, NamedTensors, print0
 
 
@@ -289,7 +289,7 @@ class RolloutConfig:
     max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
     rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
-    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
+    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
 
     def check(self, world: int, minibatches: int) -> None:
         share = world * minibatches

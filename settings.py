@@ -16,8 +16,10 @@ import argparse
 import difflib
 import math
 import operator
+import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -31,17 +33,44 @@ METAVARS = {int: "N", float: "X"}
 T = TypeVar("T")
 
 
+def always(value: Any) -> bool:
+    return True
+
+
+def never(value: Any) -> bool:
+    return False
+
+
+def plain_pair(pair: Any) -> bool:
+    """Return whether a KEY=VALUE has a number, true or false for its value, which name no code, file or server."""
+    return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))
+
+
 def setting(
-    default: Any, help: str, choices: Sequence[str] = (), metavar: str = "", positional: bool = False, **bounds: float
+    default: Any,
+    help: str,
+    choices: Sequence[str] = (),
+    metavar: str = "",
+    positional: bool = False,
+    from_run: Callable[[Any], bool] = always,
+    part_of: str = "",
+    **bounds: float,
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
-    `bounds`: least, above, most, below."""
+    `bounds`: least, above, most, below. `from_run`: which values (of a tuple: each of them) a run's folder, which may
+    be a stranger's, can bring along; see settings_of_run. `part_of`: the setting without which this one means
+    nothing."""
     more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
-    return field(default=default, kw_only=True, metadata=more)
+    return field(default=default, kw_only=True, metadata=more | {"from_run": from_run, "part_of": part_of})
 
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def flag_text(name: str, value: Any) -> str:
+    """Return a setting as it is typed: the flag and its value or values."""
+    return shlex.join([flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])])
 
 
 def parts_of(hint: Any) -> tuple[type, bool, bool]:
@@ -127,6 +156,26 @@ def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
             chosen[f.name] = tuple(value) if isinstance(value, list) else value
             check_setting(f, hints[f.name], chosen[f.name])
     return cls(**chosen)
+
+
+def settings_of_run(
+    known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
+) -> dict[str, Any]:
+    """Return what a run's run.json has of the `known` settings, for a command whose `given` settings win over them.
+    Raise UserError for what a folder must not bring along (code, servers, names of secrets) and `given` lacks."""
+    kept, withheld = {}, []
+    for f in known:
+        left_out = f.metadata["part_of"] in given and given[f.metadata["part_of"]] is None
+        if f.name not in run or left_out:
+            continue
+        kept[f.name] = value = run[f.name]
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
+    told = " ".join(flag_text(f.name, run[f.name]) for f in withheld)
+    without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
+    need(not withheld, f"{where} was trained with {told}. What names code, servers, secrets or missing files is not "
+         f"taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
+    return kept
 
 
 def check_setting(f: Field, hint: type, value: object) -> None:

@@ -53,9 +53,9 @@ from report.progress import Progress, comparing, training
 from report.trackers import check_trackers
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
-from rewards.custom import absolute_option, absolute_spec
+from rewards.custom import absolute_files
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
-from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, never, read_settings, setting
 from utils import Context, Meter, Stages, dist_setup, print0, run_script
 
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
@@ -66,14 +66,15 @@ class RunConfig:
     """Run"""
 
     steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
-    out: str = setting(REQUIRED, "run directory")
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; its "
-                          "settings are kept where they are not given anew")
+    out: str = setting(REQUIRED, "run directory", from_run=never)
+    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; flags "
+                          "that are not given keep that run's values (code and servers have to be given)")
     eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
     keep: int = setting(2, "checkpoints kept", least=1)
     keep_best: bool = setting(False, "also keep the checkpoint of the best evaluation, which then is saved at once")
-    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER")
+    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER",
+                                     from_run=lambda name: name == "tensorboard")  # wandb sends them to a server
     self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
     grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
     timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
@@ -121,10 +122,11 @@ def parse_args(argv: list[str] | None = None) -> Config:
     for group in (*(f.type for f in fields(Config)), ReadingConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
-    before = resumed_settings(given)  # of the run that --resume continues
+    known = chain.from_iterable(fields(f.type) for f in fields(Config))
+    before = resumed_settings(known, given)  # of the run that --resume continues
     if given.get("algo", before.get("algo")) != before.get("algo"):  # a new --algo drops what the old one had set
         for name in grpo.PRESETS.get(before.get("algo"), {}):
-            del before[name]
+            before.pop(name, None)
         before |= grpo.PRESETS[given["algo"]]
     return Config.of(before | given)
 
@@ -156,10 +158,8 @@ def check_data(train_set: Examples, cfg: Config) -> None:
 def resolve(cfg: Config, device: torch.device) -> Config:
     """What "auto" means here, and where files are: a run is continued and evaluated from any directory."""
     settings = cfg.flat()
-    settings |= {name: absolute(settings[name]) for name in ("model", "data", "eval_data", "curriculum")}
-    settings["reward"] = tuple(map(absolute_spec, cfg.reward.reward))
-    settings["judge"] = tuple(map(absolute_option, cfg.reward.judge))
-    settings["env"] = absolute_spec(cfg.env.env) if cfg.env.env else None
+    paths = ("model", "data", "eval_data", "image_root", "curriculum")
+    settings |= {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
     settings["attn"] = resolve_attention(cfg.model.attn, device)
     settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
     settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)

@@ -784,7 +784,8 @@ def commands(toy: Toy, parent: Path) -> dict[str, tuple[str, Path, list]]:
         "eval": (
             "eval.py",
             parent / "eval",
-            [run, "--data", toy.data, "--limit", 8, "--max-new-tokens", 6, "--out", parent / "eval"],
+            [run, "--data", toy.data, "--limit", 8, "--max-new-tokens", 6, "--reward", f"{toy.reward}:score", "--out",
+             parent / "eval"],
         ),
         "merge": ("merge_lora.py", parent / "merged", [run, "--out", parent / "merged"]),
         "prepare": (

@@ -18,7 +18,7 @@ from parallel.checkpoint import on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
 from rollout import Engine
-from settings import flag_of, setting
+from settings import flag_of, never, setting
 from utils import Context
 
 VLLM_REMEDY = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
@@ -30,7 +30,8 @@ IN_FLIGHT = ("keep", "abort", "wait")
 class ServerConfig:
     """Servers (--rollout server; docs/scale.md)"""
 
-    servers: tuple[str, ...] = setting((), "vLLM's or SGLang's, which engines.serve starts", metavar="URL")
+    servers: tuple[str, ...] = setting((), "vLLM's or SGLang's, which engines.serve starts", metavar="URL",
+                                       from_run=never)
     serve: int = setting(0, "instead of --servers: start and stop so many of vLLM's on this machine", least=0)
     sync: str = setting("auto", "how they get weights: by broadcast, through --out (a disk that they see), or the "
                         "adapter alone; auto: nccl on a GPU, else gloo", choices=SYNC)
@@ -68,9 +69,9 @@ class ServerConfig:
                 plain = parts.scheme in ("http", "https") and parts.hostname and parts.port
             need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
             told = f"--servers {url}: no server answers there; `python -m engines.serve` starts one"
-            with refusing(httpx2.HTTPError, told):
-                answer = httpx2.get(f"{url.rstrip('/')}/health", timeout=30.0, trust_env=False)
-            need(answer.status_code == 200, f"{told} (/health says {answer.status_code})")
+            more = {"timeout": 30.0, "trust_env": False}  # of its answer the status is all that is read
+            with refusing(httpx2.HTTPError, told), httpx2.stream("GET", f"{url.rstrip('/')}/health", **more) as answer:
+                need(answer.status_code == 200, f"{told} (/health says {answer.status_code})")
 
 
 def connect(

@@ -211,7 +211,8 @@ class SGLangServer(Server):
 
     async def forget(self) -> None:
         """Keys and values of old weights. It does so only if nothing runs; salts keep those that are left apart."""
-        await self.http.post(f"{self.url}/flush_cache", timeout=self.seconds)
+        async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.seconds):
+            pass
 
     async def checksums(self) -> dict[str, str]:
         answer = await self.post("/weights_checker", {"action": "checksum"})

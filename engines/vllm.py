@@ -92,6 +92,7 @@ def engine_arguments(
     size = processor.image_processor.size
     arguments = dict(
         model=path,
+        load_format="safetensors",  # never pickles, to which vLLM turns where there are none
         dtype=str(dtype).removeprefix("torch."),
         max_num_seqs=256,
         max_num_batched_tokens=8192,

@@ -3,8 +3,10 @@
 engines/vllm_server.py and engines/sglang_server.py are the two there are: subclasses of `Server`.
 """
 
+import asyncio
 import base64
 import io
+import json
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +15,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from errors import UserError
+
+MAX_BYTES = 64 << 20  # of an answer: a response of 100,000 tokens takes a fifth of it
 
 
 class Lost(Exception):
@@ -70,14 +74,22 @@ class Server:
         return await self.request("POST", path, json=body or {}, params=params)
 
     async def request(self, method: str, path: str, **more: Any) -> Any:
-        timeout = httpx2.Timeout(self.seconds, connect=min(30.0, self.seconds))
+        timeout, data = httpx2.Timeout(self.seconds, connect=min(30.0, self.seconds)), bytearray()
         try:
-            answer = await self.http.request(method, self.url + path, timeout=timeout, **more)
-        except httpx2.TimeoutException as error:
+            # Of the whole answer: the client's own time limit is for each piece of it
+            async with asyncio.timeout(self.seconds), self.http.stream(
+                method, self.url + path, timeout=timeout, **more
+            ) as answer:
+                async for piece in answer.aiter_bytes():
+                    data += piece
+                    if len(data) > MAX_BYTES:
+                        raise Lost(f"{path} answered more than {MAX_BYTES} bytes")
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise Lost(f"no answer to {path} within {self.seconds:g} s") from error
         except httpx2.HTTPError as error:
             raise Cut(f"{path}: {type(error).__name__} {error}".rstrip()) from error
-        told = f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+        text = data.decode(errors="replace")
+        told = f"{path} answered {answer.status_code}: {' '.join(text[:2000].split())[:300]}"
         if answer.status_code >= 500:
             raise Lost(told)
         if answer.status_code in (404, 405):
@@ -85,19 +97,19 @@ class Server:
         if answer.status_code >= 300:
             raise UserError(f"--servers {self.url}: {told}")
         if not answer.headers.get("content-type", "").startswith("application/json"):
-            return answer.text
+            return text
         try:
-            return answer.json()
-        except ValueError as error:
-            raise Lost(f"{path} answered what is no JSON: {answer.text[:100]!r}") from error
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Lost(f"{path} answered what is no JSON: {text[:100]!r}") from error
 
     async def alive(self, seconds: float = 5.0) -> bool:
         """Does it answer at all?"""
         try:
-            answer = await self.http.get(f"{self.url}{self.health}", timeout=min(seconds, self.seconds))
+            async with self.http.stream("GET", self.url + self.health, timeout=min(seconds, self.seconds)) as answer:
+                return answer.status_code == 200
         except httpx2.HTTPError:
             return False
-        return answer.status_code == 200
 
     # --- what a wire format has to say ---
 
@@ -160,13 +172,13 @@ async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
     """vllm or sglang, by what it answers."""
     for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
         try:
-            answer = await http.get(url + path, timeout=10.0)
+            async with http.stream("GET", url + path, timeout=10.0) as answer:
+                if answer.status_code == 200:
+                    return kind
         except httpx2.HTTPError as error:
             raise UserError(
                 f"--servers {url}: {type(error).__name__}: is a server there? `python -m engines.serve` starts one"
             ) from error
-        if answer.status_code == 200:
-            return kind
     raise UserError(f"--servers {url} is neither vLLM's nor SGLang's server")
 
 

@@ -143,8 +143,11 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: missing, truncated or no safetensors file ({error})") from error
-    linear, rank = linear_layers(hf), config["r"]
-    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    linear, rank = linear_layers(hf), config.get("r")
+    alpha = config.get("lora_alpha")
+    sizes = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
+    need(sizes, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
     shapes = {}
     for name in names & linear.keys():

@@ -156,6 +156,8 @@ def damage(checkpoint: Path) -> str | None:
             print0(f"{checkpoint} was written without checksums, by an earlier version; it cannot be verified")
         for name in sorted(written or {})[rank::world]:
             file = checkpoint / name
+            own = Path(name).name == name and (file.is_file() or not file.exists())
+            need(own, f"{file}: no file of the checkpoint's own")
             found = checksum(file)
             need(found == written[name], f"{file}: damaged: its size and checksum are {found}, not {written[name]}")
     except (UserError, OSError) as error:

@@ -1,9 +1,7 @@
 """A model's files into shards, each process reading its own part of each tensor; and a model's folder out of a
 model."""
 
-import functools
 import itertools
-import json
 import math
 import re
 import shutil
@@ -23,11 +21,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils import cached_file
 
 from errors import UserError, check_writable, need, writing
 from layers.attention import register_attention
-from model import Policy, find_family, load_config, load_hf, prepare
+from model import Policy, find_family, load_config, load_hf, prepare, weight_files
 from parallel.sharding import local
 from report.progress import following
 from utils import print0
@@ -77,17 +74,6 @@ def understood(converter: WeightConverter) -> bool:
         transpose = converter.operations[0]
         return {transpose.dim0, transpose.dim1} == {1, 2} and transpose.check_dims
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model folder or hub id; a UserError for one that is missing."""
-    cached = functools.partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
-    index = cached("model.safetensors.index.json")
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else ["model.safetensors"]
-    files = [cached(name) for name in names]
-    missing = [name for name, file in zip(names, files, strict=True) if file is None]
-    need(not missing, f"--model {path!r}: {len(missing)} of {len(names)} files of weights are missing: {missing[:3]}")
-    return [Path(file) for file in files]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Where a run starts, and what it saves: which checkpoint, which settings, and what is said on the way."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,22 @@ from parallel import checkpoint
 from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
 from report.files import read_rows
 from report.summary import best_evaluation
-from settings import flag_of
+from settings import flag_of, settings_of_run
 
 # Other weights would be trained: a checkpoint does not fit a run where these differ
 OF_THE_WEIGHTS = ("train_vision", "lora_targets")
 OF_ADAPTERS = ("model", "lora_alpha")
 
 
-def resumed_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the run that --resume continues, by their flags' names; none where there is nothing to resume."""
+def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that --resume continues, by their flags' names; none where there is nothing to
+    resume."""
     resume, out = given.get("resume", "no"), given.get("out")
     if resume == "no":
         return {}
     path = Path(resume if resume != "auto" else out or ".")
     if checkpoints := complete_checkpoints(path):
-        return {name: value for name, value in run_args(checkpoints[-1]).items() if name != "resume"}
+        return settings_of_run(known, run_args(checkpoints[-1]), given, path)
     need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one")
     missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
@@ -79,7 +80,7 @@ def changes(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 def changed_settings(out: Path, settings: Mapping[str, Any]) -> list[str]:
     """What differs from the settings that the run in --out was last started with."""
     file = out / "run.json"
-    before = json.loads(file.read_text())["args"] if file.is_file() else {}
+    before = checkpoint.read_json(file).get("args", {}) if file.is_file() else {}
     changed = changes(before | {"resume": settings["resume"]}, settings)
     return [f"{flag_of(name)} {was} -> {now}" for name, (was, now) in changed.items()]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from errors import need, writing
+from errors import need, refusing, writing
 from report.files import read_rows
 from report.page import Curve
 from settings import flag_of
@@ -300,8 +300,9 @@ def watch(runs: Sequence[Path], out: Path) -> None:
         need(file.is_file(), f"--watch {run}: no run is there (no {file}); give directories that train.py wrote")
         rows_of[run] = read_rows(run / "metrics.jsonl")
         need(any(row["step"] > 0 for row in rows_of[run]), f"--watch {run}: the run has not finished a step yet")
-        args = json.loads(file.read_text())["args"]
-        settings_of[run] = {name: str(value) for name, value in args.items() if name not in OF_NO_GROUP}
+        with refusing((ValueError, LookupError, TypeError, AttributeError), f"{file}: damaged; leave this run out"):
+            args = json.loads(file.read_text())["args"]
+            settings_of[run] = {name: str(value) for name, value in args.items() if name not in OF_NO_GROUP}
         seed_of[run] = args.get("seed")
     groups = grouped(settings_of, seed_of)
     found = [watched(name, title, groups, rows_of) for name, title in WATCHED]

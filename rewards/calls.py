@@ -18,6 +18,7 @@ from errors import Note, UserError
 from reward import HELPERS, Later, Stage
 
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
+MAX_PARTS = 100  # named numbers of a reward: each is a metric, and a column of the pages
 # names of our own metrics reward/<name>
 RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong", "errors", "timeouts")
 CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # a reward may fail in any way, and the run goes on
@@ -119,6 +120,8 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
     """A number, or a dict of numbers with the total under "reward", as a dict of floats of at most MAX_REWARD. One
     number per image under "images" becomes image_1, ...; where there is no total, their mean is it."""
     rewards = dict(result) if isinstance(result, dict) else {"reward": result}
+    if len(rewards) > MAX_PARTS:
+        raise UserError(f"row {uid!r}: the reward returned {len(rewards)} parts; return at most {MAX_PARTS}")
     if "images" in rewards:
         parts = list(rewards.pop("images"))
         if len(parts) != n_images:

@@ -4,9 +4,10 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from errors import Note, UserError, need
 from reward import task_name
@@ -49,6 +50,13 @@ def absolute_option(pair: str) -> str:
     """Of --judge, where it names a file that is there."""
     key, _, value = pair.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
+
+
+def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return --reward, --judge and --env with absolute paths of the files that are there."""
+    found = {"reward": tuple(map(absolute_spec, settings["reward"]))}
+    found["judge"] = tuple(map(absolute_option, settings["judge"]))
+    return found | {"env": settings["env"] and absolute_spec(settings["env"])}
 
 
 def load_file(path: str, flag: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import stat
 import struct
 import threading
@@ -72,19 +73,28 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_file(path: Path) -> bytes:
-    """Content of a file that a row names: a pipe would hang, a device never end. Raises OSError or ValueError."""
+def read_file(path: Path, folder: str | None = None) -> bytes:
+    """Return the content of a file that a row names: inside of `folder`, links followed, where one is given. A pipe
+    would hang, a device never end. Raises OSError or ValueError."""
     status = path.stat()
+    inside = folder is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    need(inside, f"{path} is outside of --image-root {folder}; move it there, or give a folder that holds both")
     size = status.st_size
     need(stat.S_ISREG(status.st_mode), f"{path} is no regular file")
     need(0 < size <= MAX_FILE_BYTES, f"{path} has {size} bytes, expected 1 to {MAX_FILE_BYTES}")
     return path.read_bytes()
 
 
-def image_bytes(cell: object, root: File, fetch: Callable[[str | RemoteFile], bytes] | None = None) -> bytes:
+def image_bytes(
+    cell: object,
+    root: File,
+    fetch: Callable[[str | RemoteFile], bytes] | None = None,
+    folder: str | None = None,
+) -> bytes:
     """One image cell (bytes, {bytes, path}, path, base64, data URI, URL) -> the encoded file.
 
-    Relative paths start at `root`. Raises UserError with the reason, which reads on after "image 0".
+    Relative paths start at `root`, and none may leave `folder`. Raises UserError with the reason, which reads on after
+    "image 0".
     """
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
@@ -109,7 +119,7 @@ def image_bytes(cell: object, root: File, fetch: Callable[[str | RemoteFile], by
     elif isinstance(root, Path) and len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
-            return read_file(path)
+            return read_file(path, folder)
         except UserError:
             raise
         except (OSError, ValueError) as e:  # ValueError: null byte in the name

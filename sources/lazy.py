@@ -26,8 +26,9 @@ LARGE_GROUP = 256 << 20  # bytes of a row group from which on to read a row of i
 
 
 def open_parquet(file: object) -> pq.ParquetFile:
-    """Read bit by bit: without a buffer's size pyarrow takes in a whole row group at once."""
-    return pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
+    """Open a file to be read bit by bit, its pages' checksums verified where it has some. Without a buffer's size
+    pyarrow takes in a whole row group at once."""
+    return pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True)
 
 
 @dataclass(frozen=True)

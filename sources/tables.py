@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +21,8 @@ Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
 BATCH_ROWS = 64  # of a parquet file that are read at once, or fewer
 BATCH_BYTES = 2 << 20
+MAX_ROW_BYTES = 256 << 20  # of a row in memory, or of a line of text
+VALUE_BYTES = 100  # of each value as a Python object: a few kilobytes of a file can hold millions of nulls
 # What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
 CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
@@ -81,13 +84,24 @@ def file_names(files: list[File]) -> list[str]:
 
 
 def batch_records(batch: pa.RecordBatch) -> list[Record]:
-    """Rows of a batch; one with a value that Python cannot hold becomes the reason, and the others stay."""
-    try:
-        return batch.to_pylist()
-    except CELL_ERRORS as e:
-        if batch.num_rows == 1:
-            return [f"a value cannot be read: {type(e).__name__}: {e}"]
-        return list(chain.from_iterable(batch_records(batch.slice(i, 1)) for i in range(batch.num_rows)))
+    """Return the rows of a batch. One that is too large, or has a value that Python cannot hold, becomes the reason,
+    and the others stay."""
+    size = batch.nbytes + VALUE_BYTES * sum(map(count_values, batch.columns))
+    reason = f"it takes {size} bytes of memory, at most {MAX_ROW_BYTES} are read; split the row"
+    if size <= MAX_ROW_BYTES:
+        try:
+            return batch.to_pylist()
+        except CELL_ERRORS as e:
+            reason = f"a value cannot be read: {type(e).__name__}: {e}"
+    if batch.num_rows == 1:
+        return [reason]
+    return list(chain.from_iterable(batch_records(batch.slice(i, 1)) for i in range(batch.num_rows)))
+
+
+def count_values(array: pa.Array) -> int:
+    """Return how many values a column has, those inside of its lists and structs included."""
+    inner = array.flatten() if pa.types.is_nested(array.type) else []  # a list's values, or the columns of a struct
+    return len(array) + sum(map(count_values, inner if isinstance(inner, list) else [inner]))
 
 
 def parquet_columns(file: File) -> list[str]:
@@ -99,8 +113,9 @@ def parquet_columns(file: File) -> list[str]:
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
     """Rows of a file, a few MiB of them in memory at once."""
     groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-    row_bytes = sum(group.total_byte_size for group in groups) // max(1, parquet.metadata.num_rows)
-    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    size = sum(group.total_byte_size for group in groups) + VALUE_BYTES * values
+    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * parquet.metadata.num_rows // max(1, size)))
     for batch in parquet.iter_batches(at_once, columns=columns):
         yield from batch_records(batch)
 
@@ -111,7 +126,9 @@ def text_lines(file: File) -> Iterator[str]:
     with refusing(OSError, f"--input {file}"):
         lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
     with lines, refusing_remote(f"--input {file}"):
-        yield from lines
+        for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
+            need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
+            yield line
 
 
 def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
@@ -129,7 +146,7 @@ def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
 
 def csv_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank, after the header that names the columns."""
-    csv.field_size_limit(2**31 - 1)  # base64 cells
+    csv.field_size_limit(MAX_ROW_BYTES)  # base64 cells
     reader = csv.reader(text_lines(file))
     columns = next(reader, [])
     try:

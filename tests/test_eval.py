@@ -217,8 +217,9 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
     (tmp_path / "run" / "run.json").write_text(json.dumps({"args": settings}))
     (tmp_path / "mine.py").touch()
     more = ["--data", str(data), "--out", str(tmp_path / "e")]
+    again = ["--reward", f"{tmp_path}/mine.py:f"]
     for path in (tmp_path / "run", checkpoint):
-        args = E.parse_args([str(path), *more, "--image-key", "images", "--dtype", "auto"])
+        args = E.parse_args([str(path), *more, *again, "--image-key", "images", "--dtype", "auto"])
         assert (args.max_new_tokens, args.max_prompt_tokens, args.instruction) == (2048, 700, "geo3k")
         assert (args.max_pixels, args.min_pixels) == (4000, None)
         assert (args.prompt_key, args.answer_key) == ("problem", "answer")
@@ -231,10 +232,9 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
         assert other == ["unlike the run's evaluations: --image-key images (there image), "
                          f"--dtype auto (there bfloat16), --data {data} (there none)"]
-    (tmp_path / "mine.py").unlink()
-    args = E.parse_args([str(tmp_path / "run"), *more])
+    args = E.parse_args([str(tmp_path / "run"), *more, "--reward", "default"])
     told = "\n".join(E.told_of_run(args))
-    assert args.reward == () and f"{tmp_path}/mine.py:f, which is not here" in told
+    assert args.reward == () and f"(there {tmp_path}/mine.py:f)" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
@@ -320,7 +320,7 @@ def test_several_samples_on_two_processes(toys, data, tmp_path):
 
 
 def test_its_figure_is_the_trainings(toys, tmp_path):
-    """To the last digit, with the settings of the run alone."""
+    """To the last digit, with the settings of the run and its reward alone."""
     rows = list(shapes_rows(24, "test", 0))
     data = write_parquet(tmp_path / "test.parquet", rows)
     (tmp_path / "length.py").write_text(
@@ -332,14 +332,14 @@ def test_its_figure_is_the_trainings(toys, tmp_path):
             "--max-pixels", 4000, "--lr", "0.003"]
     run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, out, *more)])
     trained = read_rows(out / "metrics.jsonl")[-1]
-    done = run([sys.executable, "eval.py", out, "--out", tmp_path / "e"])
+    done = run([sys.executable, "eval.py", out, "--out", tmp_path / "e", *more[4:6]])
     result = json.loads((tmp_path / "e" / "eval.json").read_text())
     assert {f"eval/{name}": result[name] for name in ("accuracy", "reward", "truncated")} == {
         name: trained[name] for name in ("eval/accuracy", "eval/reward", "eval/truncated")}
     assert 0 < result["accuracy"] < 1 and result["reward"] != result["accuracy"]
     assert "unlike the run" not in done.stdout and "--max-pixels 4000" in done.stdout
     # its folder is no place for another report
-    refused = run([sys.executable, "eval.py", out, "--out", out], check=False)
+    refused = run([sys.executable, "eval.py", out, "--out", out, *more[4:6]], check=False)
     assert refused.returncode == 1 and "is a run, whose report.html this would replace" in refused.stderr
 
 
@@ -418,11 +418,11 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     assert "largest log-probability difference" in done.stdout
     texts = []
     settings = ["--max-new-tokens", 6, "--max-prompt-tokens", 80, "--reward", f"{tmp_path}/reward.py:score"]
-    for name, more in (("run", []), ("hf", settings)):
+    for name, more in (("run", settings[-2:]), ("hf", settings)):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
         told = f"--reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000"
-        assert (f"as in the run: {told}" in done.stdout) == (not more)
+        assert (f"as in the run: {told}" in done.stdout) == (name == "run")
         texts.append((out / "predictions.jsonl").read_text())
     assert texts[0] == texts[1]
     assert (tmp_path / "hf" / "preprocessor_config.json").is_file()

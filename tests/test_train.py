@@ -519,11 +519,13 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
     before = json.loads((tmp_path / "r" / "run.json").read_text())["args"]
     assert before["loss_agg"] == "seq" and before["clip_low"] == 3e-4 and before["clip_high"] == 0.5
     shutil.copytree(tmp_path / "r", tmp_path / "again")
+    reward = given[given.index("--reward") :][:2]  # the one thing that no run's folder brings along
     anew = ["--resume", "auto", "--steps", 3, "--lr", 2e-3]
     # and from another folder
     program = [sys.executable, ROOT / "train.py"]
     done = subprocess.run(
-        list(map(str, [*program, "--out", tmp_path / "r", *anew])), cwd=tmp_path, capture_output=True, text=True
+        list(map(str, [*program, "--out", tmp_path / "r", *anew, *reward])),
+        cwd=tmp_path, capture_output=True, text=True,
     )
     assert done.returncode == 0, done.stderr
     told = sorted(line for line in done.stdout.splitlines() if "changed since" in line)
@@ -534,7 +536,7 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
     run([*program, *given, *anew])
     assert without_time(tmp_path / "again") == without_time(tmp_path / "r") and len(rows(tmp_path / "r")) == 3
     # a preset that is given takes the place of the run's, and leaves the rest
-    cfg = train.parse_args(["--out", str(tmp_path / "r"), "--resume", "auto", "--algo", "dapo"])
+    cfg = train.parse_args(["--out", str(tmp_path / "r"), "--resume", "auto", "--algo", "dapo", *map(str, reward)])
     assert cfg.algo == grpo.Algorithm(algo="dapo", group_size=3, minibatches=2, **grpo.PRESETS["dapo"])
     assert cfg.rollout.temperature == 0.9 and cfg.run.resume == "auto"
     # nothing to resume, nothing to take settings from
@@ -688,6 +690,8 @@ def test_real_geometry_problems_pass_through_every_stage(toys, tmp_path):
             data,
             "--max-new-tokens",
             4,
+            "--reward",
+            f"{uneven}:score",
             "--out",
             tmp_path / "eval",
         ]
