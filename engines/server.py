@@ -300,7 +300,7 @@ class ServerEngine(Engine):
         if server.url not in self.lost:
             self.lost[server.url] = why
             rank = f"rank {self.ctx.rank}: " if self.ctx.world > 1 else ""
-            print(f"{rank}--servers {server.url} is left out: {why}; {len(self.usable())} others go on", flush=True)
+            print(f"{rank}--servers {server.url} is left out: {why}; {len(self.usable())} others go on")
 
     def _give_up(self, what: str) -> None:
         """UserError, or once there are steps to save the run is asked to end."""
@@ -308,7 +308,7 @@ class ServerEngine(Engine):
         told = f"--servers: {what} ({why}); start them again, then --resume auto goes on"
         need(self.give_up is not None, told)
         if not self.interrupted():
-            print(told, flush=True)
+            print(told)
             self.give_up()
 
     # --- new weights ---
@@ -337,7 +337,7 @@ class ServerEngine(Engine):
                 if url in failed:
                     self._lose(self.servers[url], f"new weights: {failed[url]}")
                 elif url in self.lost:
-                    print(f"--servers {url} is used again", flush=True)
+                    print(f"--servers {url} is used again")
                     del self.lost[url]
             if not failed:
                 break

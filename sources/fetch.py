@@ -2,6 +2,7 @@
 
 import http.client
 import ipaddress
+import re
 import socket
 import string
 import time
@@ -40,13 +41,11 @@ def is_public(address: str) -> bool:
 
 def check_literal(host: str) -> None:
     """Raise ValueError if a host that a proxy will look up is a private IP address in any spelling, or localhost."""
-    host = host.rstrip(".").lower()
-    local = host == "localhost" or host.endswith(".localhost")
+    public = not re.search(r"(^|\.)localhost\.?$", host)
     with suppress(socket.gaierror):  # a name
-        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
-        local = local or not all(is_public(place[4][0]) for place in found)
-    if local:
-        raise ValueError(f"{host} is not public (--url-private allows that)")
+        [found, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+        public = is_public(found[4][0])
+    need(public, f"{host} is not public (--url-private allows that)")
 
 
 class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
