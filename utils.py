@@ -162,12 +162,12 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     """Run a script's main as its process: a UserError becomes one line, anything else keeps its traceback."""
     use_utf8()
     keep_printing()
-    code, told = 0, True
+    code = 0
     try:
         with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
             main(parse_args())
     except UserError as error:
-        code, told = 1, tell_once(f"error: {printable(error, 100_000, keep=chr(10))}")
+        code = tell_once(f"error: {printable(error, 100_000, keep=chr(10))}")
     except Interrupted as stop:
         print0(stop, file=sys.stderr)
         code = 128 + stop.number
@@ -178,9 +178,6 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
-    if not told:  # torchrun ends this process when the one that has told exits, and so reports that one alone
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
     # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
     os._exit(code)
@@ -192,18 +189,18 @@ def use_utf8() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
 
 
-def tell_once(text: str) -> bool:
-    """Print an error, and leave it where torchrun takes the end of its report from. Return False where another process
-    of this torchrun has printed the same."""
+def tell_once(text: str) -> int:
+    """Print an error, and leave it where torchrun takes the end of its report from. Return the exit code: 0 if another
+    process of this torchrun has printed the same, so that torchrun reports that one alone."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         Path(file).write_text(json.dumps({"message": message}))
         try:
             (Path(file).parent.parent / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
-            return False
+            return 0
     print(text, file=sys.stderr)
-    return True
+    return 1
 
 
 def end_with_parent() -> None:

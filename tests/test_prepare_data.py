@@ -1294,6 +1294,28 @@ def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
             run("parquet", "--input", path, "--out", out)
 
 
+def test_what_a_killed_process_leaves_is_cleared_and_that_of_a_live_one_is_not(tmp_path):
+    command = [sys.executable, "prepare_data.py", "shapes", "--toy", "--n", "100000", "--out", tmp_path / "o.parquet"]
+
+    def begun():
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+        old = set(tmp_path.glob(".o.parquet.*/draft"))
+        while not (new := set(tmp_path.glob(".o.parquet.*/draft")) - old):
+            time.sleep(0.05)
+        return process, new.pop().parent
+
+    (killed, left), (live, held) = begun(), begun()
+    try:
+        time.sleep(0.2)
+        killed.kill()
+        killed.wait()
+        run("shapes", "--toy", "--n", "2", "--out", tmp_path / "o.parquet")
+        assert held.exists() and not left.exists()
+    finally:
+        live.kill()
+        live.wait()
+
+
 def test_ctrl_c_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "prepare_data.py", "shapes", "--n", "100000", "--out", tmp_path / "o.parquet"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background of a script it is ignored
