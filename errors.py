@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import dropwhile
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -65,15 +64,17 @@ def printable(text: object, length: int = 600, keep: str = "") -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text, which is code of the user's too."""
-    return printable(traceback.format_exception_only(error)[0].strip().partition("\n")[0], 300)
+    text = traceback.format_exception_only(error)[0].removeprefix("errors.")
+    return printable(text.strip().partition("\n")[0], 300)
 
 
 def users_traceback(error: BaseException) -> str:
     """Return the traceback of an exception in a user's code, without our own frames around it."""
-    summary = traceback.TracebackException.from_exception(error)
-    theirs = list(dropwhile(lambda frame: CALLERS.search(frame.filename), summary.stack))
-    summary.stack[:] = theirs or summary.stack
-    return printable("".join(summary.format())[-20_000:], 20_000, keep="\n")
+    frame = error.__traceback__
+    while frame and frame.tb_next and CALLERS.search(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame))
+    return printable(text[-20_000:], 20_000, keep="\n")
 
 
 class LossyFile(io.FileIO):
@@ -89,9 +90,9 @@ class LossyFile(io.FileIO):
 def keep_printing() -> None:
     """Make stdout and stderr of this process take any text, line by line, and never fail."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        file = io.BufferedWriter(LossyFile(stream.fileno(), "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
+        if stream := getattr(sys, name):
+            file = io.BufferedWriter(LossyFile(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 class Interrupted(Exception):

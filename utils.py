@@ -167,7 +167,7 @@ def run_script(main: Callable, parse_args: Callable) -> None:
         with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
             main(parse_args())
     except UserError as error:
-        code = tell_once(f"error: {printable(error, 100_000, keep=chr(10))}")
+        code = tell_once("error: " + printable(error, 100_000, keep="\n"))
     except Interrupted as stop:
         print0(stop, file=sys.stderr)
         code = 128 + stop.number
@@ -177,7 +177,8 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.stdout.flush()
+    if sys.stdout:
+        sys.stdout.flush()
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
     # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
     os._exit(code)
@@ -194,11 +195,13 @@ def tell_once(text: str) -> int:
     process of this torchrun has printed the same, so that torchrun reports that one alone."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": message}))
         try:
+            Path(file).write_text(json.dumps({"message": message}))
             (Path(file).parent.parent / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
         except FileExistsError:
             return 0
+        except OSError:  # a full disk, say
+            pass
     print(text, file=sys.stderr)
     return 1
 

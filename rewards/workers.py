@@ -111,7 +111,7 @@ class Worker:
         self.conn.close()
         os.close(self.lifeline)
         if code is None:
-            return "by writing into its connection to the trainer"
+            return "by breaking its connection to the trainer"
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 

@@ -266,7 +266,7 @@ def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, mo
     grading = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0).begin()
     results = grading.results(responses([how if i == 4 else "fine" for i in range(9)]))
     assert kinds(grading) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
-    assert "row 'row-0': the reward ended its process, by writing into its connection" in capfd.readouterr().err
+    assert "row 'row-0': the reward ended its process, by breaking its connection" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1])
