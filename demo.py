@@ -361,7 +361,7 @@ def warm_start(
             optimizer.step()
             bar.set_postfix(loss=f"{total:.3f}")
             if ctx.main and bar.disable and ((step + 1) % 100 == 0 or step + 1 == steps):
-                print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}", flush=True)
+                print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}")
     if ctx.main:
         with whole_folder(out) as folder:
             shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
@@ -404,7 +404,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 
     def sh(stage: str, *command: object) -> None:
         words = [sys.executable, *map(str, command)]
-        print(f"\n[{stage}] {shlex.join(words)}", flush=True)
+        print(f"\n[{stage}] {shlex.join(words)}")
         began = time.perf_counter()
         done = subprocess.run(words, env=env, cwd=Path(__file__).parent)
         if done.returncode:

@@ -2,12 +2,15 @@
 it."""
 
 import errno
+import io
 import os
 import re
 import shutil
+import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +48,53 @@ class Note(AbstractContextManager):
             error.add_note(self.text)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What is printed
+
+ROOT = re.escape(str(Path(__file__).parent))
+CALLERS = re.compile(rf"{ROOT}/(rewards/|envs/_)|/asyncio/|/concurrent/|<frozen import")  # files that run users' code
+
+
+def printable(text: object, length: int = 600, keep: str = "") -> str:
+    """Return a text as it may go to a terminal: no control characters but `keep`, and not endless."""
+    text = str(text)
+    cut = f"... ({len(text)} characters)" if len(text) > length else ""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text[:length]) + cut
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its text, which is code of the user's too."""
+    text = traceback.format_exception_only(error)[0].removeprefix("errors.")
+    return printable(text.strip().partition("\n")[0], 300)
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception in a user's code, without our own frames around it."""
+    frame = error.__traceback__
+    while frame and frame.tb_next and CALLERS.search(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame))
+    return printable(text[-20_000:], 20_000, keep="\n")
+
+
+class LossyFile(io.FileIO):
+    """An output file that drops what cannot be written, as its reader is gone or its disk full: no run ends by that,
+    and metrics.jsonl has what matters."""
+
+    def write(self, data: bytes) -> int | None:
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def keep_printing() -> None:
+    """Make stdout and stderr of this process take any text, line by line, and never fail."""
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):
+            file = io.BufferedWriter(LossyFile(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
 class Interrupted(Exception):
     """A run that was asked to end has saved what there was to save. The text says how to go on."""
 
@@ -53,7 +103,8 @@ class Interrupted(Exception):
         self.number = number  # of the signal
 
 
-FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT,
+                                               errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)  # fmt: skip
 
 
 @contextmanager

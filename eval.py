@@ -388,12 +388,13 @@ def write_report(
 ) -> None:
     """`others`: of the same examples, by what answered them; `examples` by uid, as they were shown."""
     out, checkpoint = Path(cfg.out), locate(cfg.model)[1]
-    rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
-    more = {"summary": summary, "curves": run_curves(rows), "others": others, "folder": out / "images"}
     names = [f"ablate_{kind}" for kind in cfg.ablate] + [f"baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):
         write_text(out / f"predictions{name}.jsonl", "".join(json.dumps(without_images(r)) + "\n" for r in of))
+    # last, so that nothing is lost where it fails
+    rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
+    more = {"summary": summary, "curves": run_curves(rows), "others": others, "folder": out / "images"}
     write_text(out / "report.html", page(f"{Path(cfg.model).name} on {Path(cfg.data).name}", records, examples, **more))
     print(f"wrote {out / 'eval.json'}, {out / 'predictions.jsonl'} and {out / 'report.html'}")
 

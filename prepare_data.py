@@ -11,18 +11,22 @@ reward_model struct<style, ground_truth>, extra_info struct<split, index, uid, .
 prompt stands for one image, in order. Image files are stored byte for byte as they were found.
 """
 
+import fcntl
 import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from types import ModuleType
 
@@ -31,14 +35,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, need, refusing, writing
+from errors import Note, UserError, check_writable, existing, need, printable, refusing, writing
 from reward import TASKS, load_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
 from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.lazy import ImageTable, LazyImages, open_parquet, row_places
-from sources.look import first_of, print_example, print_statistics, shown
+from sources.look import first_of, print_example, print_statistics
 from sources.remote import File, RemoteFile, as_path, fetch_remote, scheme_of, store_errors
 from sources.tables import (
     SPLITS,
@@ -305,7 +309,7 @@ def good_rows(raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int
 
     def attempt(raw: Raw) -> Example | UserError:
         try:
-            with Note(f"in {shown(raw.where)}"):
+            with Note(f"in {printable(raw.where)}"):
                 return build_example(raw, reading)
         except UserError as e:
             return e
@@ -329,7 +333,7 @@ def good_rows(raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int
             uid = result.uid[:200]
             result = UserError(f"uid {uid!r} is already taken by {taken[result.uid]}; make extra_info.uid unique")
         if isinstance(result, UserError):
-            bad.append(shown(f"{raw.where}: {result}"))
+            bad.append(printable(f"{raw.where}: {result}"))
             continue
         taken[result.uid] = raw.where
         yield result
@@ -473,8 +477,15 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     extras: list[dict] = []
+    for left in path.parent.glob(f".{escape(path.name)}.*/draft"):  # a process that is killed leaves it, not its lock
+        with suppress(OSError), left.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         draft = Path(folder, "draft")
+        lock = draft.open("wb")  # until the function ends
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         final = Path(folder, "final")
         # rows until a page's size is looked at: else all images of a group are one
         pages = {"write_batch_size": 8, "write_page_checksum": True}

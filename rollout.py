@@ -21,11 +21,11 @@ import torch
 from PIL import Image
 
 from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
-from errors import UserError, need
+from errors import UserError, need, printable
 from grpo import Algorithm
 from model import ImageInput, Processor
 from packing import Arrived
-from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad, shown
+from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
 from reward import Rewards
 from settings import plain_pair, setting
 from utils import Context, NamedTensors, print0
@@ -225,7 +225,7 @@ def drop_long_prompts(
         start = start_of(example)
         if found := processor.special_tokens_in(start.messages):
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
-            bad.append(shown(line))
+            bad.append(printable(line))
             continue
         n = processor.count_tokens(start.messages, start.image_sizes)
         if n > max_tokens:

@@ -58,8 +58,6 @@ from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load
 from settings import REQUIRED, Parser, add_settings, never, read_settings, setting
 from utils import Context, Meter, Stages, dist_setup, print0, run_script
 
-SAMPLE_EVERY = 10  # steps between printed and stored rollouts
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -433,20 +431,19 @@ def main(cfg: Config) -> None:
         with stage("sync", interruptible=False):
             sent = engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
 
-        # 8. report: metrics, samples, evaluation, checkpoint
+        # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
         metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
         state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
         metrics |= curriculum.metrics(step, state.curriculum) | rounds.metrics(batch)
         models.after_step(state.step, algo.ref_every)
-        if state.step % SAMPLE_EVERY == 0 or state.step in (log.start + 1, cfg.run.steps):
-            log.samples(state.step, batch, metrics)
         if evaluation.due(cfg.run, state.step):
             metrics |= evaluation.run(log, stage, state.step)
             state = saver.state = replace(state, eval_due=evaluation.cut_at)
         log.step(state.step, metrics | stage.pop())
         skipped.report(state.step, saver.save)
         saver.after_step()
+        log.report(state.step, batch, metrics)
 
     interrupt.check()
     log.close()

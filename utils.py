@@ -1,9 +1,13 @@
 """Small things every script needs: process group, metrics, seeds, timers."""
 
 import atexit
+import ctypes
 import hashlib
+import json
+import locale
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from errors import Interrupted, Note, UserError
+from errors import Interrupted, Note, UserError, keep_printing, printable
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 
@@ -155,13 +160,14 @@ RANK_HINT = (
 
 def run_script(main: Callable, parse_args: Callable) -> None:
     """Run a script's main as its process: a UserError becomes one line, anything else keeps its traceback."""
+    use_utf8()
+    keep_printing()
     code = 0
     try:
         with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
             main(parse_args())
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
+        code = tell_once("error: " + printable(error, 100_000, keep="\n"))
     except Interrupted as stop:
         print0(stop, file=sys.stderr)
         code = 128 + stop.number
@@ -171,11 +177,38 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     atexit._run_exitfuncs()  # before the process group goes: vLLM takes its own groups down in one of them
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if sys.stdout:
+        sys.stdout.flush()
     # Not sys.exit: a gloo thread that still holds a tensor while the interpreter is being taken down aborts the process
     # (pytorch pull request 179291), and a run that is complete would be reported as failed: once in twenty.
     os._exit(code)
+
+
+def use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if text files would have the encoding of another locale."""
+    if locale.getpreferredencoding(False).lower() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONUTF8": "1"})
+
+
+def tell_once(text: str) -> int:
+    """Print an error, and leave it where torchrun takes the end of its report from. Return the exit code: 0 if another
+    process of this torchrun has printed the same, so that torchrun reports that one alone."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        try:
+            Path(file).write_text(json.dumps({"message": message}))
+            (Path(file).parent.parent / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return 0
+        except OSError:  # a full disk, say
+            pass
+    print(text, file=sys.stderr)
+    return 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG, Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def in_thread(work: Callable[[], Any], name: str) -> Future:
@@ -194,7 +227,7 @@ def in_thread(work: Callable[[], Any], name: str) -> Future:
 
 def print0(*args, **kwargs) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*args, **kwargs, flush=True)
+        print(*args, **kwargs)
 
 
 def derive_seed(*parts: int | str) -> int:

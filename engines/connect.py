@@ -97,6 +97,7 @@ def connect(
         processor,
         models.dtype,
         ctx,
+        vocab_size=text.vocab_size,
         banned=processor.banned(text.vocab_size).tolist(),
         max_model_len=settings["max_model_len"],
         folder=out / "sync",

@@ -1,7 +1,6 @@
 """Rollout servers as processes of this machine: the command that starts one, and servers that end with a run."""
 
 import atexit
-import ctypes
 import os
 import shlex
 import signal
@@ -20,6 +19,7 @@ from engines.vllm import engine_arguments
 from engines.vllm_server import vllm_command
 from errors import UserError, need
 from model import Processor
+from utils import end_with_parent
 
 
 def server_command(
@@ -84,11 +84,6 @@ class LocalServers:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
         self.processes, self.logs = [], []
-
-
-def end_with_parent() -> None:
-    """In the child, before it becomes the server."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, Linux
 
 
 def answers(url: str) -> bool:

@@ -14,7 +14,7 @@ import queue
 import resource
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ from utils import Context, NamedTensors, derive_seed, in_thread
 # Each request has a connection of its own: one that was kept may just have been closed by the server
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
 
+MOST_FRUITLESS = 6  # answers in a row without a token, before their server is left out
+FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
+
 
 def wire_of(kind: str) -> type[Server]:
     if kind == "sglang":
@@ -72,6 +75,7 @@ class ServerEngine(Engine):
         dtype: torch.dtype,
         ctx: Context,
         *,
+        vocab_size: int,
         banned: Sequence[int],
         max_model_len: int,
         folder: Path,
@@ -88,6 +92,7 @@ class ServerEngine(Engine):
         self.seconds = seconds
         self.trained_tower = trained_tower
         self.max_model_len = max_model_len
+        self.ids = set(range(vocab_size)).difference(banned)  # that may be sampled
         self.run = ctx.gather(os.urandom(4).hex())[0]  # tells this run's weights from those of others
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a request has a connection of its own
@@ -206,6 +211,7 @@ class ServerEngine(Engine):
         logprobs: list[float] = []
         versions: list[int] = []
         cut: set[Server] = set()  # those that lost this request once
+        fruitless = 0  # answers in a row that brought no token
         while True:
             await self.may_ask.wait()
             server = self._server_of(uid, servers)
@@ -218,7 +224,7 @@ class ServerEngine(Engine):
                       self.label)
             try:
                 answer = await self._ask(server, ask)
-                numbers = checked(answer, ask, so_far + tokens, server.url, self._version) if answer else []
+                numbers = checked(answer, ask, so_far + tokens, server.url, self._version, self.ids) if answer else []
             except Lost as error:
                 if not (isinstance(error, Cut) and server not in cut and await server.alive()):
                     self._lose(server, str(error))
@@ -227,15 +233,19 @@ class ServerEngine(Engine):
             if numbers and max(numbers) < self._version(ask.salt):
                 self._lose(server, "it still has the weights of an earlier sync")
                 continue
-            if answer is None or (self.in_flight != "keep" and set(answer.labels) - {ask.salt}):
-                continue
-            tokens += answer.tokens
-            logprobs += answer.logprobs
-            versions += numbers
-            if answer.finish != "abort":
-                return tokens, logprobs, versions
-            if len(tokens) == room:  # it was aborted with its last token
-                return tokens, logprobs, versions
+            if answer and (self.in_flight == "keep" or set(answer.labels) <= {ask.salt}):
+                tokens += answer.tokens
+                logprobs += answer.logprobs
+                versions += numbers
+                if answer.finish != "abort" or len(tokens) == room:  # or it was aborted with its last token
+                    return tokens, logprobs, versions
+            # A sync aborts requests once. A server that keeps doing so is asked more and more slowly, then left out
+            synced = ask.salt != self.label or not self.may_ask.is_set()
+            fruitless = 0 if synced or len(ask.ids) < len(short + tokens) else fruitless + 1
+            if fruitless == MOST_FRUITLESS:
+                self._lose(server, f"{fruitless} answers in a row held no token of the newest weights")
+                fruitless = 0
+            await asyncio.sleep(FIRST_PAUSE * (2**fruitless - 1))
 
     async def _ask(self, server: Server, ask: Ask) -> Answer | None:
         """None: new weights overtook it. It was not running yet when they came, so nothing is lost; but its prompt
@@ -280,8 +290,8 @@ class ServerEngine(Engine):
         return server
 
     def _version(self, label: str) -> int:
-        run, _, number = label.rpartition("-")
-        if run != self.run or not number.isdigit():
+        run, _, number = str(label).rpartition("-")
+        if run != self.run or not number.isdecimal():
             raise Lost(f"it samples with weights {label!r}, which this run did not send: it was started again, or "
                        "another run uses it")
         return int(number)
@@ -290,7 +300,7 @@ class ServerEngine(Engine):
         if server.url not in self.lost:
             self.lost[server.url] = why
             rank = f"rank {self.ctx.rank}: " if self.ctx.world > 1 else ""
-            print(f"{rank}--servers {server.url} is left out: {why}; {len(self.usable())} others go on", flush=True)
+            print(f"{rank}--servers {server.url} is left out: {why}; {len(self.usable())} others go on")
 
     def _give_up(self, what: str) -> None:
         """UserError, or once there are steps to save the run is asked to end."""
@@ -298,7 +308,7 @@ class ServerEngine(Engine):
         told = f"--servers: {what} ({why}); start them again, then --resume auto goes on"
         need(self.give_up is not None, told)
         if not self.interrupted():
-            print(told, flush=True)
+            print(told)
             self.give_up()
 
     # --- new weights ---
@@ -327,7 +337,7 @@ class ServerEngine(Engine):
                 if url in failed:
                     self._lose(self.servers[url], f"new weights: {failed[url]}")
                 elif url in self.lost:
-                    print(f"--servers {url} is used again", flush=True)
+                    print(f"--servers {url} is used again")
                     del self.lost[url]
             if not failed:
                 break
@@ -388,10 +398,10 @@ def unheard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def checked(
-    answer: Answer, ask: Ask, so_far: Sequence[int], url: str, version: Callable[[str], int]
+    answer: Answer, ask: Ask, so_far: Sequence[int], url: str, version: Callable[[str], int], ids: Set[int]
 ) -> list[int]:
-    """The versions of the weights that sampled an answer's tokens, if it answers what was asked, with one finite
-    log-probability for each token. Lost if it is no such answer."""
+    """Return the versions of the weights that sampled an answer's tokens. Raise Lost unless the tokens are of `ids`,
+    and each has one finite log-probability."""
     if answer.prompt_ids != list(so_far):
         raise UserError(
             f"example {ask.uid!r}: {difference(answer.prompt_ids, so_far)} ({url}): another prompt would be trained on "
@@ -402,6 +412,9 @@ def checked(
     if not sizes or answer.finish not in ("stop", "length", "abort"):
         raise Lost(f"it answered {n} tokens of {ask.room}, {len(answer.logprobs)} log-probabilities, "
                    f"{len(answer.labels)} versions, finish reason {answer.finish!r}")
+    for token in answer.tokens:
+        if type(token) is not int or token not in ids:
+            raise Lost(f"it answered token id {token!r:.40}, which is not in the vocabulary or must not be sampled")
     if any(not isinstance(logprob, int | float) or logprob > 1e-3 for logprob in answer.logprobs):
         raise Lost("it answered what are no log-probabilities")
     finite = all(map(math.isfinite, answer.logprobs))

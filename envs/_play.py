@@ -14,7 +14,6 @@ import inspect
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from PIL import Image
 
 from envs._load import Environments, check_images, checked_messages, checked_start, copied, decoded, encoded
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
-from errors import UserError, need
+from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
 from rollout import (
     Engine,
@@ -228,7 +227,7 @@ class Play(Responses):
             self.changed.notify_all()
 
     def _failure(self, episode: Episode, error: BaseException) -> Failed:
-        return Failed("errors", type(error).__name__, f"raised {type(error).__name__}: {str(error):.300}", error)
+        return Failed("errors", type(error).__name__, f"raised {describe_error(error)}", error)
 
     def _same_start(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
@@ -295,7 +294,7 @@ class Play(Responses):
             if left <= 0:
                 self.environments.quick = False
                 told = f"environments answer more slowly than within {PATIENCE:g} s: nobody waits for them any more"
-                print(f"{told}, and a resumed run is not the same bit for bit", flush=True)
+                print(f"{told}, and a resumed run is not the same bit for bit")
                 return
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
@@ -388,22 +387,21 @@ class Play(Responses):
     def tell(self) -> None:
         """Of what failed: the first of each kind in full, then a line. UserError if nothing else ever happened."""
         environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
+        for failed in self.failed:
+            if failed.what not in environments.told_kinds:
+                environments.told_kinds.add(failed.what)
+                trace = users_traceback(failed.error) if failed.error else ""
+                print(f"{failed.line}\n{trace}The first failure of its kind", file=sys.stderr)
         if self.failed and ends == {"error"} and not environments.worked:
             told = f"all {len(self.episodes)} of the first episodes failed, as {self.failed[0].line}"
             raise UserError(f"{told}; mend the environment") from self.failed[0].error
         environments.worked |= ends != {"error"}
         if environments.worked and not environments.told_room and max(r.rollout.turns for r in self.episodes) == 1:
             if ends <= {"length", "room", "error"}:
-                print("warning: no episode had room for a second turn; raise --max-new-tokens", flush=True)
+                print("warning: no episode had room for a second turn; raise --max-new-tokens")
                 environments.told_room = True
-        for failed in self.failed:
-            if failed.what not in self.environments.told_kinds:
-                self.environments.told_kinds.add(failed.what)
-                trace = "".join(traceback.format_exception(failed.error)) if failed.error else ""
-                go_on = f"The first failure of its kind; with --env-errors {self.cfg.env_errors} the run goes on"
-                print(f"{failed.line}\n{trace}{go_on}", file=sys.stderr, flush=True)
         if self.failed:
             kinds = Counter(failed.what for failed in self.failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
             told = f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}"
-            print(told, file=sys.stderr, flush=True)
+            print(f"{told}; with --env-errors {self.cfg.env_errors} the run goes on", file=sys.stderr)

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from errors import describe_error
+
 THREADS = 32
 CAUGHT = BaseException  # an environment may fail in any way in its thread, and the run goes on
 
@@ -96,7 +98,7 @@ def close(env: Any, told: str) -> None:
             if inspect.isawaitable(said):
                 asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
         except CAUGHT as error:
-            print(f"{told}, close, raised {error!r:.300}", file=sys.stderr, flush=True)
+            print(f"{told}, close, raised {describe_error(error)}", file=sys.stderr)
 
     if hasattr(env, "close"):
         CLOSING.submit(work)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from errors import Interrupted
-from utils import Context, Stages
+from utils import Context, Stages, end_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 GO_ON = "--resume auto goes on from the newest checkpoint"
@@ -37,9 +38,15 @@ def later(seconds: float, do: Callable, *args) -> threading.Timer:
 
 
 def say(text: str) -> None:
-    """Once for all ranks, in one call, so that no other output comes between."""
+    """Print once for all ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        os.write(2, f"{text}\n".encode())
+        write_error(text)
+
+
+def write_error(text: str) -> None:
+    """Print on stderr in one call, so that no other output comes between; nobody may be there to read it."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 class Interrupt(threading.Thread):
@@ -62,6 +69,8 @@ class Interrupt(threading.Thread):
         signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # instead of what it would do; the thread does the rest
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()  # a torchrun that is killed cannot end its processes
         self.start()
 
     def arm(self, save: Callable[[], str], after: Callable[[], None] = lambda: None) -> None:
@@ -226,9 +235,9 @@ class Watch(threading.Thread):
                 self.store.set(f"rank{self.ctx.rank}", self._word(0))
             told = ", ".join(f"rank {rank} ({word.rsplit('|', 1)[-1]}) is gone" for rank, word in lost)
             if told:
-                os.write(2, f"error: {told}; {GO_ON} (torchrun --max-restarts does so by itself)\n".encode())
+                write_error(f"error: {told}; {GO_ON} (torchrun --max-restarts does so by itself)")
 
     def _end(self, rank: int, what: str, where: str) -> None:
         told = f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here"
-        os.write(2, f"{told}; {GO_ON} (torchrun --max-restarts does so by itself)\n".encode())
+        write_error(f"{told}; {GO_ON} (torchrun --max-restarts does so by itself)")
         os._exit(1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, writing
+from errors import UserError, describe_error, refusing, writing
 
 
 def lock_folder(out: Path, patience: float = 5.0) -> object:
@@ -45,13 +45,16 @@ def try_lock(file: Any) -> bool:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is none."""
-    rows, lines = [], path.read_text().splitlines(keepends=True) if path.exists() else []
+    """Return the rows of a metrics.jsonl; a last line that was cut off is none."""
+    with refusing(OSError, f"{path} cannot be read; move it away"):
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line.endswith("\n") else []
-        except ValueError as error:
-            raise UserError(f"{path} line {number}: damaged ({error}); remove the line") from error
+            rows.append(json.loads(line))
+            float(rows[-1]["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} line {number}: damaged ({describe_error(error)}); remove the line") from error
     return rows
 
 
@@ -70,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
     with writing(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave the name without the text

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from errors import UserError, writing
+from errors import UserError, describe_error, users_traceback, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
 from report.files import json_line, read_rows, write_rows, write_text
@@ -36,6 +37,7 @@ from settings import flag_of
 from utils import Context, Meter, print0
 
 HEAD_EVERY = 20  # steps between lines that name the columns
+SAMPLE_EVERY = 10  # steps between printed and stored rollouts
 
 
 def git(command: str) -> str:
@@ -67,6 +69,7 @@ class RunLog:
         self.start = start
         self.shown: Shown | None = None
         self.drawn = -1  # how many rows report.html and curves.png have
+        self.failed = 0  # reports
         self.reporting: dict[str, float] = {}  # seconds that these took since the last row
         self.began = self.step_began = time.perf_counter()
         if not ctx.main:
@@ -114,7 +117,7 @@ class RunLog:
                 self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
-            self._draw()
+            self._try(self._draw)
             self.began = self.step_began = time.perf_counter()
             self.bar.start_t, self.reporting = time.time(), {}
 
@@ -129,11 +132,16 @@ class RunLog:
         by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
         self.shown = Shown(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
 
-    def samples(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
-        """Of a packing.Batch, on all ranks at once: on the terminal, in OUT/rollouts, and to trackers."""
-        records, examples = gather_samples(batch, self.ctx)
-        if not self.ctx.main:
-            return
+    def report(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
+        """Show samples and draw curves after a step that is saved, on all ranks at once. A failure is a warning."""
+        if step % SAMPLE_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
+            records, examples = gather_samples(batch, self.ctx)
+            if self.ctx.main:
+                self._try(partial(self._show_samples, step, records, examples, metrics))
+        if self.ctx.main and "eval/accuracy" in metrics:
+            self._try(self._draw)
+
+    def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
         tqdm.write("\n".join(show(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
         self._write_records(stem.with_suffix(".jsonl"), records)
@@ -164,8 +172,6 @@ class RunLog:
         self.bar.update()
         for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
             tqdm.write(line)
-        if "eval/accuracy" in metrics:
-            self._draw()
 
     def _described(self) -> dict:
         """What it takes to run it again."""
@@ -193,8 +199,17 @@ class RunLog:
     def _write_records(self, path: Path, records: Sequence[dict]) -> None:
         write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
 
+    def _try(self, report: Callable[[], None]) -> None:
+        """Call what draws or writes a report; what it raises is a warning, as a run is worth more than a page."""
+        try:
+            report()
+        except Exception as error:  # whatever the libraries that draw come up with
+            self.failed += 1
+            trace = users_traceback(error) if self.failed == 1 else ""
+            tqdm.write(f"{trace}warning: report failure {self.failed} of this run: {describe_error(error)}; it goes on")
+
     def _draw(self) -> None:
-        """report.html and curves.png anew, if there is anything new."""
+        """Draw report.html and curves.png again, if there are new rows."""
         began = time.perf_counter()
         rows = read_rows(self.path)
         curves = ()
@@ -215,7 +230,7 @@ class RunLog:
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""
         if self.ctx.main:
-            self._draw()
+            self._try(self._draw)
             self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
             write_text(self.out / "summary.json", json.dumps(self.summary, indent=2) + "\n")
@@ -231,7 +246,7 @@ class RunLog:
             told += f"; best evaluation {best['accuracy']:.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
-        print(told, flush=True)
+        print(told)
 
 
 class Skipped:

@@ -61,7 +61,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Those for which something was measured."""
-    rows = [row for row in rows if "step" in row]
     names = set(chain.from_iterable(rows))
     parts = sorted(n for n in names - COUNTS if re.fullmatch(r"reward/[^/=]+", n))
     kls = {"rollout/kl": "engine", "policy/kl_ref": "reference", "policy/kl_old": "policy before the update"}
@@ -74,7 +73,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
     def reward(axes: Any) -> None:
         for name, colour in zip(parts, COLOURS[1:] * len(parts), strict=False):
-            draw_smooth(axes, series(rows, name), name.removeprefix("reward/"), colour, 1.2)
+            draw_smooth(axes, series(rows, name), plain_label(name.removeprefix("reward/")), colour, 1.2)
         draw_smooth(axes, series(rows, "reward/mean"), "mean", COLOURS[0], 2.0, raw=True)
         constant = series(rows, "reward/constant_groups")
         draw_smooth(axes, constant, "groups of equal rewards (share)", GREY, 1.0, "dotted")
@@ -201,6 +200,11 @@ def draw_time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                    linewidth=0)
     axes.set_ylabel("seconds")
     legend(axes, columns=2)
+
+
+def plain_label(name: str) -> str:
+    """Return a name for matplotlib to show as it is: not as a formula, and in the legend though it begins with _."""
+    return re.sub("^_", " _", name).replace("$", r"\$")
 
 
 def legend(axes: Any, columns: int = 1) -> None:
@@ -364,7 +368,7 @@ def watched(
             band = band_of([member for member in members if member])
             steps = [step for step, *_ in band]
             means, lowest, highest = ([row[i] for row in band] for i in (1, 2, 3))
-            axes.plot(*thinned((steps, smoothed(means))), color=colour, linewidth=1.6, label=name)
+            axes.plot(*thinned((steps, smoothed(means))), color=colour, linewidth=1.6, label=plain_label(name))
             thin = [thinned((steps, smoothed(values))) for values in (lowest, highest)]
             axes.fill_between(thin[0][0], thin[0][1], thin[1][1], color=colour, alpha=0.15, linewidth=0)
         some = list(chain.from_iterable(member.values() for member in chain.from_iterable(of.values())))
@@ -399,7 +403,7 @@ def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> No
     axes.plot(*evals, "o-", color="#1f5fa8", ms=4, linewidth=2, label=label)
     axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank images")
     lowest = min(0, blank, *evals[1], *rewards[1])  # a reward may be negative
-    axes.set(title=task, xlabel="RL step", ylim=(lowest, 1.02), xlim=(0, None))
+    axes.set(title=plain_label(task), xlabel="RL step", ylim=(lowest, 1.02), xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import reprlib
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import reward
-from errors import Note, UserError
+from errors import Note, UserError, describe_error, printable, users_traceback
 from reward import HELPERS, Later, Stage
 
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
@@ -23,7 +22,6 @@ MAX_PARTS = 100  # named numbers of a reward: each is a metric, and a column of 
 RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong", "errors", "timeouts")
 CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # a reward may fail in any way, and the run goes on
 CONCURRENT = 64  # calls of an async function that wait together
-MAX_TRACE = 20_000  # characters
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, item: Item) -> "Failure":
         users = isinstance(error, UserError)
-        try:
-            first = str(error).strip().partition("\n")[0]
-        except CAUGHT:  # an exception of the user's, whose text is code too
-            first = "(it has no text)"
-        line = first if users else f"row {item.example.uid!r}: the reward raised {type(error).__name__}: {first[:200]}"
-        in_a_line = users or getattr(error, "in_a_line", False)
-        trace = "" if in_a_line else "".join(traceback.format_exception(error))[-MAX_TRACE:]
+        line = f"row {item.example.uid!r}: the reward raised {describe_error(error)}"
+        if users:
+            line = printable(str(error).strip().partition("\n")[0])
+        trace = "" if users or getattr(error, "in_a_line", False) else users_traceback(error)
         return cls("errors", type(error).__name__, line, trace, users, error)
 
     @classmethod
@@ -140,7 +135,7 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
                 f"row {uid!r}: reward part {name!r} is {short(value)} for the response {response[:80]!r}; "
                 f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g} (for a tensor: float(x))"
             )
-    return {str(name): as_number(value) for name, value in rewards.items()}
+    return {printable(name): as_number(value) for name, value in rewards.items()}
 
 
 def as_number(value: Any) -> float | None:

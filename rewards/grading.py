@@ -187,7 +187,7 @@ class Grading:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)
 
 
 def score_batch(

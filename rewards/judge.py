@@ -265,7 +265,7 @@ def retry_after(header: str | None) -> float:
         return float(header)
     try:
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
 
 
@@ -455,7 +455,7 @@ class Judge:
         if self.left <= 0:
             if not self.told:
                 print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows fails",
-                      file=sys.stderr, flush=True)
+                      file=sys.stderr)
             self.told = True
             raise OverBudget("over budget")
         self.left -= 1

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
+from errors import keep_printing, users_traceback
 from reward import HELPERS, grader_stats, load_tasks
 from rewards.calls import CAUGHT, Call, Failure, Function, Item, Outcome, function_of, run, run_async
 from rewards.custom import load_function
@@ -38,7 +38,7 @@ START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
 CHUNK_S = 0.05  # of work is handed to a process at a time
 MAX_CHUNK = 32  # calls
-SEND_S = 10  # a process that does not read for so long is given up
+SEND_S = 10  # a process that does not read, or does not finish a message, for so long is given up
 
 # --- the trainer's side -------------------------------------------------------------------------------------------
 
@@ -68,7 +68,8 @@ class Worker:
     @classmethod
     def start(cls, setup: Setup) -> "Worker":
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack("ll", SEND_S, 0))
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, pack("ll", SEND_S, 0))
         held, lifeline = os.pipe()
         root = str(Path(__file__).resolve().parent.parent)
         code = f"import sys; sys.path[0] = {root!r}; from rewards.workers import work; work(*map(int, sys.argv[1:]))"
@@ -109,7 +110,9 @@ class Worker:
         self.process.wait()
         self.conn.close()
         os.close(self.lifeline)
-        return f"by {signal.Signals(-code).name}" if code and code < 0 else f"with exit code {code}"
+        if code is None:
+            return "by breaking its connection to the trainer"
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 class Workers:
@@ -222,7 +225,7 @@ class Workers:
     def _hear(self, worker: Worker) -> None:
         try:
             kind, *told = worker.conn.recv()
-        except (EOFError, OSError):
+        except CAUGHT:  # it ended, or a reward wrote into descriptors that are not its own
             self._lose(worker, late=False)
             return
         if kind == "ready":
@@ -256,7 +259,7 @@ class Workers:
         self.workers.remove(worker)
         if late and worker.ready and not self.shown:
             self.shown = True
-            print("a reward is late; where it is:", file=sys.stderr, flush=True)
+            print("a reward is late; where it is:", file=sys.stderr)
             worker.process.send_signal(signal.SIGUSR2)  # faulthandler writes it, whatever holds the interpreter
             time.sleep(0.2)
         how = "late" if late else worker.end()
@@ -295,7 +298,7 @@ def work(fd: int, lifeline: int) -> None:
         signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
-    sys.stdout.reconfigure(line_buffering=True)
+    keep_printing()
     conn = Connection(fd)
     try:
         setup = conn.recv()
@@ -304,7 +307,7 @@ def work(fd: int, lifeline: int) -> None:
         pass  # the trainer needs no more
     except CAUGHT as error:  # on importing the user's file, say
         with suppress(BrokenPipeError):  # nobody listens any more
-            conn.send(("broken", "".join(traceback.format_exception(error))))
+            conn.send(("broken", users_traceback(error)))
 
 
 def die_with(lifeline: int) -> None:

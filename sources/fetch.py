@@ -2,14 +2,16 @@
 
 import http.client
 import ipaddress
+import re
 import socket
 import string
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from urllib.error import HTTPError
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from errors import UserError, need
 
@@ -24,11 +26,26 @@ def clean_url(url: str) -> str:
     return parts._replace(path=path, query=query, fragment="").geturl()
 
 
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # how IPv6-only networks reach IPv4 hosts: the last 32 bits
+PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")  # all that IANA has assigned to the internet
+
+
 def is_public(address: str) -> bool:
-    """Whether an IP address is of the internet at large: not private, loopback, link-local or otherwise set apart."""
+    """Return whether an IP address is on the public internet; one that embeds an IPv4 address counts as that one."""
     ip = ipaddress.ip_address(address)
+    if ip in NAT64:
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     ip = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None) or ip
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and (ip.version == 4 or ip in PUBLIC_IPV6)
+
+
+def check_literal(host: str) -> None:
+    """Raise ValueError if a host that a proxy will look up is a private IP address in any spelling, or localhost."""
+    public = not re.search(r"(^|\.)localhost\.?$", host)
+    with suppress(socket.gaierror):  # a name
+        [found, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+        public = is_public(found[4][0])
+    need(public, f"{host} is not public (--url-private allows that)")
 
 
 class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
@@ -41,9 +58,14 @@ class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.re
         self.sockets: list[socket.socket] = []
 
     def do_open(self, http_class: type, request: urllib.request.Request, **kw) -> http.client.HTTPResponse:
+        proxied = request._tunnel_host is not None or request.has_proxy()
+        if proxied and not self.private:
+            check_literal(unquote(urlsplit(request.full_url).hostname))
+
         def connection(host: str, **more) -> http.client.HTTPConnection:
             made = http_class(host, **more)
-            made._create_connection = self.connect  # TLS is put on top of it, for the host's name
+            # TLS is put on top of it, for the host's name. A proxy of the environment may be private
+            made._create_connection = partial(self.connect, private=self.private or proxied)
             return made
 
         return super().do_open(connection, request, **kw)
@@ -52,13 +74,13 @@ class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.re
         response.close()  # urllib would read its body, however long
         return urllib.request.Request(clean_url(url))
 
-    def connect(self, address: tuple[str, int], timeout: float, source: None = None) -> socket.socket:
+    def connect(
+        self, address: tuple[str, int], timeout: float, source: None = None, *, private: bool
+    ) -> socket.socket:
         host, port = address
         places = [found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         inside = [ip for ip, _ in places if not is_public(ip)]
-        # a proxy of the environment may be private, and looks up the names itself
-        proxies = {urlsplit(url).hostname for scheme, url in urllib.request.getproxies().items() if scheme != "no"}
-        if inside and not self.private and host not in proxies:
+        if inside and not private:
             raise ValueError(f"{host} is at {inside[0]}, not public (--url-private allows that)")
         failure = OSError("no address")
         for place in places:

@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-
-def shown(text: object, length: int = 600) -> str:
-    """Text from data as it may go to a terminal: one line, no control characters, not endless."""
-    text = str(text)
-    cut = f"... ({len(text)} characters)" if len(text) > length else ""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:length]) + cut
+from errors import printable
 
 
 def first_of(bad: list[str]) -> list[str]:
@@ -30,13 +25,13 @@ def spread(values: list[int]) -> str:
 
 def print_example(e: Any) -> None:
     """A row, an Example, in full."""
-    print(f"--- {shown(e.uid)}  [{shown(e.data_source)}]  answer: {shown(e.ground_truth)}")
+    print(f"--- {printable(e.uid)}  [{printable(e.data_source)}]  answer: {printable(e.ground_truth)}")
     for m in e.messages:
-        print(f"{m['role']}:", "\n".join(shown(line, 10_000) for line in m["content"].split("\n")))
+        print(f"{m['role']}:", "\n".join(printable(line, 10_000) for line in m["content"].split("\n")))
     for data, (width, height) in zip(e.images, e.image_sizes, strict=True):  # the header's size may be turned
         with Image.open(io.BytesIO(data)) as image:
             print(f"image: {width}x{height} {image.format} {image.mode}, {len(data)} bytes")
-    print(f"extra: {shown(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
+    print(f"extra: {printable(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
 
 
 def print_statistics(examples: list, processor: Any = None) -> None:

@@ -457,6 +457,29 @@ class Never(Scripted):
         return None
 
 
+class Raises(Scripted):
+    def step(self, response):
+        return self.deeper()
+
+    def deeper(self):
+        raise KeyError("\x1b[2J")
+
+
+class RaisesLater(Raises):
+    async def step(self, response):
+        return self.deeper()
+
+
+@pytest.mark.parametrize("kind", [Raises, RaisesLater])
+def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
+    """Also where nothing ever worked, which ends the run in one line."""
+    with pytest.raises(UserError, match=r"all 2 of the first .*: --env here raised KeyError: .*x1b\[2J'; mend the env"):
+        play(loaded, "qwen2_5_vl", [3], kind=kind)
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
+    assert "in deeper" in told and "\x1b" not in told
+
+
 def test_an_environment_that_never_worked_ends_the_run(loaded):
     with pytest.raises(UserError, match="all 2 of the first episodes failed, as row 'u0': --env here .*; mend the env"):
         play(loaded, "qwen2_5_vl", [3], kind=Never)

@@ -6,6 +6,7 @@ The first part runs scenarios of benchmarks/faults.py in their quick form; the o
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,16 +20,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_train import rows, run, without_time, write_parquet
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import grpo
 import train
+import utils
 from engines.choose import vllm_settings
-from errors import Interrupted, UserError
+from errors import Interrupted, UserError, check_writable
 from parallel import watch
 from parallel.checkpoint import complete_checkpoints
 from parallel.resume import holds_run
 from parallel.watch import SIGNALS, Interrupt, Watch
-from report.files import json_line, lock_folder
+from report.files import json_line, lock_folder, read_rows, write_text
 from report.log import Skipped
 from report.warnings import Warnings
 from tasks.shapes import shapes_rows
@@ -515,3 +518,114 @@ def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start,
     start("return len(response)", "--steps", 1)
     with pytest.raises(UserError, match="already holds a run"):
         start("return len(response)", "--steps", 1)
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+SCRIPT = r"""
+import os, sys
+sys.path[0] = {root!r}
+import utils
+
+def main(cfg):
+    for i in range(3000):
+        print("line", i, "of a run: 5\u00b0 \ud800")
+        print("warning", i, file=sys.stderr)
+    with open("done", "w") as file:
+        file.write("5\u00b0")
+    {end}
+
+utils.run_script(main, lambda: None)
+"""
+
+
+def script(folder, end="pass"):
+    (folder / "script.py").write_text(SCRIPT.format(root=str(ROOT), end=end))
+    return f"{sys.executable} script.py"
+
+
+@pytest.mark.parametrize("more", ["| head -n 1", "2>&1 | head -n 1", "> /dev/full", "> /dev/full 2>&1"])
+def test_output_that_cannot_be_written_ends_nothing(more, tmp_path):
+    """In a locale that has neither the characters that are printed nor those that are written to a file."""
+    env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = f"set -o pipefail; {script(tmp_path)} {more}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "done").read_bytes() == "5\u00b0".encode()
+    assert done.stdout == ("line 0 of a run: 5\u00b0 \\ud800\n" if "head" in more else "")
+    assert "Error" not in done.stderr and done.stderr.count("warning") == (0 if "2>&1" in more else 3000)
+
+
+def test_what_is_said_of_a_signal_may_reach_nobody(monkeypatch):
+    def closed(number, data):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(os, "write", closed)
+    watch.say("SIGTERM: saving")
+
+
+# --- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_ends_with_a_users_error_told_once(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    end = "raise utils.UserError(f'--data nowhere\\x1b[2J: there is no such file')"
+    script(tmp_path, end)
+    done = subprocess.run([*torchrun, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    told = "error: --data nowhere\\x1b[2J: there is no such file\n"
+    assert done.returncode == 1 and done.stderr.count(f"\n{told}") == 1
+    assert done.stderr.rstrip(" =\n").endswith(f"traceback : {told.rstrip()}")
+
+
+def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
+    for rank, (text, told) in enumerate([("error: a", 1), ("error: b", 1), ("error: a", 0)]):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert utils.tell_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
+    assert capfd.readouterr().err == "error: a\nerror: b\n"
+
+
+def test_a_killed_torchrun_takes_its_processes_along(tmp_path):
+    """What it starts is sent SIGTERM, as a run is that has to save and end."""
+    code = "import time; from parallel.watch import Interrupt as I; I(5.0); print('ready', flush=True); time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "log", "w") as log:
+        parent = subprocess.Popen([sys.executable, "-c", starts], env=env, stdout=subprocess.PIPE, stderr=log)
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # its child has ended, too
+    assert "SIGTERM during the set-up" in (tmp_path / "log").read_text()
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_metrics_file_that_cannot_be_read_is_one_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1}\n'
+    for bad, why in {b'{"st\xffep": 2}\n': "UnicodeDecodeError", b'{"stcp": 2}\n': "KeyError", b"5\n": "TypeError",
+                     b'{"step": null}\n': "TypeError", b"{\n": "JSONDecodeError"}.items():  # fmt: skip
+        path.write_bytes(good + bad + good)
+        with pytest.raises(UserError, match=f"metrics.jsonl line 2: damaged .*{why}.*; remove the line"):
+            read_rows(path)
+    path.write_bytes(good + b'{"step": 2, "a')
+    assert read_rows(path) == [{"step": 1}]
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl cannot be read; move it away: .*Is a directory"):
+        read_rows(path)
+
+
+def test_places_that_take_no_files_are_one_line(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--out: .* cannot be written"):
+        check_writable(Path("/proc/x"), "--out")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"a.json.* cannot be written \(File too large\)"):
+            write_text(tmp_path / "a.json", "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    write_text(tmp_path / "a.json", "5\u00b0 \ud800")
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "5\u00b0 \\ud800"

@@ -291,6 +291,11 @@ def test_retry_after_is_kept_to(kind, monkeypatch):
     assert low <= waited < high
 
 
+def test_a_date_beyond_all_calendars_is_no_error():
+    for header in ("Fri, 31 Dec 99999999999 23:59:59 GMT", "Fri, 31 Dec 2026 23:59:99999999999 GMT", "9" * 400):
+        assert J.retry_after(header) == 0.0
+
+
 def test_retry_after_is_never_negative_nor_an_error():
     for header in (None, "", "-5", "nan", "inf", "1e9", "Thu, 01 Jan 1970 00:00:00 GMT", "1" * 5000, "99 Foo 1"):
         assert J.retry_after(header) == 0.0

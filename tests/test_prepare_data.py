@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -796,8 +797,11 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
         with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
             fetch_url(u, tries=1)
     inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
-    assert not any(is_public(ip) for ip in inside)
-    assert is_public("8.8.8.8") and is_public("2606:4700::1111")
+    inside += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
+    inside += ("2001:0:808:808::80ff:fffe", "5f00::1", "fec0::1")
+    assert not [ip for ip in inside if is_public(ip)]
+    outside = ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "::ffff:8.8.8.8", "2002:808:808::")
+    assert all(map(is_public, outside))
     # 127.0.0.1 stands for the internet, 127.0.0.2 for the inside
     monkeypatch.setattr(fetch, "is_public", lambda ip: ip == "127.0.0.1")
     inside = url.replace("127.0.0.1", "127.0.0.2")
@@ -817,6 +821,32 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
     assert fetch_url(url.replace("127.0.0.1", "rebind.test") + "/ok.png") == RED and len(asked) == 1, (
         "checked, then used"
     )
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypatch):
+    """The proxy is this host's server: it answers GET with an image, and CONNECT with an error."""
+    url, hits = server
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    private = ("127.0.0.1:1", "127.1", "0x7f000001", "127.0.0%2e1", "[::1]:80", "[64:ff9b::7f00:1]", "localhost.")
+    for host in (*private, url.removeprefix("http://")):
+        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+            fetch_url(f"{scheme}://{host}/behind.png", tries=1)
+    assert not [path for path in hits if "behind" in path]
+    if scheme == "http":  # what the proxy itself looks up, or is public, still goes through it
+        assert fetch_url("http://images.example/x.png", tries=1) == RED and hits[-1] == "http://images.example/x.png"
+        assert fetch_url("http://8.8.8.8/x.png", tries=1) == RED
+    else:
+        with pytest.raises(UserError, match="Tunnel connection failed: 501"):
+            fetch_url("https://images.example/x.png", tries=1)
+    monkeypatch.setenv("no_proxy", "direct.test")  # not by the proxy: looked up here, and checked
+    place = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *of, **more: place)
+    with pytest.raises(UserError, match="direct.test is at 127.0.0.1, not public"):
+        fetch_url(f"{scheme}://direct.test/behind.png", tries=1)
 
 
 # ---------------------------------------------------------------------------------------------------- round trip
@@ -1262,6 +1292,28 @@ def test_a_write_that_fails_is_one_line_too(tmp_path, monkeypatch):
     for out in (path / "o.parquet", "/dev/null"):
         with pytest.raises(UserError, match="expected the parquet file to write"):
             run("parquet", "--input", path, "--out", out)
+
+
+def test_what_a_killed_process_leaves_is_cleared_and_that_of_a_live_one_is_not(tmp_path):
+    command = [sys.executable, "prepare_data.py", "shapes", "--toy", "--n", "100000", "--out", tmp_path / "o.parquet"]
+
+    def begun():
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+        old = set(tmp_path.glob(".o.parquet.*/draft"))
+        while not (new := set(tmp_path.glob(".o.parquet.*/draft")) - old):
+            time.sleep(0.05)
+        return process, new.pop().parent
+
+    (killed, left), (live, held) = begun(), begun()
+    try:
+        time.sleep(0.2)
+        killed.kill()
+        killed.wait()
+        run("shapes", "--toy", "--n", "2", "--out", tmp_path / "o.parquet")
+        assert held.exists() and not left.exists()
+    finally:
+        live.kill()
+        live.wait()
 
 
 def test_ctrl_c_ends_without_a_traceback(tmp_path):

@@ -149,7 +149,7 @@ def connect(monkeypatch, tmp_path):
     monkeypatch.setattr(engines.server, "wire_of", lambda kind: Fake)
 
     def make(n, rank=0, urls=None, **more):
-        more = {"banned": [], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
+        more = {"vocab_size": 100, "banned": [99], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
         engine = ServerEngine(urls or URLS[:n], PROCESSOR, torch.float32, Context(rank, 1, CPU), **more)
         servers = list(engine.servers.values())
         if rank == 0:
@@ -363,7 +363,29 @@ def test_where_no_server_is_left_a_run_is_asked_to_end(connect, capfd):
     assert not engine.lost and all(server.updates[-1] == ["a", "b"] for server in servers)
 
 
-@pytest.mark.parametrize("label", ["", "other-1", "run-x", "run"])
+@pytest.mark.parametrize("changed", [
+    {"finish": "abort", "tokens": [], "logprobs": [], "labels": []}, {"labels": "of weights to come"},
+])  # fmt: skip
+def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left_out(changed, connect, monkeypatch):
+    """As one that another run has paused, or given weights of a later sync."""
+    monkeypatch.setattr(engines.server, "FIRST_PAUSE", 0.01)
+    engine, servers = connect(2)
+    generate, asked = servers[0].generate, Counter()
+
+    async def other(ask):
+        asked[ask.seed] += 1
+        answer = (await generate(ask))._replace(**changed)
+        return answer if changed.get("tokens") == [] else answer._replace(labels=[f"{engine.run}-9"] * ROOM)
+
+    monkeypatch.setattr(servers[0], "generate", other)
+    began = time.monotonic()
+    assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
+    assert list(engine.lost) == [URLS[0]]
+    assert engine.lost[URLS[0]] == "6 answers in a row held no token of the newest weights"
+    assert max(asked.values()) == 6 and time.monotonic() - began > 0.01 * (1 + 3 + 7 + 15 + 31)
+
+
+@pytest.mark.parametrize("label", ["", "other-1", "run-x", "run-\u00b2", "run"])
 def test_weights_that_this_run_did_not_send_are_not_sampled_from(label, connect):
     engine, servers = connect(2)
     servers[0].label = label.replace("run", engine.run)
@@ -391,6 +413,8 @@ def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch
     {"tokens": [1] * (ROOM + 1), "logprobs": [-1.0] * (ROOM + 1), "labels": ["x"] * (ROOM + 1)},
     {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish": "gone"}, {"logprobs": [None] * ROOM},
     {"logprobs": [0.7] * ROOM}, {"tokens": [], "logprobs": [], "labels": []},
+    {"tokens": [100] * ROOM}, {"tokens": [-1] * ROOM}, {"tokens": [99] * ROOM}, {"tokens": [5.0] * ROOM},
+    {"tokens": [[5]] * ROOM},
 ])  # fmt: skip
 def test_answers_that_are_none(changed, connect, monkeypatch):
     """Their server is lost; another one answers."""

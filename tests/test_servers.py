@@ -59,7 +59,8 @@ class Servers:
         banned = self.processor.banned(text.vocab_size).tolist()
         more = {"max_model_len": 384, "folder": self.logs / "sync", "seconds": 60.0} | more
         dtype = self.settings.get("dtype", torch.float32)
-        return ServerEngine(urls or self.urls, self.processor, dtype, ctx, banned=banned, **more)
+        more |= {"vocab_size": text.vocab_size, "banned": banned}
+        return ServerEngine(urls or self.urls, self.processor, dtype, ctx, **more)
 
 
 @pytest.fixture(scope="session")

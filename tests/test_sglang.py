@@ -449,7 +449,8 @@ def test_responses_that_are_kept_go_on_and_those_waited_for_end(mode, running, m
 
 def engine_of(url, processor, folder, **more):
     more = {"max_model_len": 384, "folder": folder, "seconds": 60.0, "trained_tower": True} | more
-    return ServerEngine([url], processor, torch.float32, ONE, banned=processor.banned(VOCAB).tolist(), **more)
+    banned = processor.banned(VOCAB).tolist()
+    return ServerEngine([url], processor, torch.float32, ONE, vocab_size=VOCAB, banned=banned, **more)
 
 
 @pytest.fixture

@@ -598,10 +598,47 @@ def test_a_run_without_matplotlib_says_so_once(quick, monkeypatch, capsys):
     assert not (out / "curves.png").exists() and "<svg" not in (out / "report.html").read_text()
 
 
+PARTS = r"""
+NAMES = ["saved $5_$", r"$\frac{$", r"\$", "_x", "\ud800", "a\x1b[2J\n"]
+
+
+def score(response, example):
+    return {"reward": len(response) % 3 / 2} | dict.fromkeys(NAMES, 0.5)
+"""
+
+
+def test_parts_of_a_reward_may_have_any_name(quick, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(PARTS, encoding="utf-8")
+    out = quick("--reward", f"{tmp_path}/mine.py:score", "--track", "tensorboard")
+    said = capsys.readouterr().out
+    assert "warning: report" not in said and "--track tensorboard failed" not in said
+    names = ["saved $5_$", r"$\frac{$", r"\$", "_x", r"\ud800", r"a\x1b[2J\n"]
+    assert all(rows(out)[-1][f"reward/{name}"] == 0.5 for name in names)
+    html = (out / "report.html").read_text(encoding="utf-8")
+    labels = [*names[:3], " _x", *names[4:]]
+    assert all(f"<!-- {label} -->" in html for label in labels)  # matplotlib's own remark of a text that it drew
+
+
+def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, tmp_path, monkeypatch, capsys):
+    test, saved = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0)), []
+
+    def fail(*_, **__):
+        saved.append(sorted(p.name for p in tmp_path.glob("*/checkpoints/step_*")))
+        raise RuntimeError("no glyph")
+
+    monkeypatch.setattr(report.log, "draw_curves", fail)
+    monkeypatch.setattr(report.log, "show", fail)
+    quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
+    said = capsys.readouterr().out
+    assert saved[0] == [] and saved[1:3] == [["step_000001"]] * 2 and saved[3:5] == [["step_000001", "step_000002"]] * 2
+    assert said.count("Traceback") == 1 and "report failure 1 of this run: RuntimeError: no glyph" in said
+    assert said.count("report failure") == len(saved) and "done: 2 steps" in said
+
+
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
     monkeypatch.setattr(report.trackers, "make", lambda *_: Fake(["log", "samples", "close"]))
     out = quick("--track", "wandb")
     said = capsys.readouterr().out
-    assert said.count("--track wandb failed (ConnectionError: no samples)") == 1 and len(rows(out)) == 2
+    assert said.count("--track wandb failed (ConnectionError: no log)") == 1 and len(rows(out)) == 2
     assert "done: 2 steps" in said
     assert "<svg" in (out / "report.html").read_text()  # of the last samples: there is no --eval-data

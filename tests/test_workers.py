@@ -40,6 +40,16 @@ def bad(response, example):
     if "deep" in response: return bad(response, example)
     return 1.0
 
+def foreign(response, example):
+    if "write" in response or "half" in response:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                try: os.write(int(name), b"\x00\x00\x00\x05abc" + b"de" * ("write" in response))
+                except OSError: pass
+    if "half" in response: time.sleep(60)
+    if "raises" in response: raise ValueError("\x1b[2J" + "\r5")
+    return 1.0
+
 async def bad_async(response, example):
     await asyncio.sleep(0.05)
     if "blocks" in response: time.sleep(60)
@@ -248,6 +258,24 @@ def test_a_call_that_ends_its_process_has_failed(make, how, told, capfd):
     results = grading.results(responses(texts))
     assert kinds(grading) == {0: "errors", 11: "errors"} and told in capfd.readouterr().err
     assert [r["reward"] for r in results] == [0.0 if i in (0, 11) else 1.0 for i in range(30)]
+
+
+@pytest.mark.parametrize("how", ["write", "half"])
+def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, monkeypatch, capfd):
+    monkeypatch.setattr(workers, "SEND_S", 1)
+    grading = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0).begin()
+    results = grading.results(responses([how if i == 4 else "fine" for i in range(9)]))
+    assert kinds(grading) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
+    assert "row 'row-0': the reward ended its process, by breaking its connection" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_failure_shows_the_users_frames_alone_and_nothing_acts_on_the_terminal(make, count, capfd):
+    make("foreign", reward_workers=count).begin().results(responses(["raises", "fine"]))
+    told = capfd.readouterr().err
+    assert told.count("  File ") == told.count("mine.py") == 1 and "\x1b" not in told and "\r" not in told
+    assert "row 'row-0': the reward raised ValueError: \\x1b[2J\\r5; for the response 'raises'" in told
+    assert "raised by the reward of row 'row-0'" in told
 
 
 def test_async_calls_wait_together(make):
