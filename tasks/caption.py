@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
-from reward import SPECIAL_TOKEN, register
+from reward import SPECIAL_TOKEN, register, unwrap_truth
 from sources.tables import Record
 from tasks._tables import IMAGES, any_rows, first
 from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, Scene, draw_shapes, in_split, png, rows_of
@@ -272,7 +272,7 @@ def caption_record(record: dict, cfg: TaskConfig) -> Record:
     """A row in the on-disk format, its other columns kept; or why it is none."""
     names = (cfg.answer_key, *CAPTIONS)
     try:
-        references = as_list(first([record.get(name) for name in names]))
+        references = [unwrap_truth(str(text)) for text in as_list(first([record.get(name) for name in names]))]
         keywords = [word for word in as_list(record.get("keywords"), comma=True) if str(word).strip()]
         truth = {"references": references, "keywords": keywords}
         text = json.dumps(truth, ensure_ascii=False, default=str)

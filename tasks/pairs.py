@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import MAX_ANSWER_CHARS, register, weighted
+from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
 from tasks._tables import any_rows, first
 from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
 from tasks.vqa import FILLER, LETTERS, answer_of, clean, is_known, known_words, number_at, vqa
@@ -36,7 +36,7 @@ WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
 
-@register("nlvr2", "pairs", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+@register("nlvr2", "pairs")
 def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """As a visual question whose truth is True or False."""
     told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False"
@@ -92,7 +92,7 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     return frozenset(named) if len(set(named)) == len(named) else None
 
 
-@register("which", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+@register("which", instruction=WHICH_INSTRUCTION)
 def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     r"""0.9 * accuracy + 0.1 * format, the format being that of visual questions.
 
@@ -142,7 +142,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     if not isinstance(text, str) or truth is None:
         return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    if statement is not None and str(truth).lower() not in ("true", "false"):
+    if statement is not None and unwrap_truth(str(truth)).lower() not in ("true", "false"):
         return f"label is {truth!r:.80}, expected True or False"
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []

@@ -12,7 +12,7 @@ github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); p
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, unwrap_truth, weighted
 from sources.tables import data_files
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
@@ -639,8 +639,9 @@ def tolerance_of(example: Any) -> tuple[Decimal, Decimal]:
     raise UserError(f"row {example.uid!r}: tolerance is {text!r}; write a number such as 0.5, or a share such as 5%")
 
 
-def answerable(truth: str, rewards: dict[str, float]) -> bool:
-    return any(normal(reference) for reference in references(truth))
+def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+    """Return whether one of the references, written as an answer, is right."""
+    return any(earned(reference)["accuracy"] for reference in references(truth))
 
 
 @register("vqa", "vqav2", answerable=answerable)
@@ -739,7 +740,7 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
     answer becomes the letter of one. Raises UserError with the reason."""
     answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices"))
     if isinstance(answer, list):  # VQA's own are {"answer": ..., "answer_id": ...}
-        answer = [str(a.get("answer", "") if isinstance(a, dict) else a) for a in answer]
+        answer = [unwrap_truth(str(a.get("answer", "") if isinstance(a, dict) else a)) for a in answer]
         need(answer, "the answer is an empty list")
     row = {"data_source": "vqa", **record, answer_key: answer}
     if kind := row.pop("type", None):
@@ -765,7 +766,7 @@ def from_json(value: object) -> object:
 def letter_of(answer: object, choices: list[str]) -> str:
     """The letter of the choice that an answer names. An answer that is the letter of one and the text of another, or no
     choice at all, is refused."""
-    text = clean(str(answer))
+    text = clean(unwrap_truth(str(answer)))
     by_text = {i for i, choice in enumerate(choices) if normal(text) == normal(clean(choice))}
     by_letter = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
     named = by_text | {i for i in by_letter if i < len(choices)}

@@ -373,34 +373,20 @@ class Grammar:
             a, b = self.number(v, 0.9), self.near(v)
             if b == v:
                 return Answer("never", "?")
-            pair = [a.text, self.spell(b)]
+            pair = [a, Answer("number", self.spell(b), b)]
             self.rng.shuffle(pair)
-            return Answer(
-                "never",
-                self.pick(
-                    [
-                        " or ",
-                        " \\text{ or } ",
-                        "; ",
-                        " \\lor ",
-                        " vs ",
-                        " = ",
-                        " \\quad ",
-                        " \\equiv ",
-                        " \\ldots ",
-                        " \\\\ ",
-                        "?",
-                        " and ",
-                        " \\to ",
-                    ]
-                )
-                .join(pair)
-                .join(self.pick([("", ""), ("x = ", "")])),
-            )
+            lists = ("; ", " \\quad ", " and ")  # that list both, where the truth is a list
+            others = (" or ", " \\text{ or } ", " \\lor ", " vs ", " = ", " \\equiv ", " \\ldots ", "?", " \\to ")
+            joined = self.pick([*lists, *others, " \\\\ "])
+            text = joined.join(x.text for x in pair).join(self.pick([("", ""), ("x = ", "")]))
+            kind = "list" if joined in lists and truth.kind == "list" else "never"
+            return Answer(kind, text, items=pair, plain=False)
         if form == 7:
             return self.rounded(v)
         if form == 8:
-            return Answer("never", "\\pm " + self.spell(v) if v else "\\pm 1")
+            text = f"\\pm {self.group(self.spell(v))}" if v else "\\pm 1"
+            both = [Answer("number", "", value) for value in (v, times(v, number(-1)))]
+            return Answer("list" if truth.kind == "list" and v else "never", text, items=both)
         if form == 9:  # a chain is right if all of it is
             parts = [self.dress(self.number(v, 0.85)) for _ in range(self.rng.randint(2, 3))]
             units = {part.unit for part in parts if part.unit}
