@@ -352,7 +352,7 @@ def check_tasks(
             grader_stats.clear()
             right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
             reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if grader_stats[name])
-        told = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which as an answer of its own"
+        told = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
         need(right, f"{told} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")
     return dict(rows)
 

@@ -264,7 +264,7 @@ def as_list(value: Any, comma: bool = False) -> list:
         with refusing((ValueError, RecursionError), f"{value[:80]!r} is no list in JSON"):
             return json.loads(value)
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if comma else [value]
+        return [part.strip() for part in value.split(",")] if comma else [unwrap_truth(value)]
     return value or []
 
 
@@ -272,7 +272,7 @@ def caption_record(record: dict, cfg: TaskConfig) -> Record:
     """A row in the on-disk format, its other columns kept; or why it is none."""
     names = (cfg.answer_key, *CAPTIONS)
     try:
-        references = [unwrap_truth(str(text)) for text in as_list(first([record.get(name) for name in names]))]
+        references = as_list(first([record.get(name) for name in names]))
         keywords = [word for word in as_list(record.get("keywords"), comma=True) if str(word).strip()]
         truth = {"references": references, "keywords": keywords}
         text = json.dumps(truth, ensure_ascii=False, default=str)

@@ -36,9 +36,10 @@ COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tol
 
 YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect untrue"
 SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
-NEGATIONS = set("not never cannot neither nor".split())  # and all that ends with n't
+NEGATIONS = set("not never cannot neither nor without zero 0 none nobody nothing".split())  # and all that ends with n't
 HEDGES = set("or but maybe perhaps possibly probably unsure either".split())
 MODALS = set("could might may would".split())  # hedge too, unless the question has them
+DENIALS = set("wrong missing absent gone empty nowhere fake lie lying joke joking lacks lacking".split())  # of a yes
 CERTAIN = set("definitely certainly absolutely clearly obviously exactly".split())
 ARTICLES = ("a", "an", "the")
 FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
@@ -371,12 +372,14 @@ def time_of(text: str) -> tuple[int, int, str] | None:
 def says(text: str, asked: "Asked") -> bool | None:
     """True for yes, False for no, None for neither or both. A reason may follow, unless it takes the word back."""
     text = DENIED.sub(lambda found: "true" if found[1] in NO.split() else "false", text)
+    text = re.sub(r"\bthat(?:'s| is) right\b", "true", text)
     first, mark, rest = re.match(r"([a-z]*)([,.;:!]?)(.*)", text).groups()
     said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
         return None
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
-    other = any(SAYS.get(word, said) != said for word in words) or (said and negated)
+    denied = negated or DENIALS & set(words) - set(words_of(asked.question))
+    other = any(SAYS.get(word, said) != said for word in words) or (said and denied)
     hedged = HEDGES & set(words) - NEGATIONS or MODALS & set(words) - set(words_of(asked.question))
     expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
     if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
