@@ -285,8 +285,8 @@ class Rewards:
                     prompts.setdefault(task, []).append(text)
         for task, texts in prompts.items():
             yield (
-                f"{len(texts)} prompts do not ask for the form of answer that the reward of {task.name!r} expects. The "
-                f"first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds {task.instruction!r}"
+                f"prompts that do not ask for the form of answer that the reward of {task.name!r} expects: {len(texts)}"
+                f". The first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds: {task.instruction}"
             )
 
     def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
