@@ -333,11 +333,10 @@ def good_rows(
         if isinstance(result, Example) and result.uid in taken:
             uid = result.uid[:200]
             result = UserError(f"uid {uid!r} is already taken by {taken[result.uid]}; make extra_info.uid unique")
-        if isinstance(result, Example):
-            try:
-                check([result])
-            except UserError as e:
-                result = e
+        try:
+            check([result] if isinstance(result, Example) else [])
+        except UserError as e:
+            result = e
         if isinstance(result, UserError):
             bad.append(shown(f"{raw.where}: {result}"))
             continue
