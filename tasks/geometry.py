@@ -465,7 +465,9 @@ def is_choice(prediction: str, letter: str) -> bool:
     found = CHOICE.fullmatch(prediction)
     if not found or (found[1] or found[2]).upper() != letter or HEDGE.search(prediction):
         return False
-    return "," not in found[3] and not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
+    if "," in found[3] or found[3].startswith(("=", "≈")):  # `(B) = 3` is an equation
+        return False
+    return not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
 
 
 def is_rounding(exact: str, rounded: str) -> bool:

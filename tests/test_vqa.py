@@ -160,8 +160,9 @@ there could be a dog on the mat ; Yes, there might be ; Yes, probably ; Yes, jus
 is there a dog on the mat | yes
 no, there is a dog ; No, there's a dog ; No, the dog is on the mat. ; No, there is one ; No, it is | no
 There is no mat ; no mat ; mat: no ; no one is there ; no, that's right ; no, that is right | no
-yes, zero dogs ; yes, 0 dogs ; Yes, none. ; yes, there is nothing ; yes, nobody ; yes, without a dog ; true, zero dogs | yes
-yes, that's wrong ; Yes, that is wrong. ; yes, it's a lie ; yes, it is missing ; yes, the dog is absent ; yes, gone | yes
+yes, zero dogs ; yes, 0 dogs ; Yes, none. ; yes, there is nothing ; yes, nobody ; yes, without a dog | yes
+yes, that's wrong ; Yes, that is wrong. ; yes, it's a lie ; yes, it is missing ; yes, the dog is absent | yes
+true, zero dogs ; yes, gone | yes
 """,
     IS_RED: """
 No, it is red ; no, the car is red | no
