@@ -653,3 +653,19 @@ def test_twenty_thousand_answers(apart, monkeypatch):
     reward.close()
     assert not wrong, wrong
     assert sum(v["accuracy"] for v in verdicts) > 3
+
+
+ONE_OF = ["3", "60", "-3", "3, 4", "1 \\pm \\sqrt{19}", "1+\\sqrt{19}", "(3, 2)", "(2, 3)", "28\\%", "28", "32349", "B"]
+ONE_OF += ["(-\\infty, 3) \\cup (4, \\infty)", "x < 4", "\\sin\\theta = 0.5", "AB/BC = 11/3", "isosceles", "12 cm"]
+JOINS = ["", " ", ", ", "; ", " and ", " = ", " \\cup ", " \\pm ", "e0", " percent", "|AB| = ", "(x, y) = "]
+JOINS += ["S_{\\triangle ABC}=", "x^\\circ = ", "AB/BC = ", "\\frac{AB}{BC}=", ",\\! ", "(B)", "\\in", "\\%", ":"]
+
+
+def test_no_answer_is_right_under_two_truths(apart):
+    rng, right = random.Random(SEED), 0
+    for _ in range(1000):
+        text = "".join(rng.choice(ONE_OF if i % 2 == rng.randrange(2) else JOINS) for i in range(rng.randint(1, 4)))
+        found = [truth for truth in ONE_OF if geometry.same_answer(text, truth)]
+        right += len(found)
+        assert len(found) < 2, (text, found)
+    assert right > 50
