@@ -247,8 +247,7 @@ def read_data(
     cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
 ) -> tuple[list[Example], int]:
     """The examples that every processor takes, and how many were left out."""
-    examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
-    rewards.check(examples)
+    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, rewards.check)
     kept = examples
     for processor in processors:
         kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
@@ -257,6 +256,8 @@ def read_data(
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
     need(kept, told)
+    for line in rewards.unasked(kept):
+        print0(f"warning: --data {cfg.data}: {line}")
     shown = any(len(example.images) for example in kept)
     none = f"--ablate {' '.join(cfg.ablate)}: no example of {cfg.data} has an image; leave it out"
     need(shown or not cfg.ablate, none)

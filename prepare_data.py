@@ -36,7 +36,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, need, printable, refusing, writing
-from reward import TASKS, load_tasks
+from reward import TASKS, check_tasks, load_tasks, task_name, unwrap_truth
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
 from sources.fetch import fetch_url
@@ -288,6 +288,7 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     source = reading.data_source or record.get("data_source") or ""
     remedy = "--data-source NAME gives one to every row"
     need(isinstance(source, str), f"data_source is a {type(source).__name__}, expected a string; {remedy}")
+    truth = unwrap_truth(truth) if task_name(source) in TASKS else truth  # a reward of the user's gets it as it is
     if reading.split:
         need(source, f"no data_source; {remedy}")
         extra = {"split": reading.split, "index": raw.number} | extra
@@ -302,10 +303,14 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
 
 # ---------------------------------------------------------------------------------------------------- checking all rows
 
+Check = Callable[[Sequence[Example]], object]
 
-def good_rows(raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int | None = None) -> Iterator[Example]:
+
+def good_rows(
+    raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int | None = None, check: Check = len
+) -> Iterator[Example]:
     """Yield the first `limit` good rows in order; `bad` gets a line (file, row, reason) for each other, of which
-    `refuse_bad` judges at the end."""
+    `refuse_bad` judges at the end. `check` raises UserError for rows that the reward cannot grade."""
 
     def attempt(raw: Raw) -> Example | UserError:
         try:
@@ -332,6 +337,10 @@ def good_rows(raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int
         if isinstance(result, Example) and result.uid in taken:
             uid = result.uid[:200]
             result = UserError(f"uid {uid!r} is already taken by {taken[result.uid]}; make extra_info.uid unique")
+        try:
+            check([result] if isinstance(result, Example) else [])
+        except UserError as e:
+            result = e
         if isinstance(result, UserError):
             bad.append(printable(f"{raw.where}: {result}"))
             continue
@@ -403,17 +412,17 @@ def table_rows(files: list[File], reading: ReadingConfig, records: Reader = parq
 
 
 def read_examples(
-    path: str | Path | list, reading: ReadingConfig, limit: int | None = None
+    path: str | Path | list, reading: ReadingConfig, limit: int | None = None, check: Check = len
 ) -> tuple[list[Example], list[str]]:
     """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
 
     Returns the first `limit` good examples, and one line per row left out (only with bad_rows="skip"). A file without
-    data sources gives "". Raises UserError naming file, row, reason and remedy.
+    data sources gives "". Raises UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
     remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
     need(not remote, f"{remote}: training touches no network; prepare_data.py parquet --input URL brings it here")
     bad: list[str] = []
-    examples = list(good_rows(lazy_rows(data_files(path), reading), reading, bad, limit))
+    examples = list(good_rows(lazy_rows(data_files(path), reading), reading, bad, limit, check))
     pa.default_memory_pool().release_unused()
     return examples, bad
 
@@ -520,15 +529,16 @@ def find_tasks() -> dict[str, ModuleType]:
     """The files of tasks/ and envs/ by the names that they register. Such a file may have
 
     toy(n, split, seed) -> rows, dicts by column;   rows(cfg: TaskConfig) -> Raws, of files;
-    DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for.
+    DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for (`register`).
     """
     load_tasks()
     return {name: sys.modules[TASKS[name].reward.__module__] for name in sorted(TASKS)}
 
 
 def instruction_of(text: str) -> str:
-    """What --instruction stands for: that of the task of this name, or else itself."""
-    return getattr(find_tasks().get(text), "INSTRUCTION", text)
+    """Return what --instruction stands for: that of the task of this name, or else the text itself."""
+    load_tasks()
+    return (text in TASKS and TASKS[text].instruction) or text
 
 
 def source_rows(source: str, cfg: FileConfig) -> Iterator[Raw]:
@@ -584,8 +594,10 @@ def make_file(source: str, cfg: FileConfig) -> None:
     template_columns(cfg.prompt_template)
     bad: list[str] = []
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
+    # rows without a task of ours need a reward of the user's
+    check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
     with writing(Path(cfg.out), f"--out {cfg.out}"):
-        count = write_examples(good_rows(raws, cfg, bad, cfg.limit), cfg.out)
+        count = write_examples(good_rows(raws, cfg, bad, cfg.limit, check), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
     print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
     for line in first_of(bad):

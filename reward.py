@@ -70,23 +70,29 @@ class Stage:
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 
-# Could any answer equal a truth? Asked before a run with the truth and with what `\boxed{truth}` earns.
-Answerable = Callable[[str, dict[str, float]], bool]
+# Whether a truth, written as an answer, earns full marks; `earned(answer)` are the named rewards of `\boxed{answer}`.
+Answerable = Callable[[str, Callable[[str], dict[str, float]]], bool]
+
+
+def full_marks(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+    """Return whether the truth itself is right; a reward without a part "accuracy" only has to be without errors."""
+    return earned(truth).get("accuracy", 1.0) == 1.0
 
 
 class Task(NamedTuple):
     name: str
     reward: Callable
     answerable: Answerable
+    instruction: str  # text for prompts, which says what an answer looks like; what `--instruction NAME` stands for
 
 
 TASKS: dict[str, Task] = {}  # by name, and by other names
 
 
-def register(*names: str, answerable: Answerable = lambda truth, rewards: True) -> Callable[[Callable], Callable]:
+def register(*names: str, answerable: Answerable = full_marks, instruction: str = "") -> Callable[[Callable], Callable]:
     """Decorator: make a function the reward of the task `names[0]`; data sources of the other names count as it.
 
-    A function that raises `Later` is called again.
+    The default `instruction` is INSTRUCTION of the function's file. A function that raises `Later` is called again.
     """
 
     def add(reward: Callable) -> Callable:
@@ -94,7 +100,8 @@ def register(*names: str, answerable: Answerable = lambda truth, rewards: True) 
             if name in TASKS:
                 taken = TASKS[name].reward.__name__
                 raise ValueError(f"task {name!r} already has the reward {taken}; choose another name")
-            TASKS[name] = Task(names[0], reward, answerable)
+            text = instruction or reward.__globals__.get("INSTRUCTION", "")
+            TASKS[name] = Task(names[0], reward, answerable, text)
         return reward
 
     return add
@@ -160,6 +167,25 @@ def extract_boxed(response: str) -> str | None:
         grader_stats["no_box"] += 1
         return None
     return response[boxes[-1].end() : end]
+
+
+WRAPPED = r"<think>.*?</think>(.*\S.*)|<answer>(?!\s*</)((?:(?!</?answer>).)+)</answer>|\$\$?([^$]*[^$\s][^$]*)\$\$?|"
+WRAPPED += r"\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]"
+WRAPPED = re.compile(WRAPPED, re.DOTALL | re.IGNORECASE)
+
+
+def unwrap_truth(truth: str) -> str:
+    r"""Return a truth without what stands around all of it: thinking, `<answer>` tags, `\boxed{}`, `$...$`, `\(...\)`.
+
+    One that is not wrapped, or holds nothing, stays as it is.
+    """
+    text = truth.strip()
+    box = BOX.match(text)
+    if box and closing_brace(text, box.end()) == len(text) - 1 and text[box.end() : -1].strip():
+        return unwrap_truth(text[box.end() : -1].strip())
+    if found := WRAPPED.fullmatch(text):
+        return unwrap_truth(found[found.lastindex].strip())
+    return truth
 
 
 def weighted(accuracy: float, form: float) -> dict[str, float]:
@@ -247,10 +273,28 @@ class Rewards:
         return own in self.functions or (own is None and (self.played or len(self.graders(example)) > 0))
 
     def check(self, examples: Sequence[Any]) -> dict[str, int]:
-        """Rows per task, before a model loads: `check_tasks` of those that their tasks' own rewards grade."""
+        """Return the number of rows of each task, after `check_tasks` of those that their tasks' own rewards grade."""
+        rows = check_tasks(examples, self.graded_elsewhere)
         for example in examples:
             self.first.setdefault(task_name(example.data_source), example)
-        return check_tasks(examples, self.graded_elsewhere)
+        return rows
+
+    def unasked(self, examples: Iterable[Any]) -> Iterator[str]:
+        """Yield a warning for each task whose own reward expects a form of answer that prompts do not ask for.
+
+        Environments say in their own words what an answer looks like, so their prompts are not checked.
+        """
+        prompts: dict[Task, list[str]] = {}
+        for example in examples:
+            if not self.played and not self.graded_elsewhere(example):
+                task, text = find_task(example), "\n".join(message["content"] for message in example.messages)
+                if any(re.search(form, task.instruction) and not re.search(form, text) for form in FORMS):
+                    prompts.setdefault(task, []).append(text)
+        for task, texts in prompts.items():
+            yield (
+                f"prompts that do not ask for the form of answer that the reward of {task.name!r} expects: {len(texts)}"
+                f". The first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds: {task.instruction}"
+            )
 
     def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
         """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
@@ -289,26 +333,34 @@ def uncounted() -> Iterator[None]:
     grader_stats.update(before)
 
 
+FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # of answers, as instructions and prompts ask for them
+REASONS = {  # of grader_stats
+    "no_box": "its braces do not match",
+    "bad_truth": "it says nothing",
+    "unreadable": "it can be read neither as mathematics nor as plain words",
+    "refused": "it is too long, too deep or too large",
+    "cas_timeout": "math-verify took too long",
+}
+
+
 def check_tasks(
     examples: Iterable[Any], graded_elsewhere: Callable[[Any], bool] = lambda example: False
 ) -> dict[str, int]:
-    """Rows per task. Scores each truth as an answer to itself, so that bad data stops a run before a model loads.
-
-    Raises UserError as `score` does, and for a truth that no answer could equal (empty, `°`, `None`, broken LaTeX).
-    Rows that are graded by something else than their task's own reward are only counted.
+    """Return the number of rows of each task. Raise UserError for a row whose own truth, written as an answer, does not
+    earn full marks, and as `score` does. Rows that something else than their task's own reward grades are not checked.
     """
     rows = Counter()
-    with uncounted():
-        for example in examples:
-            rows[task_name(example.data_source)] += 1
-            truth = example.ground_truth
-            if graded_elsewhere(example):
-                continue
-            if not find_task(example).answerable(truth, score(f"\\boxed{{{truth}}}", example)):
-                raise UserError(
-                    f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}; "
-                    "correct or remove the row"
-                )
+    for example in examples:
+        rows[task_name(example.data_source)] += 1
+        if graded_elsewhere(example):
+            continue
+        task, truth = find_task(example), example.ground_truth
+        with uncounted():
+            grader_stats.clear()
+            right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
+            reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if grader_stats[name])
+        told = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
+        need(right, f"{told} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")
     return dict(rows)
 
 

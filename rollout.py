@@ -249,7 +249,7 @@ def load_examples(
     path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, start_of: StartOf = as_given
 ) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
-    examples, unreadable = read_examples(path, cfg)
+    examples, unreadable = read_examples(path, cfg, check=rewards.check)
     kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
     special = sum(SPECIAL_TOKEN in line for line in dropped)
     for line in (unreadable + dropped)[:10]:
@@ -264,7 +264,8 @@ def load_examples(
             f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, or "
             "lower --max-pixels"
         )
-    rewards.check(kept)
+    for line in rewards.unasked(kept):
+        print0(f"warning: {path}: {line}")
     return Examples(kept, lengths)
 
 

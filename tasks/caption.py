@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
-from reward import SPECIAL_TOKEN, register
+from reward import SPECIAL_TOKEN, register, unwrap_truth
 from sources.tables import Record
 from tasks._tables import IMAGES, any_rows, first
 from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, Scene, draw_shapes, in_split, png, rows_of
@@ -264,7 +264,7 @@ def as_list(value: Any, comma: bool = False) -> list:
         with refusing((ValueError, RecursionError), f"{value[:80]!r} is no list in JSON"):
             return json.loads(value)
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if comma else [value]
+        return [part.strip() for part in value.split(",")] if comma else [unwrap_truth(value)]
     return value or []
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,17 @@ from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig, table_rows
-from reward import MAX_ANSWER_CHARS, SPECIAL_TOKEN, closing_brace, extract_boxed, grader_stats, register, weighted
+from reward import (
+    MAX_ANSWER_CHARS,
+    SPECIAL_TOKEN,
+    closing_brace,
+    extract_boxed,
+    full_marks,
+    grader_stats,
+    register,
+    unwrap_truth,
+    weighted,
+)
 from sources.images import read_file
 from sources.tables import data_files, download
 from tasks.math_verify_worker import MATH_VERIFY
@@ -95,7 +105,8 @@ def shard_rows(files: list[Path], cfg: TaskConfig) -> Iterator[Raw]:
         raw.name = ""  # its ids tell its rows apart
         if isinstance(raw.record, dict):
             raw.record = {names.get(key, key): value for key, value in raw.record.items()}
-            raw.record |= {"data_source": "geo3k", "answer_type": answer_type(str(raw.record.get(cfg.answer_key)))}
+            answer = unwrap_truth(str(raw.record.get(cfg.answer_key)))
+            raw.record |= {"data_source": "geo3k", "answer_type": answer_type(answer)}
         yield raw
 
 
@@ -129,7 +140,8 @@ MEANINGS = {
     **{"\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript"},
     **{"*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!"},
     **{"≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt"},
-    **{"≠": "ne neq", "=": "equiv", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee", "%": "%"},
+    **{"≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee"},
+    "%": "%",
     **{"∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime"},
     **{"π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi"},
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
@@ -140,19 +152,23 @@ for _meaning, _names in MEANINGS.items():
     COMMANDS |= dict.fromkeys(_names.split(), _meaning)
 COMMANDS[" "] = " "
 WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
-WRAPPERS += " widehat overarc arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge"
+WRAPPERS += " widehat overarc overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf"
+WRAPPERS += " large Large LARGE huge Huge"
 REWRITES = [
     (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
-    (r"\{,\}", ","),
+    (r"\{,\}|,\s*\\!\s*", ","),
     (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
     (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
+    (r"\\(?:overset|stackrel)\s*(?:\{\s*\\frown\s*\}|\\frown)", " "),  # an arc
     (rf"\\(?:{WRAPPERS.replace(' ', '|')})(?![A-Za-z])\s*(?:\{{([^{{}}\\]*)\}})?", r" \1 "),
     (r"\\([A-Za-z]+|.)", lambda command: COMMANDS.get(command[1], command[0])),
+    (r"(\\[a-z]+)(?=[α-ω])", r"\1 "),  # `\sin\theta`
     (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
     (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
     (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
     (r"\*\*|<=|>=", lambda sign: {"**": "^", "<=": "≤", ">=": "≥"}[sign[0]]),
     (r"\s+", " "),
+    (r" ?(?<![A-Za-z\\])per ?cent(?![A-Za-z])", "%"),
     (r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°"),
     (r"\{ ?\}(?= ?[\^°])", ""),  # `48{}^\circ`
     (r"\^ ?(?:\{ ?° ?\}|°)|(?<=[\d)}]) ?\^ ?(?:\{ ?o ?\}|o(?![A-Za-z]))", "°"),
@@ -291,7 +307,7 @@ class Expression:
             return self.function(command)
         if symbol := self.take("[|±∪]"):
             raise NeedsAlgebra(symbol)
-        if number := self.take(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"):
+        if number := self.take(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
             return CONTEXT.create_decimal(number)
         # `AB` is a product, `abc` is a word
         name = self.take(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
@@ -371,9 +387,15 @@ UNIT = re.compile(
 )
 # Of two answers at once. OR and NO are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
-# Before `=`: AB, m ∠A, ∠ 1, x_1, f(x), sin A, Area of △ABC, nothing. No number of its own, as in `x 47`.
-NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{ ?\w+ ?\}|\w))?)"
-NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|")
+# Before `=`: AB, |AB|, m ∠A, ∠ 1, x°, x_1, f(x), sin A, Area of △ABC, AB/BC, (x, y) in this order, nothing. No number
+# of its own, as in `x 47`; `|x|` is no name, since x may be negative.
+NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|\| ?[A-Z]{2} ?\||"
+NAME += r"[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{[ △{]*\w+[ }]*\}|\w))?°?)"
+NAMES = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
+NAMES += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
+NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)(?:{NAMES})|")
+LIST = re.compile(" ?; ?|,? and ")  # between the values of a list, besides commas
+WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+")
 CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 MIRROR = str.maketrans("<>≤≥", "><≥≤")
@@ -390,6 +412,28 @@ def split(text: str, separators: str) -> tuple[list[str], str]:
         else:
             members[-1] += char
     return [member.strip() for member in members], found
+
+
+def members(text: str, separator: str) -> list[str]:
+    """Return the members of a list or union; one with a single `±` is two."""
+    pairs = ([m.replace("±", sign) for sign in "+-"] if m.count("±") == 1 else [m] for m in split(text, separator)[0])
+    return list(chain.from_iterable(pairs))
+
+
+def all_paired(right: list[list[bool]]) -> bool:
+    """Return whether the rows of a square table can each take another column that is right (Kuhn's algorithm)."""
+    row_of: dict[int, int] = {}
+
+    def pair(row: int, tried: set[int]) -> bool:
+        for column in range(len(right)):
+            if right[row][column] and column not in tried:
+                tried.add(column)
+                if column not in row_of or pair(row_of[column], tried):
+                    row_of[column] = row
+                    return True
+        return False
+
+    return all(pair(row, set()) for row in range(len(right)))
 
 
 def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
@@ -421,7 +465,9 @@ def is_choice(prediction: str, letter: str) -> bool:
     found = CHOICE.fullmatch(prediction)
     if not found or (found[1] or found[2]).upper() != letter or HEDGE.search(prediction):
         return False
-    return "," not in found[3] and not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
+    if "," in found[3] or found[3].startswith(("=", "≈")):  # `(B) = 3` is an equation
+        return False
+    return not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
 
 
 def is_rounding(exact: str, rounded: str) -> bool:
@@ -440,8 +486,9 @@ def strip_names(text: str) -> tuple[set[str], list[str]]:
     *left, last = split(text, "=")[0]
     names = set()
     while left and NAME.fullmatch(left[0]):
-        name = re.sub(r"m? ?∠|△|[ {}()]", "", left.pop(0))
-        names.add(min(name, name[::-1]))  # AB is BA
+        name = re.sub(r"\\frac ?\{(.*?)\} ?\{", r"\1/", left.pop(0))
+        name = re.sub(r"m? ?∠|[△ {}()|°]", "", name)
+        names.add("/".join(min(part, part[::-1]) for part in name.split("/")))  # AB is BA
     return names - {""}, [*left, last]
 
 
@@ -449,17 +496,21 @@ def same(prediction: str, truth: str, as_text: bool = True) -> bool:
     """Whether two normalised answers are the same one. Raises Unreadable; each step removes one kind of structure."""
     if not prediction or not truth:
         return False
+    if WORDS.fullmatch(truth):
+        return prediction.casefold() == truth.casefold()
     squashed, true_squashed = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (prediction, truth))  # `4 8` is not 48
-    if squashed == true_squashed and (as_text or NAME.fullmatch(truth) or truth.lstrip("+- ") == "∞"):
+    if squashed == true_squashed and (as_text or NAME.fullmatch(truth)):
         return True
+    if "∞" in (squashed.lstrip("+-"), true_squashed.lstrip("+-")):
+        return squashed.lstrip("+") == true_squashed.lstrip("+")
     again = partial(same, as_text=as_text)
 
-    items, truths = split(prediction, ",")[0], split(truth, ",")[0]
-    if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
-        items = split(prediction[2:-2], ",")[0]
-    if len(items) > 1 or len(truths) > 1:  # a list in any order, but never more answers than asked for
-        orders = permutations(items) if len(items) == len(truths) <= 4 else []
-        return any(all(map(again, order, truths)) for order in orders)
+    for separator in ",∪":  # a list or a union in any order, but never more answers than asked for
+        items, truths = members(prediction, separator), members(truth, separator)
+        if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
+            items = members(prediction[2:-2], separator)
+        if len(items) > 1 or len(truths) > 1:
+            return len(items) == len(truths) and all_paired([[again(item, t) for t in truths] for item in items])
 
     (items, signs), (truths, true_signs) = split(prediction, "<>≤≥≠"), split(truth, "<>≤≥≠")
     if signs or true_signs:
@@ -541,13 +592,13 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
     text = normalise(prediction)
     if re.search(r"\\(?:boxed|fbox)", text):  # math-verify would read that box alone, and drop what stands around it
         raise Unreadable("a box in the answer")
-    if letter := re.fullmatch(r"\(? ?([A-H]) ?\)?", truth):
-        return is_choice(text, letter[1])
-    if re.fullmatch(r"[A-Za-z][A-Za-z -]{2,}", truth):
-        return text.casefold() == truth.casefold()
-    text = re.sub(",? and ", ", ", text) if re.search("=.*,.*=", truth) else text  # `x = 4 and y = 7` is no hedge
+    if letter := re.fullmatch(r"(?:\( ?([A-H]) ?\)|([A-H]))(?:$|[.:)]? .*|[.:)])", truth):
+        return is_choice(text, letter[1] or letter[2])
+    values = LIST.sub(", ", truth)
+    if values != truth or len(members(values, ",")) > 1:
+        text, truth = LIST.sub(", ", text), values
     text = text.replace(" to ", ":") if ":" in truth else text
-    if (HEDGE.search(text) and not HEDGE.search(truth)) or ("±" in text and "±" not in truth):
+    if (HEDGE.search(text) and not HEDGE.search(truth)) or (text.count("±") > 1 and "±" not in truth):
         return False
     return same(text, truth, as_text)
 
@@ -598,13 +649,13 @@ def format_reward(response: str) -> float:
     return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN.search(response))
 
 
-def answerable(truth: str, rewards: dict[str, float]) -> bool:
-    """Whether a truth is right as its own answer, and more than text to the reader or math-verify, words excepted."""
+def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+    """Return whether a truth is right as its own answer, and a value to the reader or math-verify, or plain words."""
     require_math_verify()
-    if rewards["accuracy"] == 0.0:
+    if not full_marks(truth, earned):
         return False
-    words = re.search(r"(?<!\\)\b[A-Za-z]{3}", normalise(truth)) or CHOICE.fullmatch(normalise(truth))
-    return words is not None or same_answer(truth, truth, as_text=False)
+    plain = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
+    return plain is not None or same_answer(truth, truth, as_text=False)
 
 
 @cache

@@ -11,7 +11,7 @@ import random
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -428,7 +428,8 @@ def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict
     return parts | {"reward": earned * whole / possible if possible else 0.0}
 
 
-def answerable(truth: str, rewards: dict[str, float]) -> bool:
+def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+    rewards = earned(truth)
     return all(rewards[part] > 0.999 for part in cached_truth(truth))
 
 

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import MAX_ANSWER_CHARS, register, weighted
+from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
 from tasks._tables import any_rows, first
 from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
-from tasks.vqa import FILLER, LETTERS, answer_of, clean, is_known, known_words, number_at, vqa
+from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
 WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
@@ -31,12 +32,14 @@ ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing
 MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
 NAMES = {*ALL, *NONE, "one"}
 ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
-COUNTED = re.compile(r"([a-z0-9]+) (?:of (?:the|these) )?(?:images|photos|pictures|figures)\b")
+COUNTED = r"([a-z0-9]+) (?:(?:of (?:the|these) )?(?:images|photos|pictures|figures)|of (?:them|these)|in total|only)\b|"
+COUNTED += r"\b(?:the|these|those|only|just|exactly|of|there(?:'s| is| are)|has|have|see|shows?|a|its|my) ([a-z0-9]+)\b"
+COUNTED = re.compile(rf"(?=\b(?:{COUNTED}))")  # what says how many, as `the two`, and not which
 WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
 
-@register("nlvr2", "pairs", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+@register("nlvr2", "pairs")
 def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """As a visual question whose truth is True or False."""
     told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False"
@@ -53,7 +56,7 @@ def position(word: str, n: int) -> int | None:
     if word in ("middle", "center", "centre", "central"):
         return n // 2 if n % 2 else None
     digits = re.fullmatch("([0-9]{1,3})(?:st|nd|rd|th)?", word)
-    value = number_at([word])
+    value = number_at([word]) if word not in SCALES else None  # `a pair` is how many
     if digits:
         place = int(digits[1]) - 1
     elif word in ORDINALS:
@@ -72,7 +75,7 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     `1 or 2`, `not 1`, `1?`, `2 images`.
     """
     text = clean(text).replace("-hand", " hand").replace("-most", "most")
-    counted = any(word not in NONE and number_at([word]) for word in COUNTED.findall(text))
+    counted = any(word not in NONE and number_at([word]) for word in chain(*COUNTED.findall(text)))
     if not IMAGE_CHARS.fullmatch(text) or counted:  # `2 images` is how many
         return None
     words = [word for word in WORDS.findall(ARTICLE.sub("", text)) if word not in MEANINGLESS]
@@ -92,7 +95,7 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     return frozenset(named) if len(set(named)) == len(named) else None
 
 
-@register("which", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+@register("which", instruction=WHICH_INSTRUCTION)
 def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     r"""0.9 * accuracy + 0.1 * format, the format being that of visual questions.
 
@@ -142,7 +145,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     if not isinstance(text, str) or truth is None:
         return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    if statement is not None and str(truth).lower() not in ("true", "false"):
+    if statement is not None and unwrap_truth(str(truth)).lower() not in ("true", "false"):
         return f"label is {truth!r:.80}, expected True or False"
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []

@@ -23,7 +23,7 @@ COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), 
 SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
 ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
-SHAPES_INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about an image share it
+INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about an image share it
 SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 # --- reward -------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def only_box(response: str, boxed: str) -> bool:
     return bool(one_box) and not SPECIAL_TOKEN.search(response)
 
 
-@register("shapes", answerable=lambda truth, rewards: rewards["accuracy"] == 1.0)
+@register("shapes")
 def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     r"""0.9 * accuracy + 0.1 * format; format: an optional `<think>...</think>`, then one box, and nothing else.
 
@@ -156,7 +156,7 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
     for image, questions in drawings(split, seed):
         yield (
             [image],
-            [(kind, f"{MARK}{SHAPES_INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
+            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
         )
 
 

@@ -12,7 +12,7 @@ github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); p
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, unwrap_truth, weighted
 from sources.tables import data_files
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
@@ -36,9 +36,10 @@ COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tol
 
 YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect untrue"
 SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
-NEGATIONS = set("not never cannot neither nor".split())  # and all that ends with n't
+NEGATIONS = set("not never cannot neither nor without zero 0 none nobody nothing".split())  # and all that ends with n't
 HEDGES = set("or but maybe perhaps possibly probably unsure either".split())
 MODALS = set("could might may would".split())  # hedge too, unless the question has them
+DENIALS = set("wrong missing absent gone empty nowhere fake lie lying joke joking lacks lacking".split())  # of a yes
 CERTAIN = set("definitely certainly absolutely clearly obviously exactly".split())
 ARTICLES = ("a", "an", "the")
 FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
@@ -371,12 +372,14 @@ def time_of(text: str) -> tuple[int, int, str] | None:
 def says(text: str, asked: "Asked") -> bool | None:
     """True for yes, False for no, None for neither or both. A reason may follow, unless it takes the word back."""
     text = DENIED.sub(lambda found: "true" if found[1] in NO.split() else "false", text)
+    text = re.sub(r"\bthat(?:'s| is) right\b", "true", text)
     first, mark, rest = re.match(r"([a-z]*)([,.;:!]?)(.*)", text).groups()
     said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
         return None
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
-    other = any(SAYS.get(word, said) != said for word in words) or (said and negated)
+    denied = negated or DENIALS & set(words) - set(words_of(asked.question))
+    other = any(SAYS.get(word, said) != said for word in words) or (said and denied)
     hedged = HEDGES & set(words) - NEGATIONS or MODALS & set(words) - set(words_of(asked.question))
     expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
     if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
@@ -639,8 +642,9 @@ def tolerance_of(example: Any) -> tuple[Decimal, Decimal]:
     raise UserError(f"row {example.uid!r}: tolerance is {text!r}; write a number such as 0.5, or a share such as 5%")
 
 
-def answerable(truth: str, rewards: dict[str, float]) -> bool:
-    return any(normal(reference) for reference in references(truth))
+def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+    """Return whether one of the references, written as an answer, is right."""
+    return any(earned(reference)["accuracy"] for reference in references(truth))
 
 
 @register("vqa", "vqav2", answerable=answerable)
@@ -739,7 +743,7 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
     answer becomes the letter of one. Raises UserError with the reason."""
     answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices"))
     if isinstance(answer, list):  # VQA's own are {"answer": ..., "answer_id": ...}
-        answer = [str(a.get("answer", "") if isinstance(a, dict) else a) for a in answer]
+        answer = [unwrap_truth(str(a.get("answer", "") if isinstance(a, dict) else a)) for a in answer]
         need(answer, "the answer is an empty list")
     row = {"data_source": "vqa", **record, answer_key: answer}
     if kind := row.pop("type", None):
@@ -765,7 +769,7 @@ def from_json(value: object) -> object:
 def letter_of(answer: object, choices: list[str]) -> str:
     """The letter of the choice that an answer names. An answer that is the letter of one and the text of another, or no
     choice at all, is refused."""
-    text = clean(str(answer))
+    text = clean(unwrap_truth(str(answer)))
     by_text = {i for i, choice in enumerate(choices) if normal(text) == normal(clean(choice))}
     by_letter = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
     named = by_text | {i for i in by_letter if i < len(choices)}

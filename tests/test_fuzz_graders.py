@@ -373,34 +373,20 @@ class Grammar:
             a, b = self.number(v, 0.9), self.near(v)
             if b == v:
                 return Answer("never", "?")
-            pair = [a.text, self.spell(b)]
+            pair = [a, Answer("number", self.spell(b), b)]
             self.rng.shuffle(pair)
-            return Answer(
-                "never",
-                self.pick(
-                    [
-                        " or ",
-                        " \\text{ or } ",
-                        "; ",
-                        " \\lor ",
-                        " vs ",
-                        " = ",
-                        " \\quad ",
-                        " \\equiv ",
-                        " \\ldots ",
-                        " \\\\ ",
-                        "?",
-                        " and ",
-                        " \\to ",
-                    ]
-                )
-                .join(pair)
-                .join(self.pick([("", ""), ("x = ", "")])),
-            )
+            lists = ("; ", " \\quad ", " and ")  # that list both, where the truth is a list
+            others = (" or ", " \\text{ or } ", " \\lor ", " vs ", " = ", " \\equiv ", " \\ldots ", "?", " \\to ")
+            joined = self.pick([*lists, *others, " \\\\ "])
+            text = joined.join(x.text for x in pair).join(self.pick([("", ""), ("x = ", "")]))
+            kind = "list" if joined in lists and truth.kind == "list" else "never"
+            return Answer(kind, text, items=pair, plain=False)
         if form == 7:
             return self.rounded(v)
         if form == 8:
-            return Answer("never", "\\pm " + self.spell(v) if v else "\\pm 1")
+            text = f"\\pm {self.group(self.spell(v))}" if v else "\\pm 1"
+            both = [Answer("number", "", value) for value in (v, times(v, number(-1)))]
+            return Answer("list" if truth.kind == "list" and v else "never", text, items=both)
         if form == 9:  # a chain is right if all of it is
             parts = [self.dress(self.number(v, 0.85)) for _ in range(self.rng.randint(2, 3))]
             units = {part.unit for part in parts if part.unit}
@@ -667,3 +653,19 @@ def test_twenty_thousand_answers(apart, monkeypatch):
     reward.close()
     assert not wrong, wrong
     assert sum(v["accuracy"] for v in verdicts) > 3
+
+
+ONE_OF = ["3", "60", "-3", "3, 4", "1 \\pm \\sqrt{19}", "1+\\sqrt{19}", "(3, 2)", "(2, 3)", "28\\%", "28", "32349", "B"]
+ONE_OF += ["(-\\infty, 3) \\cup (4, \\infty)", "x < 4", "\\sin\\theta = 0.5", "AB/BC = 11/3", "isosceles", "12 cm"]
+JOINS = ["", " ", ", ", "; ", " and ", " = ", " \\cup ", " \\pm ", "e0", " percent", "|AB| = ", "(x, y) = "]
+JOINS += ["S_{\\triangle ABC}=", "x^\\circ = ", "AB/BC = ", "\\frac{AB}{BC}=", ",\\! ", "(B)", "\\in", "\\%", ":"]
+
+
+def test_no_answer_is_right_under_two_truths(apart):
+    rng, right = random.Random(SEED), 0
+    for _ in range(1000):
+        text = "".join(rng.choice(ONE_OF if i % 2 == rng.randrange(2) else JOINS) for i in range(rng.randint(1, 4)))
+        found = [truth for truth in ONE_OF if geometry.same_answer(text, truth)]
+        right += len(found)
+        assert len(found) < 2, (text, found)
+    assert right > 50

@@ -42,6 +42,8 @@ NAMES = {  # number of images -> answers -> images
         "none ; neither ; none of them ; neither image ; no one ; no images": [],
         "3 ; 0 ; third ; c ; middle ; 1 or 2 ; 1 2 ; 1/2 ; not 1 ; 1? ; left or right ; -1 ; 1.5 ; both or none ; "
         "1 1 ; maybe 1 ; ; . ; image ; which image ; 1 but not 2 ; 12 ; first second ; left 2 ; ١ ; １ ; ab ; "
+        "the two ; these two ; only two ; exactly 2 ; there are two ; there is one ; two of them ; 2 in total ; "
+        "two only ; a pair ; the couple ; it has 2 ; the only one ; "
         "1\u200b2 ; 1 and 3 ; both and 3 ; 1 and 1 ; 1e999 ; the first third ; none or 1 ; 9999": None,
     },
     3: {

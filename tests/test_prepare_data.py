@@ -33,7 +33,7 @@ import train
 from errors import UserError
 from model import load_processor
 from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
-from reward import Rewards
+from reward import Rewards, Task, full_marks
 from rollout import drop_long_prompts, load_examples
 from sources import fetch, images
 from sources.fetch import fetch_url, is_public
@@ -207,7 +207,7 @@ def test_shapes_are_drawn_by_their_task(tmp_path, monkeypatch):
 
     def shapes_rows(n, split, seed):
         calls.append((n, split, seed))
-        extra = {"split": split, "index": 0, "answer_type": "integer"}
+        extra = {"split": split, "index": 0, "answer_type": "count"}
         for i in range(n):
             yield verl_row(i, data_source="shapes", extra_info=extra | {"index": i})
 
@@ -233,6 +233,8 @@ def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
     task = types.ModuleType("mine", "Rows of mine.")
     vars(task).update(toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"})
     monkeypatch.setattr(pd, "find_tasks", lambda: {"mine": task, "my-task": task})
+    known = Task("mine", lambda response, example: 1.0, full_marks, "Say it.")
+    monkeypatch.setitem(pd.TASKS, "mine", known)
     for name, flags in (("mine", ()), ("my-task", ("--toy",))):
         run(name, *flags, "--n", 2, "--out", tmp_path / "o.parquet")
         examples, _ = read_examples(tmp_path / "o.parquet")

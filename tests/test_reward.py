@@ -195,6 +195,68 @@ x:y | \\frac{x}{y}
 \\sin(30^\\circ) = \\frac12 | \\frac{1}{2}
 x = 4 \\text{ and } y = 7 | x = 4, y = 7
 3 \\text{ to } 5 | 3:5
+\\sin\\theta=0.5 | 0.5
+\\sin \\theta = 0.5 | 0.5
+\\cos\\alpha = \\frac{1}{2} | 0.5
+\\frac{AB}{BC}=\\frac34 | \\frac{3}{4}
+AB/BC = 3/4 | 3/4
+AB/BC = 3/4 | \\frac{BA}{BC} = \\frac{3}{4}
+\\dfrac{AB}{BC} = 0.75 | 3:4
+|AB| = 5 | 5
+|\\overline{AB}| = 5 | 5
+(x, y) = (3, 2) | (3, 2)
+(3, 2) | (x, y) = (3, 2)
+(x, y, z) = (1, 3, 2) | (1, 3, 2)
+\\overset{\\frown}{AB}=60 | 60
+m\\overset{\\frown}{AB} = 60^\\circ | 60
+\\overset\\frown{AB} = 60 | 60
+\\overparen{AB} = 60 | 60
+S_{\\triangle ABC}=12 | 12
+S_{\\triangle{ABC}} = 12 | 12
+S_{\\text{shaded}} = 12 | 12
+S_{ABCD} = 12 | 12
+x^\\circ = 60^\\circ | 60
+x^{\\circ} = 60 | 60^\\circ
+6 \\text{ and } 8 | 6, 8
+6 and 8 | 8, 6
+6 and 8 | 8 \\text{ and } 6
+6, 8 | 6 \\text{ and } 8
+2, 3, \\text{and } 4 | 2,3,4
+28 \\text{ percent} | 28\\%
+28 percent | 0.28
+32,\\! 349 | 32349
+32,\\!349 | 32349
+60.0e0 | 60
+6e1 | 60
+6.02E3 | 6020
+60 | 60.0e0
+x=3;y=2 | x=3, y=2
+x=3; y=2 | x=3;y=2
+x=3, y=2 | x=3;y=2
+3; -3 | 3, -3
+1 \\pm \\sqrt{19} | 1 \\pm \\sqrt{19}
+1 + \\sqrt{19}, 1 - \\sqrt{19} | 1 \\pm \\sqrt{19}
+1 - \\sqrt{19}, \\sqrt{19} + 1 | 1 \\pm \\sqrt{19}
+x = 1 \\pm \\sqrt{19} | 1 + \\sqrt{19}, 1 - \\sqrt{19}
+x = -3 \\pm 1 | -2, -4
+\\pm 3 | 3, -3
+3, -3 | \\pm 3
+\\pm 3 | x = \\pm 3
+(-\\infty, 2) \\cup (3, \\infty) | (-\\infty,2)\\cup(3,\\infty)
+(3, \\infty) \\cup (-\\infty, 2) | (-\\infty,2)\\cup(3,\\infty)
+(-\\infty, 2) \\cup (6/2, \\infty) | (-\\infty,2)\\cup(3,\\infty)
+(-\\infty,2)∪[3,4]∪[5,6] | [3,4]\\cup(-\\infty,2)\\cup[5,6]
+x \\in (-\\infty,2)\\cup(3,\\infty) | (-\\infty,2)\\cup(3,\\infty)
+x \\in [2, 3] | [2,3]
+5,4,3,2,1 | 1,2,3,4,5
+1, 2, 3, 4, 5, \\frac{12}{2} | 6,5,4,3,2,1
+right, isosceles | isosceles, right
+Isosceles, right | isosceles, right
+48 cm, 48 | 48, 0.48 m
+B | B. 60
+B. 60 | B. 60
+\\sin\\theta | \\sin \\theta
+\\sin(\\theta) | \\sin \\theta
 """
 WRONG = """
 \\sin 30 | 30
@@ -329,6 +391,62 @@ x: 48 | \\frac{x}{47}
 \\{3,4,5\\} | 3, 4
 \\{3,4 | 3, 4
 pi | p
+\\cos\\theta=0.5 | \\sin\\theta = 0.5
+\\sin\\theta 0.5 | 0.5
+BC/AB = 3/4 | AB/BC = 3/4
+\\frac{AB}{BC}=\\frac34=\\frac43 | \\frac{3}{4}
+\\frac{AB}{47} = 48 | 48
+47/x = 48 | 48
+|x| = 5 | 5
+|47| = 48 | 48
+(y, x) = (3, 2) | (3, 2)
+(x, y) = (3, 2) | (2, 3)
+(x, y) = (3, 2) | 3
+(x, y) = (3, 2) = (2, 3) | (3, 2)
+(3, 2) = (3, 2) | (2, 3)
+\\overset{47}{AB}=60 | 47
+\\overset{\\frown}{47}=60 | 60
+S_{47}=12 | 47
+47_{\\triangle ABC} = 12 | 12
+47^\\circ = 60^\\circ | 60
+6 \\text{ and } 8 | 6
+6 \\text{ and } 8 | 8
+6 \\text{ or } 8 | 6, 8
+6 and 8 and 10 | 6, 8
+28 \\text{ percent} | 28
+28 | 28 percent
+32,\\! 349 | 32
+32,\\! 349 | 349
+60.0e0 | 6
+6e1 | 6
+6e1 | 61
+2e-3 | 0.002
+60e0 | 0
+60e999999 | 60
+x=3;y=2 | 3
+x=3;y=2 | x=2, y=3
+x=3;x=2 | x=3
+1 \\pm \\sqrt{19} | 1 + \\sqrt{19}
+1 \\pm \\sqrt{19} | 1 - \\sqrt{19}
+1 + \\sqrt{19} | 1 \\pm \\sqrt{19}
+1 \\pm 2 \\pm 3 | 1, 2
+\\pm 3 | 3
+3 \\pm 0 | 3
+3 | 3 \\pm 1
+\\pm 3 | \\mp 4
+(-\\infty, 2) \\cup (3, \\infty) | (-\\infty,2)\\cup[3,\\infty)
+(-\\infty, 2) | (-\\infty,2)\\cup(3,\\infty)
+(-\\infty,2)\\cup(3,\\infty)\\cup(4,5) | (-\\infty,2)\\cup(3,\\infty)
+(-\\infty, \\infty) | (-\\infty,2)\\cup(3,\\infty)
+(-\\infty, 2) \\cap (3, \\infty) | (-\\infty,2)\\cup(3,\\infty)
+48 \\cup 47 | 48
+48 \\cup 48 | 48
+(B) = 48 | B
+(B) \\approx 48 | B. 48
+1,2,3,4,5,6 | 1,2,3,4,5
+1,1,2,3,4 | 1,2,3,4,5
+1,2,3,4,4 | 1,2,3,4,5
+C. 60 | B. 60
 """
 
 
@@ -848,7 +966,7 @@ for row in rows[1:]:
     scored, unknown, hole = done.stdout.splitlines()
     assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1}"
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)
-    assert hole == "row '': nothing could equal the ground_truth ''; correct or remove the row"
+    assert hole.startswith("row '': nothing could equal the ground_truth '', which itself as an answer does not earn ")
 
 
 def test_register_refuses_a_taken_name(monkeypatch):

@@ -74,7 +74,8 @@ yes ; Yes. ; YES! ; yeah ; yep ; yup ; true ; correct ; Yes, there is. ; Yes, th
 Yes there is ; Yes: a brown dog, next to the cat. ; the answer is yes ; Answer: yes ; yes, 2 of them | Yes
 no ; No. ; nope ; nah ; false ; incorrect ; No, there is not. ; No, there isn't. ; There is no dog. | no
 No, the mat is empty ; no dog ; No dogs on the mat | NO
-it is ; yes there is one ; Yes, definitely. ; Yes, 2 dogs ; dog: yes | yes
+it is ; yes there is one ; Yes, definitely. ; Yes, 2 dogs ; dog: yes ; Yes, that's right. ; yes, one dog | yes
+no, zero dogs ; No, 0 dogs ; no, none ; No, there is nothing on the mat ; no, that's wrong ; No, the dog is missing | no
 No, there is a cat ; No, there is a dog on the floor ; No, there are no dogs ; no, nobody ; dog: no | no
 yes | true
 no | False
@@ -158,7 +159,10 @@ yes ; No, yes ; no or yes ; No doubt ; no, true ; not ; none ; No, but yes ; No 
 there could be a dog on the mat ; Yes, there might be ; Yes, probably ; Yes, just kidding ; Yes, I'm kidding | yes
 is there a dog on the mat | yes
 no, there is a dog ; No, there's a dog ; No, the dog is on the mat. ; No, there is one ; No, it is | no
-There is no mat ; no mat ; mat: no ; no one is there | no
+There is no mat ; no mat ; mat: no ; no one is there ; no, that's right ; no, that is right | no
+yes, zero dogs ; yes, 0 dogs ; Yes, none. ; yes, there is nothing ; yes, nobody ; yes, without a dog | yes
+yes, that's wrong ; Yes, that is wrong. ; yes, it's a lie ; yes, it is missing ; yes, the dog is absent | yes
+true, zero dogs ; yes, gone | yes
 """,
     IS_RED: """
 No, it is red ; no, the car is red | no

@@ -1,0 +1,202 @@
+"""Truths of rows: unwrapped in one place, checked by the reward of every task, and asked for by the prompts."""
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import reward
+from errors import UserError
+from prepare_data import ReadingConfig, main, parse_args, read_examples
+from reward import RewardConfig, Rewards, unwrap_truth
+from rollout import load_examples
+from tasks import geometry, vqa
+
+PLACE = json.dumps({"country": "France", "lat": 48.85, "lon": 2.35})
+TRUTHS = {  # task -> truth, extra_info, number of images
+    "geo3k": ("3", {}, 1),
+    "calculator": ("3", {}, 1),
+    "vqa": ("red", {}, 1),
+    "look_closer": ("red", {}, 1),
+    "digits": ("3", {}, 1),
+    "shapes": ("red", {"answer_type": "colour"}, 1),
+    "nlvr2": ("True", {}, 2),
+    "which": ("2", {}, 2),
+    "geospot": (PLACE, {}, 1),
+    "guess_the_place": (PLACE, {}, 1),
+    "caption": ("a red dog on grass", {}, 1),
+}
+WRAPS = ["<answer> {} </answer>", "<think>It is 4 or \\boxed{{5}}.</think>\n<answer>{}</answer>", "\\boxed{{{}}}"]
+WRAPS += ["${}$", " $\\boxed{{{}}}$", "<think>x</think> {}", "<Answer>\\( \\fbox {{{}}} \\)</Answer>\n", "\\[{}\\]"]
+
+
+def png(colour="red") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (30, 30), colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def row(task: str, truth: str, number: int = 0, prompt: str = "Which? Put it in \\boxed{}.") -> dict:
+    _, extra, n = TRUTHS.get(task, ("", {}, 1))
+    return {
+        "data_source": task,
+        "prompt": [{"role": "user", "content": "<image>" * n + prompt}],
+        "images": [{"bytes": png()}] * n,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": number, **extra},
+    }
+
+
+def save(path, rows: list[dict]):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_every_task_is_here():
+    reward.load_tasks()
+    assert {task.name for task in reward.TASKS.values()} == set(TRUTHS)
+
+
+@pytest.mark.parametrize("task", TRUTHS)
+def test_wrapped_truths_are_unwrapped_for_every_task(task, tmp_path):
+    """When somebody's parquet is read directly, and when a file is prepared from it."""
+    plain = TRUTHS[task][0]
+    path = save(tmp_path / "theirs.parquet", [row(task, wrap.format(plain), i) for i, wrap in enumerate(WRAPS)])
+    main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "ours.parquet")]))
+    assert {r["ground_truth"] for r in pq.read_table(tmp_path / "ours.parquet")["reward_model"].to_pylist()} == {plain}
+    for file in (path, tmp_path / "ours.parquet"):
+        examples, bad = read_examples(file, ReadingConfig(), check=Rewards().check)
+        assert [e.ground_truth for e in examples] == [plain] * len(WRAPS) and not bad
+        assert reward.score(f"<think>a</think> \\boxed{{{plain}}}", examples[0])["reward"] > 0.8
+
+
+NOT_WRAPPED = ["3", " 3 ", "<answer>3</answer> or <answer>4</answer>", "\\boxed{3}, \\boxed{4}", "\\boxed{}", "$5",
+               "$ $", "$5 and $6", "<answer> </answer>", "<think>3</think>", "<think>3", "\\boxed{3", "[2, 3)",
+               '{"a": "$3$"}', "\\(3\\) or \\(4\\)", "a \\boxed{3}", "<answer>3<answer>"]  # fmt: skip
+
+
+@pytest.mark.parametrize("truth", NOT_WRAPPED)
+def test_what_is_not_wrapped_as_a_whole_stays(truth):
+    assert unwrap_truth(truth) == truth
+
+
+def test_own_layouts_are_unwrapped_too(tmp_path):
+    """A letter of a choice, a label, an answer's type and a caption's words are read before a row is built."""
+    (tmp_path / "a.png").write_bytes(png())
+    lines = [
+        {"image": "a.png", "question": "Which?", "answer": "<answer>B</answer>", "choices": ["red", "blue"]},
+        {"image": "a.png", "question": "Which?", "answer": ["\\boxed{red}", "red", "<answer>red</answer>"]},
+    ]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    pair = {"left_image": "a.png", "right_image": "a.png", "sentence": "Both are red.", "label": "\\boxed{True}"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    (tmp_path / "captions.jsonl").write_text(json.dumps({"image": "a.png", "caption": "<answer>a dog</answer>"}))
+    save(tmp_path / "geo.parquet", [{"images": [{"bytes": png()}], "problem": "<image>x?", "answer": "$\\sqrt{2}$"}])
+    made = {}
+    files = {"vqa": "qa.jsonl", "nlvr2": "pairs.jsonl", "caption": "captions.jsonl", "geo3k": "geo.parquet"}
+    for task, name in files.items():
+        main(parse_args([task, "--input", str(tmp_path / name), "--out", str(tmp_path / f"{task}.parquet")]))
+        made[task] = read_examples(tmp_path / f"{task}.parquet", ReadingConfig())[0]
+    assert [e.ground_truth for e in made["vqa"]] == ["B", '["red", "red", "red"]']
+    assert made["nlvr2"][0].ground_truth == "True"
+    assert json.loads(made["caption"][0].ground_truth)["references"] == ["a dog"]
+    assert (made["geo3k"][0].ground_truth, made["geo3k"][0].extra["answer_type"]) == ("\\sqrt{2}", "surd")
+
+
+BAD = {  # task -> truths that no answer can equal, and what is said of them
+    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither as mathematics nor as plain words",
+              "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
+              "n/a": "says nothing", "x" * 1500: "too long"},
+    "calculator": {"<answer> 3": ""},
+    "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
+    "look_closer": {"...": ""},
+    "digits": {"\\boxed{}": ""},
+    "shapes": {"°": "", "\\boxed{}": ""},
+    "nlvr2": {"maybe": "neither True nor False"},
+    "which": {"7": "names none of its 2 images"},
+    "geospot": {"Paris": "is no JSON object", '{"country": ""}': "is no JSON object"},
+    "guess_the_place": {"[]": "is no JSON object"},
+    "caption": {"...": "with a word in it", '{"references": []}': "with a word in it"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TRUTHS)
+def test_a_truth_that_cannot_earn_full_marks_is_a_bad_row(task, tmp_path, capsys):
+    """With its file, row, value and reason, when read and when prepared; --bad-rows skip leaves it out."""
+    reward.grader_stats.clear()
+    for bad, reason in BAD[task].items():
+        rows = [row(task, TRUTHS[task][0], 0), row(task, bad, 1)]
+        path = save(tmp_path / "f.parquet", rows)
+        with pytest.raises(UserError) as caught:
+            read_examples(path, ReadingConfig(), check=Rewards().check)
+        told = str(caught.value)
+        assert f"1 of 2 rows are bad (parquet rows count from 0):\n  {path} row 1: row '{task}/-/f/1': " in told
+        assert repr(bad)[1:40] in told and reason in told
+        prepare = ["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]
+        with pytest.raises(UserError, match="f.parquet row 1: row "):
+            main(parse_args(prepare))
+        main(parse_args([*prepare, "--bad-rows", "skip"]))
+        assert "wrote 1 row " in capsys.readouterr().out
+        rewards = Rewards()
+        examples, left_out = read_examples(path, ReadingConfig(bad_rows="skip"), check=rewards.check)
+        assert [e.extra["index"] for e in examples] == [0] and reason in left_out[0]
+        assert rewards.first[task] == examples[0]
+    assert not +reward.grader_stats
+
+
+def test_users_rewards_get_their_truths_as_they_are(tmp_path):
+    path = save(tmp_path / "f.parquet", [row("mine", "<answer>\\boxed{3}</answer>")])
+    (tmp_path / "mine.py").write_text("def score(response, example): return float(example.ground_truth in response)")
+    rewards = Rewards(RewardConfig(reward=(f"{tmp_path}/mine.py:score",), reward_workers=0))
+    [example], _ = read_examples(path, ReadingConfig(), check=rewards.check)
+    assert example.ground_truth == "<answer>\\boxed{3}</answer>"
+    main(parse_args(["parquet", "--input", str(path), "--out", str(tmp_path / "g.parquet")]))  # not ours to judge
+    # a task of ours that a user's reward grades: unwrapped, since the file may be graded by both, and not checked
+    save(path, [row("geo3k", "<answer>see figure 1(</answer>")])
+    [example], _ = read_examples(path, ReadingConfig(), check=rewards.check)
+    assert example.ground_truth == "see figure 1("
+
+
+# --- what prompts ask for -----------------------------------------------------------------------------------------
+
+
+def warnings_of(tmp_path, capsys, processor, rows, rewards=None, **reading) -> list[str]:
+    from prepare_data import DataConfig
+
+    path = str(save(tmp_path / "f.parquet", rows))
+    load_examples(path, DataConfig(data=path, **reading), processor, rewards or Rewards())
+    return [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+
+
+def test_a_prompt_that_does_not_ask_for_the_form_is_warned_of(tmp_path, capsys, loaded):
+    """EasyR1's and verl's rows with --data-source vqa: the reward wants a box, and no prompt says so."""
+    processor = loaded["qwen2_5_vl"][1]
+    rows = [row("geo3k", "3", i, f"Find x in figure {i}.") for i in range(3)]
+    [line] = warnings_of(tmp_path, capsys, processor, rows, data_source="vqa")
+    assert line.startswith(f"warning: {tmp_path}/f.parquet: prompts that do not ask for the form of answer that the")
+    assert "'vqa' expects: 3" in line and "Find x in figure 0.'; " in line
+    assert line.endswith(f"--instruction vqa adds: {vqa.INSTRUCTION}")
+    assert not warnings_of(tmp_path, capsys, processor, rows, data_source="vqa", instruction="vqa")
+    boxed = [row("geo3k", "3", 3, "Find x. Put it in \\boxed{}.")]
+    [line] = warnings_of(tmp_path, capsys, processor, rows[:1] + boxed, data_source="vqa")
+    assert "expects: 1." in line
+    [line] = warnings_of(tmp_path, capsys, processor, boxed)  # geo3k's format wants <think> too
+    assert geometry.INSTRUCTION in line
+    assert not warnings_of(tmp_path, capsys, processor, boxed, instruction="geo3k")
+    assert not warnings_of(tmp_path, capsys, processor, rows, Rewards(played=True))  # the environment says it
+
+
+def test_every_tasks_own_instruction_is_enough(tmp_path, capsys, loaded):
+    reward.load_tasks()
+    processor = loaded["qwen2_5_vl"][1]
+    for task, (truth, _, _) in TRUTHS.items():
+        rows = [row(task, truth, 0, "What is it?")]
+        assert len(warnings_of(tmp_path, capsys, processor, rows)) == (task != "caption"), task
+        assert not warnings_of(tmp_path, capsys, processor, rows, instruction=task), task
+    assert reward.TASKS["which"].instruction != reward.TASKS["nlvr2"].instruction
+    for task in ("geo3k", "vqa", "digits", "shapes", "nlvr2", "geospot", "caption"):  # toys ask in their own words
+        main(parse_args([task, "--toy", "--n", "6", "--out", str(tmp_path / "toy.parquet")]))
+        assert not list(Rewards().unasked(read_examples(tmp_path / "toy.parquet", ReadingConfig())[0])), task
