@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections import Counter
 from itertools import chain
 from typing import Any
@@ -15,6 +16,12 @@ def shown(text: object, length: int = 600) -> str:
     text = str(text)
     cut = f"... ({len(text)} characters)" if len(text) > length else ""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:length]) + cut
+
+
+def print_once(text: str) -> None:
+    """Print a line, in the first process of a run alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
 def first_of(bad: list[str]) -> list[str]:
