@@ -73,7 +73,7 @@ def measure(file: Path, batches: int) -> dict[str, float]:
     return facts | {"peak": peak()}
 
 
-SHORT = "--mib 8 --batches 2"
+SHORT = "--mib 32 --batches 1"
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for q, seeds in ((trl, 3), (algorithms, 5)):
         q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="a warm start each")
         q.add_argument("--out", type=Path, default=ROOT / "out/learning", help="folder to write")
-        q.add_argument("--short", action="store_true", help="does it run? A seed, a task, two algorithms, two tiny steps")
+        q.add_argument("--short", action="store_true", help="does it run? One seed, one task, two tiny steps")
     side.add_argument("side", choices=SIDES)
     args, args.flags = p.parse_known_args(argv)
     if args.command != "side":

@@ -46,7 +46,7 @@ from pathlib import Path
 
 def rows(name):
     lines = Path(sys.argv[1], name, "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k[:5] not in ("time/", "perf/")} for line in lines]
 
 
 whole, cut = rows("whole"), rows("cut")

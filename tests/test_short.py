@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "runs").glob("*.sh")])
 ELSEWHERE = {"faults.py": "test_faults.py", "gpu.py": "test_gpu_bench.py", "learning.py": "test_learning.py"}
-DEMOS = {"look_closer.sh": "seed0", "tasks.sh": "shapes/seed0", "demo_seeds.sh": "demo_seed0"}  # where each has its demo
+DEMOS = {"look_closer.sh": "seed0", "tasks.sh": "shapes/seed0", "demo_seeds.sh": "demo_seed0"}  # where its demo is
 MORE = {"vs_trl.py": ["--only", "speed"]}  # of its other part see test_vs_trl.py
 
 
