@@ -13,7 +13,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 out=${OUT:-out/algorithms} steps=60 n_train=2000 n_test=400 warm=()
 if [ "${1:-}" = --short ]; then
     ALGOS=${ALGOS:-ppo} SEEDS=${SEEDS:-0} steps=1 n_train=16 n_test=4 warm=(--see-steps 1 --habit-steps 1)
-    set -- --prompts-per-step 4 --group-size 2 "${@:2}"
+    set -- --warmup-steps 0 --prompts-per-step 4 --group-size 2 "${@:2}"
 fi
 ALGOS=${ALGOS:-grpo dr_grpo dapo gspo cispo sapo rloo reinforce++ ppo}
 SEEDS=${SEEDS:-0 1 2}

@@ -9,7 +9,7 @@ PYTHON=${PYTHON:-.venv-vllm/bin/python}
 seeds="0 1 2" steps=60 n_train=2000 n_test=400 warm=() vllm=vllm
 if [ "${1:-}" = --short ]; then
     seeds=0 steps=1 n_train=16 n_test=4 warm=(--see-steps 1 --habit-steps 1) vllm=hf
-    set -- --prompts-per-step 4 --group-size 2 --eval-every 1 "${@:2}"
+    set -- --warmup-steps 0 --prompts-per-step 4 --group-size 2 --eval-every 1 "${@:2}"
 fi
 OUT=${OUT:-out/vllm_vs_hf}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1
