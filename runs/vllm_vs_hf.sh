@@ -49,6 +49,6 @@ print("largest difference between the engines on one seed, and between seeds wit
 for step in runs["hf", seeds[0]]:
     engines = max(abs(runs["hf", s][step] - runs["vllm", s][step]) for s in seeds)
     pairs = [pair for pair in combinations(runs, 2) if pair[0][0] == pair[1][0]]
-    seeds = max(abs(runs[a][step] - runs[b][step]) for a, b in pairs) if pairs else 0.0
-    print(f"  {step:>3}: {engines:.3f}  {seeds:.3f}")
+    between = max(abs(runs[a][step] - runs[b][step]) for a, b in pairs) if pairs else 0.0
+    print(f"  {step:>3}: {engines:.3f}  {between:.3f}")
 PY
