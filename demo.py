@@ -417,7 +417,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    plan = replace(plan, steps=10, see_steps=60, habit_steps=20) if short else plan
+    plan = replace(plan, steps=10, see_steps=10, habit_steps=5) if short else plan
     n_train, n_test = (400, 100) if short else (2000, 400)
     base, start, run, final, train, test = (out / name for name in FILES)
     seeded = ("--seed", seed)

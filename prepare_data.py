@@ -3,7 +3,7 @@
     python prepare_data.py geo3k --input hiyouga/geometry3k --split train --out geo3k.parquet
     python prepare_data.py shapes --toy --n 2000 --split train --out shapes.parquet
     python prepare_data.py vqa --input qa.jsonl --out vqa.parquet
-    python prepare_data.py jsonl --input qa.jsonl --data-source mine --add-image-marks --out qa.parquet
+    python prepare_data.py jsonl --input qa.jsonl --data-source mine --out qa.parquet
     python prepare_data.py inspect geo3k.parquet --model Qwen/Qwen2.5-VL-7B-Instruct
 
 Columns: data_source string, prompt list<struct<role, content>>, images list<struct<bytes, path>>,
@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -42,7 +42,7 @@ from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, 
 from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.lazy import ImageTable, LazyImages, open_parquet, row_places
-from sources.look import first_of, print_example, print_statistics
+from sources.look import first_of, print_example, print_once, print_statistics
 from sources.remote import File, RemoteFile, as_path, fetch_remote, scheme_of, store_errors
 from sources.tables import (
     SPLITS,
@@ -52,6 +52,7 @@ from sources.tables import (
     extra_column,
     file_names,
     jsonl_records,
+    parquet_columns,
     parquet_rows,
 )
 
@@ -100,6 +101,7 @@ class Raw:
     root: File = Path()  # where relative image paths start
     name: str = ""  # tells its file from others in uids
     place: tuple[ImageTable, int, int] | None = None  # where its images stay
+    marked: bool = False  # its prompt had images and no marks, and was given them
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,6 @@ class ReadingConfig:
     split = None
     system = ""
     prompt_template = ""
-    add_image_marks = False
     fetch = None  # training touches no network
 
     def known(self) -> set[str]:
@@ -160,7 +161,6 @@ class FileConfig(ReadingConfig):
     input: tuple[str, ...] = setting((), "files, globs, URLs such as s3://; of parquet also folders", metavar="FILE")
     system: str = setting("", "system message put in front of each prompt")
     prompt_template: str = setting("", "prompt over columns: '<image>{question}\\nChoices: {choices}'", metavar="TEXT")
-    add_image_marks: bool = setting(False, "put <image> marks in front of prompts without any")
     url_timeout: float = setting(20.0, "seconds for one try to fetch an image", above=0)
     url_max_mb: float = setting(32.0, "largest image from a URL, MiB", above=0)
     url_tries: int = setting(3, "tries per URL", least=1)
@@ -180,6 +180,13 @@ class TaskConfig(FileConfig):
     toy: bool = setting(False, "rows drawn by the task itself, instead of files")
     n: int = setting(1000, "how many", least=1)
     seed: int = setting(0, "of the drawing")
+
+
+@dataclass(frozen=True)
+class FoundConfig(TaskConfig):
+    """Training on files as they were found"""
+
+    fetch = None
 
 
 @dataclass(frozen=True)
@@ -246,15 +253,15 @@ def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
     return LazyImages(*raw.place, tuple(sizes), tuple(sums)) if raw.place else images
 
 
-def check_marks(messages: list[dict], images: int, add_marks: bool) -> None:
-    """One mark per image; `add_marks` puts them in front of a prompt without any."""
+def add_marks(messages: list[dict], images: int) -> bool:
+    """Put a mark for each image in front of a prompt without any, and return whether that was needed. Raises UserError
+    if a prompt has some marks, but not one per image."""
     marks = sum(m["content"].count(MARK) for m in messages)
-    if add_marks and not marks:
-        first = next(m for m in messages if m["role"] == "user")
-        first["content"] = MARK * images + first["content"]
-    elif marks != images:
-        remedy = "--image-key names their column, prepare_data.py --add-image-marks puts marks in front of the prompt"
-        raise UserError(f"{marks} {MARK} marks in the prompt but {images} images; {remedy}")
+    told = f"{marks} {MARK} marks in the prompt but {images} images; write one mark per image, or correct --image-key"
+    need(marks in (0, images), told)
+    first = next(m for m in messages if m["role"] == "user")
+    first["content"] = MARK * (images - marks) + first["content"]
+    return images > marks
 
 
 def to_extra(record: dict, reading: ReadingConfig, reward_model: dict) -> dict:
@@ -281,7 +288,7 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     prompt, cells = row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
     messages = to_messages(prompt, reading.system, instruction_of(reading.instruction))
     images = to_images(cells, raw, reading)
-    check_marks(messages, len(images), reading.add_image_marks)
+    raw.marked = add_marks(messages, len(images))
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
     truth = row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
     extra = to_extra(record, reading, reward_model)
@@ -333,6 +340,7 @@ def good_rows(
             pool.shutdown(cancel_futures=True)
 
     taken: dict[str, str] = {}  # uid -> the row that has it
+    marked = 0
     for raw, result in results():
         if isinstance(result, Example) and result.uid in taken:
             uid = result.uid[:200]
@@ -345,9 +353,12 @@ def good_rows(
             bad.append(printable(f"{raw.where}: {result}"))
             continue
         taken[result.uid] = raw.where
+        marked += raw.marked
         yield result
         if len(taken) == limit:
             break
+    if marked:
+        print_once(f"put {MARK} marks, one per image, in front of {marked} prompts that had images and no marks")
     refuse_bad(bad, len(taken), reading.bad_rows)
 
 
@@ -416,15 +427,37 @@ def read_examples(
 ) -> tuple[list[Example], list[str]]:
     """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
 
-    Returns the first `limit` good examples, and one line per row left out (only with bad_rows="skip"). A file without
-    data sources gives "". Raises UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
+    Files without a prompt column are read as by a task's source, see `as_found`. Returns the first `limit` good
+    examples, and one line per row left out (only with bad_rows="skip"). A file without data sources gives "". Raises
+    UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
     remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
     need(not remote, f"{remote}: training touches no network; prepare_data.py parquet --input URL brings it here")
+    files = data_files(path)
+    for file in files:
+        remedy = f"run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet"
+        need(file.suffix not in (".jsonl", ".csv"), f"{file} is no parquet file; {remedy}")
     bad: list[str] = []
-    examples = list(good_rows(lazy_rows(data_files(path), reading), reading, bad, limit, check))
+    found = as_found(files, reading)
+    rows = source_rows(found.data_source, found) if found else lazy_rows(files, reading)
+    examples = list(good_rows(rows, found or reading, bad, limit, check))
     pa.default_memory_pool().release_unused()
     return examples, bad
+
+
+def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
+    """Return how the source of a task (--data-source, or vqa) reads files without a prompt column: datasets of the hub
+    have question, image and answer. None if --prompt-key names a column, or the source's own is missing."""
+    task = find_tasks().get(reading.data_source or "vqa")
+    defaults, columns = getattr(task, "DEFAULTS", {}), parquet_columns(files[0])
+    if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
+        return None
+    given = {f.name: getattr(reading, f.name) for f in fields(ReadingConfig) if getattr(reading, f.name) != f.default}
+    settings = {"data_source": "vqa", "input": tuple(map(str, files)), "out": ""}
+    cfg = FoundConfig(**(settings | defaults | given))
+    told = f"{files[0]}: kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} --out F.parquet"
+    print_once(f"{told} to make a file whose images are read when they are used")
+    return cfg
 
 
 def lazy_rows(files: list[Path], reading: ReadingConfig) -> Iterator[Raw]:

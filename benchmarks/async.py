@@ -591,6 +591,9 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+SHORT = "--gpus 8 16 --prompts 8 --prompts-per-gpu 1 --steps 3 --warmup 1"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
@@ -603,6 +606,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=32, help="of a run")
     p.add_argument("--warmup", type=int, default=14, help="of these, not counted")
     p.add_argument("--seeds", type=int, default=1, help="draws of the lengths, averaged")
+    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
     p.add_argument("--json", type=Path, help="where every figure goes")
     p.add_argument("--plot", type=Path, help="a PNG: speed over GPUs")
     machine = p.add_argument_group("the machine")
@@ -610,6 +614,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         kind = type(one.default)
         machine.add_argument(f"--{name.replace('_', '-')}", type=kind, default=one.default, help=one.metadata["note"])
     args = p.parse_args(argv)
+    if args.short:
+        args = p.parse_args([*SHORT.split(), *(sys.argv[1:] if argv is None else argv)])
     need(0 <= args.warmup < args.steps, f"--warmup {args.warmup} leaves none of --steps {args.steps}; give fewer")
     need(args.tp >= 1 and min(args.gpus) >= 2 * args.tp, f"--gpus {min(args.gpus)} is too few for --tp {args.tp}")
     counts = (args.prompts, args.prompts_per_gpu, args.samples, args.seeds, args.slots)

@@ -164,13 +164,18 @@ def table_of_ranks(seeds: int, n_prompts: int = 512) -> None:
         print(f"| {n_minibatches}, {n_ranks} | " + " | ".join(f"{x:.4f}" for x in worst) + " |", flush=True)
 
 
+SHORT = "--seeds 1 --repeats 1"
+
+
 def parse_args() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     p.add_argument("--seeds", type=int, default=3, help="draws of the lengths")
     p.add_argument("--repeats", type=int, default=3, help="interleaved runs of a draw; the minimum counts")
     p.add_argument("--train-vision", action="store_true", help="count the tower's backward too")
-    return p.parse_args()
+    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    args = p.parse_args()
+    return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
 
 def main() -> None:

@@ -73,13 +73,19 @@ def measure(file: Path, batches: int) -> dict[str, float]:
     return facts | {"peak": peak()}
 
 
+SHORT = "--mib 32 --batches 1"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[512, 2048], help="sizes of the files, MiB")
     parser.add_argument("--batches", type=int, default=50, help="of 16 rows")
     parser.add_argument("--keep", type=Path, help="folder of the files, which stay there")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
     args = parser.parse_args()
+    if args.short:
+        args = parser.parse_args([*SHORT.split(), *sys.argv[1:]])
     if args.measure:
         print(json.dumps(measure(args.measure, args.batches)))
         return

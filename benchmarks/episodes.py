@@ -28,6 +28,7 @@ from rollout import EnvConfig, Environment, Observation, Sampling, make_prompts 
 from tasks.shapes import png  # noqa: E402
 
 TURNS, ASLEEP = 4, "u0"
+SHORT = "--episodes 4 --sleep 0.1 --repeats 1"
 
 
 class Sleeper(Environment):
@@ -92,4 +93,6 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--sleep", type=float, default=2.0, help="seconds, in each turn")
     parser.add_argument("--repeats", type=int, default=3)
-    main(parser.parse_args())
+    parser.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    args = parser.parse_args()
+    main(parser.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args)

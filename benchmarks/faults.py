@@ -2,7 +2,7 @@
 held.
 
     python benchmarks/faults.py                       # all of it: about 20 minutes on two cores
-    python benchmarks/faults.py --quick --only flips  # a few cases of one scenario
+    python benchmarks/faults.py --short --only flips  # a few cases of one scenario
 
 Each case runs the real scripts on a toy model and breaks something on the way; what must come of it is checked: exit
 code, message, the files left, and that the run resumed to its end equals one that nothing happened to, bit for bit
@@ -939,7 +939,7 @@ def parse_args() -> argparse.Namespace:
     )
     p.add_argument("--only", help=f"scenarios, with commas between: {', '.join(SCENARIOS)}")
     p.add_argument("--ranks", type=int, choices=(1, 2), help="only with so many processes")
-    p.add_argument("--quick", action="store_true", help="a few cases of each")
+    p.add_argument("--short", dest="quick", action="store_true", help="a few cases of each")
     p.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
     p.add_argument("--seed", type=int, default=0, help="of random moments and bits")
     p.add_argument("--json", type=Path, help="also write the results there")

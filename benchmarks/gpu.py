@@ -2,7 +2,7 @@
 minutes.
 
     python benchmarks/gpu.py                   # one GPU; --only 1,3 for some parts, --json FILE for the results
-    python benchmarks/gpu.py --toy             # on a CPU, a minute or two: tiny shapes, Triton's interpreter
+    python benchmarks/gpu.py --short           # on a CPU, a minute or two: tiny shapes, Triton's interpreter
 
 1  tests marked gpu: policy head against float64, flex and flash against the dense mask, bf16 ratios; then
    tests/test_kernels.py
@@ -84,7 +84,7 @@ def parse_args() -> argparse.Namespace:
     )
     p.add_argument("--only", help="comma-separated numbers of parts; default: all")
     p.add_argument("--json", type=Path, default=Path("out/gpu.json"), help="where results go, row by row")
-    p.add_argument("--toy", action="store_true", help="tiny shapes, on a CPU")
+    p.add_argument("--short", "--toy", dest="toy", action="store_true", help="tiny shapes, on a CPU")
     p.add_argument("--minutes", type=float, default=8.8, help="stop after so long")
     hidden = {"help": argparse.SUPPRESS}
     p.add_argument(

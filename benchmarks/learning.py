@@ -62,6 +62,9 @@ LEVELS = {"shapes": 0.9, "digits": 0.5}  # of accuracy; both sides' times to it 
 MORE = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--critic-lr", "1e-3"]}
 
 
+SHORT = "--steps 2 --eval-every 1 --prompts-per-step 3 --group-size 2 --warmup-steps 1 --max-new-tokens 6"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -76,10 +79,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for q, seeds in ((trl, 3), (algorithms, 5)):
         q.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)), help="a warm start each")
         q.add_argument("--out", type=Path, default=ROOT / "out/learning", help="folder to write")
+        q.add_argument("--short", action="store_true", help="does it run? One seed, one task, two tiny steps")
     side.add_argument("side", choices=SIDES)
     args, args.flags = p.parse_known_args(argv)
     if args.command != "side":
         args.out = args.out.resolve()
+        if args.short:
+            args.seeds, args.tasks, args.algos = args.seeds[:1], ["shapes"], ["grpo", "rloo"]
+            args.flags = [*SHORT.split(), *args.flags]
     return args
 
 
@@ -91,14 +98,15 @@ def command(script: str, *flags: object) -> list[str]:
     return [sys.executable, script, *map(str, flags)]
 
 
-def make_start(folder: Path, task: str, seed: int) -> None:
+def make_start(folder: Path, task: str, seed: int, short: bool) -> None:
     """Images to train and test on, a random toy and its warm start, by the commands of the demo."""
     seeded = ("--seed", seed)
+    n_train, n_test, warm = (12, 5, ["--see-steps", 1, "--habit-steps", 1]) if short else (2000, 400, [])
     makers = {
-        "train.parquet": command("prepare_data.py", task, "--toy", "--n", 2000, "--split", "train", *seeded),
-        "test.parquet": command("prepare_data.py", task, "--toy", "--n", 400, "--split", "test", *seeded),
+        "train.parquet": command("prepare_data.py", task, "--toy", "--n", n_train, "--split", "train", *seeded),
+        "test.parquet": command("prepare_data.py", task, "--toy", "--n", n_test, "--split", "test", *seeded),
         "base": command("demo.py", "model", "--task", task, *seeded),
-        "start": command("demo.py", "warm", "--model", folder / "base", "--task", task, *seeded),
+        "start": command("demo.py", "warm", "--model", folder / "base", "--task", task, *seeded, *warm),
     }
     for name, words in makers.items():
         if not (folder / name).exists():
@@ -264,7 +272,7 @@ def run_side(args: argparse.Namespace) -> None:
 def run_both(args: argparse.Namespace) -> None:
     for task, seed in product(args.tasks, args.seeds):
         folder = args.out / task / f"seed{seed}"
-        make_start(folder, task, seed)
+        make_start(folder, task, seed, args.short)
         if all((folder / side / "curve.json").exists() for side in SIDES):
             continue
         running = []
@@ -289,7 +297,7 @@ def run_algorithms(args: argparse.Namespace) -> None:
     """Those that are not finished, so many at a time."""
     folders = {seed: args.out / "digits" / f"seed{seed}" for seed in args.seeds}
     for seed, folder in folders.items():
-        make_start(folder, "digits", seed)
+        make_start(folder, "digits", seed, args.short)
 
     def run(seed_algo: tuple[int, str]) -> int:
         """Its exit status."""

@@ -31,6 +31,8 @@ from model import Policy, load_hf, load_processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from rollout import written  # noqa: E402
 
+SHORT = "--repeats 1 --prompt 60 --response 16 --group 2 --prompts 2 --image 84"
+
 
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(
@@ -46,7 +48,9 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--image", type=int, default=224, help="pixels a side")
     p.add_argument("--micro-tokens", type=int, default=1024, help="token budget of a micro-batch")
     p.add_argument("--repeats", type=int, default=5, help="interleaved runs; the minimum counts")
-    return p.parse_args()
+    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    args = p.parse_args()
+    return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
 
 def main() -> None:

@@ -36,6 +36,9 @@ from packing import TokenBatch  # noqa: E402
 GPU = torch.cuda.is_available()
 
 
+SHORT = "--shape 64,64,2048 --repeats 1 --only naive"
+
+
 def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
@@ -46,7 +49,9 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--repeats", type=int, default=10 if GPU else 6, help="interleaved runs; the minimum counts")
     p.add_argument("--only", help="comma-separated names; default: all")
     p.add_argument("--block-rows", help="GPU: also time ours with these many rows a block, e.g. 1024,4096")
-    return p.parse_args()
+    p.add_argument("--short", action="store_true", help=f"does it run? The same as {SHORT}")
+    args = p.parse_args()
+    return p.parse_args([*SHORT.split(), *sys.argv[1:]]) if args.short else args
 
 
 # --- Contenders: (hidden, weight, targets, coefficients) -> (loss, logp or None, entropy or None) ---------------------

@@ -81,4 +81,6 @@ def main(n: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=4000, help="responses")
-    main(parser.parse_args().n)
+    parser.add_argument("--short", action="store_true", help="does it run? The same as --n 40")
+    args = parser.parse_args()
+    main(40 if args.short else args.n)

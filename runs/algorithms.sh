@@ -2,6 +2,7 @@
 # The demo's RL stage with every algorithm on three seeds: do all of them lift the same half-competent toys? Each seed
 # has one warm start, shared by all. Writes out/algorithms/table.md. CPU, one process, about half a minute a run once
 # the starts are made. Further flags go to each run.   ALGOS="ppo dapo" SEEDS="0 1" runs/algorithms.sh
+# --short as the first argument: one algorithm, one tiny step, to see that all of it runs.
 #
 # All share the demo's lr of 2e-4 and its other settings. What else is given to them, and why:
 #   gspo, cispo, sapo   4 minibatches a step: in a single update every ratio is 1, and their losses would be GRPO's
@@ -9,17 +10,21 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-out=out/algorithms
+out=${OUT:-out/algorithms} steps=60 n_train=2000 n_test=400 warm=()
+if [ "${1:-}" = --short ]; then
+    ALGOS=${ALGOS:-ppo} SEEDS=${SEEDS:-0} steps=1 n_train=16 n_test=4 warm=(--see-steps 1 --habit-steps 1)
+    set -- --warmup-steps 0 --prompts-per-step 4 --group-size 2 "${@:2}"
+fi
 ALGOS=${ALGOS:-grpo dr_grpo dapo gspo cispo sapo rloo reinforce++ ppo}
 SEEDS=${SEEDS:-0 1 2}
 for seed in $SEEDS; do
     d=$out/seed$seed
     if [ ! -d "$d/start" ]; then
-        python prepare_data.py shapes --toy --n 2000 --split train --seed "$seed" --out "$d/train.parquet"
-        python prepare_data.py shapes --toy --n 400 --split test --seed "$seed" --out "$d/test.parquet"
+        python prepare_data.py shapes --toy --n "$n_train" --split train --seed "$seed" --out "$d/train.parquet"
+        python prepare_data.py shapes --toy --n "$n_test" --split test --seed "$seed" --out "$d/test.parquet"
         python demo.py model --out "$d/base" --seed "$seed"
         python -m torch.distributed.run --standalone --nproc-per-node 2 demo.py warm --model "$d/base" \
-            --out "$d/start" --seed "$seed"
+            --out "$d/start" --seed "$seed" "${warm[@]}"
     fi
     for algo in $ALGOS; do
         more=""
@@ -27,11 +32,11 @@ for seed in $SEEDS; do
             gspo | cispo | sapo) more="--minibatches 4" ;;
             ppo) more="--critic-lr 1e-3" ;;
         esac
-        [ -f "$d/$algo/checkpoints/step_000060/trainer.json" ] && continue
+        [ -f "$d/$algo/checkpoints/step_$(printf %06d "$steps")/trainer.json" ] && continue
         # shellcheck disable=SC2086
         python train.py --model "$d/start" --data "$d/train.parquet" --eval-data "$d/test.parquet" --out "$d/$algo" \
-            --algo "$algo" --steps 60 --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 \
-            --warmup-steps 5 --schedule cosine --micro-tokens 2048 --save-every 60 \
+            --algo "$algo" --steps "$steps" --prompts-per-step 32 --group-size 8 --max-new-tokens 12 --lr 2e-4 \
+            --warmup-steps 5 --schedule cosine --micro-tokens 2048 --save-every "$steps" \
             --seed "$seed" --resume auto $more "$@"
     done
 done

@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
 # GeoSpot's five stages, their first steps divided by 50, on the toy of runs/tasks.sh: one run as it is, one killed in
 # stage 3 and resumed. Are their metrics and weights the same? CPU, a few minutes.
+# --short as the first argument: with an untrained toy and tiny steps, to see that all of it runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 toy=${TOY:-out/tasks/geospot/seed0} # with start and train.parquet
-out=out/geospot_stages
+out=${OUT:-out/geospot_stages}
 rm -rf "$out" && mkdir -p "$out"
+last=17
+if [ "${1:-}" = --short ]; then
+    toy=$out/toy last=13
+    set -- --prompts-per-step 4 --group-size 2 --max-new-tokens 8 "${@:2}"
+    python prepare_data.py geospot --toy --n 40 --out "$toy/train.parquet"
+    python demo.py model --task geospot --out "$toy/start"
+fi
+more=("$@")
 python - "$out/stages.json" <<'PY'
 import json, sys
 from tasks.geospot import CURRICULUM
@@ -14,19 +23,19 @@ from tasks.geospot import CURRICULUM
 stages = [stage | {"from": stage["from"] // 50} for stage in CURRICULUM]
 json.dump({"stages": stages}, open(sys.argv[1], "w"), indent=1)
 PY
-run() {
-    python train.py --model "$toy/start" --data "$toy/train.parquet" --out "$out/$1" --curriculum "$out/stages.json" \
+run() { # in a subshell, whose process it becomes
+    exec python train.py --model "$toy/start" --data "$toy/train.parquet" --out "$out/$1" --curriculum "$out/stages.json" \
         --steps 24 --prompts-per-step 16 --group-size 8 --max-new-tokens 48 --lr 2e-4 --warmup-steps 5 \
-        --micro-tokens 2048 --save-every 3 "${@:2}"
+        --micro-tokens 2048 --save-every 3 "${more[@]}" "${@:2}"
 }
-run whole > "$out/whole.log"
+(run whole > "$out/whole.log")
 run cut > "$out/cut.log" 2>&1 &
-until grep -q '"step": 17,' "$out/cut/metrics.jsonl" 2> /dev/null; do sleep 0.05; done
-pkill -9 -f -- "--out $out/cut --curriculum"
+until grep -q "\"step\": $last," "$out/cut/metrics.jsonl" 2> /dev/null; do sleep 0.05; done
+kill -9 $!
 wait $! || true
 [ ! -d "$out/cut/checkpoints/step_000024" ]
 echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stage 3 (steps 12 to 19, counted from 0)"
-run cut --resume auto > "$out/resumed.log"
+(run cut --resume auto > "$out/resumed.log")
 grep -h "curriculum: after\|resumed from" "$out/resumed.log"
 for name in whole cut; do python merge_lora.py "$out/$name" --out "$out/$name-hf" > /dev/null; done
 cmp "$out/whole-hf/model.safetensors" "$out/cut-hf/model.safetensors" && echo "weights: the same, byte for byte"
@@ -37,7 +46,7 @@ from pathlib import Path
 
 def rows(name):
     lines = Path(sys.argv[1], name, "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k[:5] not in ("time/", "perf/")} for line in lines]
 
 
 whole, cut = rows("whole"), rows("cut")

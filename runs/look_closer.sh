@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Does RL learn to use a tool? look_closer's demo on three seeds, and what the best policy without the tool could earn.
 # Writes out/look_closer/table.md and curve.png. CPU, two processes, two to three minutes a seed.
+# --short as the first argument: one seed, with demo.py's --short.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 out=${OUT:-out/look_closer}
 mkdir -p "$out"
-for seed in 0 1 2; do
+seeds="0 1 2" short=()
+[ "${1:-}" != --short ] || seeds=0 short=(--short)
+for seed in $seeds; do
     [ -f "$out/seed$seed/summary.json" ] && continue
     echo "seed $seed: see $out/seed$seed.log"
-    python demo.py run --task look_closer --seed "$seed" --out "$out/seed$seed" > "$out/seed$seed.log" 2>&1
+    python demo.py run --task look_closer --seed "$seed" --out "$out/seed$seed" "${short[@]}" > "$out/seed$seed.log" 2>&1
 done
-python - "$out" <<'PY' | tee "$out/table.md"
+python - "$out" $seeds <<'PY' | tee "$out/table.md"
 import json, sys
 from collections import Counter
 from itertools import islice
@@ -31,7 +34,7 @@ blind = truths.most_common(1)[0][1] / 400
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 print("| seed | accuracy before RL, greedy | after | sampled, first step → last | episodes that look | tokens an episode |")
 print("|---|--:|--:|--:|--:|--:|")
-for seed in range(3):
+for seed in sys.argv[2:]:
     summary = json.loads((out / f"seed{seed}" / "summary.json").read_text())
     rows = [json.loads(line) for line in (out / f"seed{seed}" / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward/accuracy" in row]

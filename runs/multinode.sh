@@ -14,6 +14,10 @@
 set -euo pipefail
 how=${1:-}
 shift || true
+if [ "$how" = --short ]; then # what it would start on two nodes
+    how=hand NODES=${NODES:-a b} SERVERS=${SERVERS:-1}
+    set -- --model M --data F --out O --steps 1 "$@"
+fi
 case $how in slurm | ssh | hand) ;; -h | --help)
     sed -n '2,/^set/{/^#/p}' "$0"
     exit ;; *)

@@ -3,10 +3,17 @@
 #   N=8 PORT=8000 runs/serve.sh --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048
 # PYTHON is that of an environment with vLLM. The flags are train.py's, as far as servers have to agree with it; then train with
 #   --rollout server --servers http://127.0.0.1:8000 ... http://127.0.0.1:8007
-# HOST=0.0.0.0 lets other machines in, and with them whoever reaches the port: docs/scale.md. DRY=1 only prints.
+# HOST=0.0.0.0 lets other machines in, and with them whoever reaches the port: docs/scale.md. DRY=1 only prints, as does --short
+# as the first argument, which makes a toy for two servers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 N=${N:-1} TP=${TP:-1} PORT=${PORT:-8000} HOST=${HOST:-127.0.0.1} PYTHON=${PYTHON:-python}
+if [ "${1:-}" = --short ]; then
+    DRY=1 N=2 toy=${OUT:-out/serve}
+    [ -d "$toy/toy" ] || "$PYTHON" demo.py model --out "$toy/toy"
+    "$PYTHON" prepare_data.py shapes --toy --n 4 --out "$toy/train.parquet"
+    set -- --model "$toy/toy" --data "$toy/train.parquet" --max-new-tokens 8 "${@:2}"
+fi
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM HUP
 for ((i = 0; i < N; i++)); do

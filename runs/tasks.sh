@@ -2,10 +2,12 @@
 # The demo of every task on three seeds: does RL lift each toy, and does it look? Writes out/tasks/table.md. CPU, one
 # process a run, JOBS runs at a time, three to seven minutes a run; what has a summary.json is not run again.
 #   TASKS="vqa digits" SEEDS="0 1" JOBS=1 runs/tasks.sh
+# --short as the first argument: one task, one seed, with demo.py's --short.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export out=out/tasks
+export out=${OUT:-out/tasks} short=""
+[ "${1:-}" != --short ] || TASKS=${TASKS:-shapes} SEEDS=${SEEDS:-0} short=--short
 TASKS=${TASKS:-shapes geo3k vqa digits caption geospot nlvr2}
 SEEDS=${SEEDS:-0 1 2}
 mkdir -p "$out"
@@ -14,7 +16,7 @@ one() {
     [ -f "$d/summary.json" ] && return
     echo "$1, seed $2: see $d.log"
     mkdir -p "$out/$1"
-    python demo.py run --task "$1" --seed "$2" --processes 1 --out "$d" > "$d.log" 2>&1 || { tail -n 3 "$d.log"; exit 1; }
+    python demo.py run --task "$1" --seed "$2" --processes 1 --out "$d" $short > "$d.log" 2>&1 || { tail -n 3 "$d.log"; exit 1; }
 }
 export -f one
 failed=0

@@ -1,31 +1,37 @@
 #!/usr/bin/env bash
 # How far are losses and gradients of --tp 2 on 2 and 4 processes from those of one process? All families' toys, five
 # settings each; in fp32, and with `float64` as an argument in double precision. CPU, 2 cores, about five minutes.
-# Further flags go to every setting.
+# Further flags go to every setting. --short as the first argument: one family, one setting, 1 and 2 processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 OUT=${OUT:-out/tensor_parallel}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+short="" processes="1 2 4"
+if [ "${1:-}" = --short ]; then
+    short=yes processes="1 2" FAMILIES=${FAMILIES:-qwen2_5_vl}
+    shift
+fi
 COMMON="--micro-tokens 130 --tp 2 $*"
 CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower --grad-checkpointing
     / $COMMON --algo gspo --kl-coef 0.1 --entropy-coef 0.01
     / $COMMON --algo ppo --critic separate --kl-coef 0.1 --train-vision merger
     / $COMMON --algo ppo --tis-cap 1.5 --tis-mask 0.5,2"
+[ -z "$short" ] || CASES="$COMMON --train-vision all"
 for family in ${FAMILIES:-qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe}; do
     $PYTHON demo.py model --family "$family" --hidden 64 --layers 2 --vocab 448 --out "$OUT/$family"
-    for n in 1 2 4; do
+    for n in $processes; do
         # shellcheck disable=SC2086
         $PYTHON -m torch.distributed.run --standalone --nproc-per-node $n tests/parity_worker.py \
             "$OUT/$family" "$OUT/$family-$n.pt" $CASES
     done
-    $PYTHON - "$OUT/$family" <<'PY'
+    $PYTHON - "$OUT/$family" $processes <<'PY'
 import sys
 from itertools import chain
 
 import torch
 
-one, *others = (torch.load(f"{sys.argv[1]}-{n}.pt") for n in (1, 2, 4))
+one, *others = (torch.load(f"{sys.argv[1]}-{n}.pt") for n in sys.argv[2:])
 worst = {}
 for a, b in chain.from_iterable(zip(one, other, strict=True) for other in others):
     largest = max(g.norm() for g in a["gradients"].values())

@@ -12,7 +12,8 @@ from errors import UserError, need, refusing
 MARK = "<image>"
 TRUTH = "reward_model.ground_truth"  # the column of the answer in the on-disk format
 # An image as Qwen's own templates write it, once or expanded: a run of <|image_pad|> is one image
-NATIVE = re.compile(r"<\|vision_start\|>(?:(?:<\|image_pad\|>)+|<image>)<\|vision_end\|>|(?:<\|image_pad\|>)+")
+NATIVE = r"<\|vision_start\|>(?:(?:<\|image_pad\|>)+|<image>)<\|vision_end\|>|(?:<\|image_pad\|>)+"
+NATIVE = re.compile(rf"{NATIVE}|<image>|<image[ _]?([0-9]{{1,3}})>")  # MMMU's `<image 2>` is the row's second image
 TEXTS = ("text", "input_text")
 IMAGES = ("image", "image_url", "input_image")
 HELD_BY = ("image", "image_url", "url", "path", "base64", "bytes")  # fields of a part that may be its image
@@ -46,15 +47,24 @@ def place_images(prompt: object, column: list) -> tuple[object, list]:
     """A prompt, a string or messages -> the same with texts for contents and a mark for each image; and the images.
 
     A mark, a native placeholder and a part without an image of its own take the next image of the row's columns. Those
-    that are left come last. What is no prompt stays as it is. Raises UserError with the reason.
+    that are left come last. A numbered mark takes the image of its number. What is no prompt stays as it is. Raises
+    UserError with the reason.
     """
     following = enumerate(column)
     placed = []
+    numbered = set()
+
+    def place_mark(mark: re.Match) -> str:
+        if mark[1]:
+            need(0 < int(mark[1]) <= len(column), f"{mark[0]} in the prompt, but the row has {len(column)} images")
+            numbered.add(int(mark[1]) - 1)
+            placed.append(column[int(mark[1]) - 1])
+        else:
+            placed.extend(cell for _, cell in islice(following, 1))
+        return MARK
 
     def place(text: str) -> str:
-        text = NATIVE.sub(MARK, text)
-        placed.extend(cell for _, cell in islice(following, text.count(MARK)))
-        return text
+        return NATIVE.sub(place_mark, text)
 
     def place_part(part: dict) -> str:
         content = read_part(part)
@@ -84,7 +94,7 @@ def place_images(prompt: object, column: list) -> tuple[object, list]:
                 message = {**message, "content": "".join(texts)}
             messages.append(message)
         prompt = messages
-    return prompt, placed + [cell for _, cell in following]
+    return prompt, placed + [cell for at, cell in following if at not in numbered]
 
 
 def read_part(part: object) -> str | list:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from errors import UserError, need, refusing
 from sources.content import row_content
 from sources.images import image_bytes
+from sources.look import print_once
 
 BOUND = 16 << 20  # bytes of rows that a process keeps
 OPEN_FILES = 8  # per process, with what their footers tell
@@ -153,9 +154,9 @@ def row_places(table: ImageTable) -> Iterator[tuple[ImageTable, int, int]]:
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
         rows = [group.num_rows for group in groups]
         largest = max((group.total_byte_size for group in groups), default=0)
-    if largest > LARGE_GROUP and table.columns and os.environ.get("RANK", "0") == "0":
+    if largest > LARGE_GROUP and table.columns:
         told = f"row groups of up to {largest >> 20} MiB make reading its images slow; prepare_data.py parquet --input"
-        print(f"{table.path}: {told} {table.path} makes a file of small ones")
+        print_once(f"{table.path}: {told} {table.path} makes a file of small ones")
     for group, n in enumerate(rows):
         for row in range(n):
             yield table, group, row

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections import Counter
 from itertools import chain
 from typing import Any
@@ -10,6 +11,12 @@ import numpy as np
 from PIL import Image
 
 from errors import printable
+
+
+def print_once(text: str) -> None:
+    """Print a line, in the first process of a run alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
 def first_of(bad: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ import glob
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -106,7 +107,7 @@ def count_values(array: pa.Array) -> int:
 
 def parquet_columns(file: File) -> list[str]:
     """Names of the columns. Raises UserError if it is no parquet file."""
-    with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file"):
+    with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file, or is damaged"):
         return pq.read_schema(file.open() if isinstance(file, RemoteFile) else file).names
 
 
@@ -134,6 +135,9 @@ def text_lines(file: File) -> Iterator[str]:
 def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank."""
     for line, text in enumerate(text_lines(file), 1):
+        array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
+        told = f"{file} is one JSON array; write an object with prompt, images and answer on each line"
+        need(not array, f"{told}, as by: jq -c '.[]' {file} > rows.jsonl")
         if text.strip():
             try:
                 row = json.loads(text)

@@ -15,13 +15,16 @@ IMAGES = ("image", "image_url")
 
 
 def any_rows(cfg: TaskConfig, images: tuple[str, ...] = IMAGES) -> Iterator[Raw]:
-    """Rows of the CSV, JSONL and parquet files of --input, as they are. `images`: columns that may be an image."""
+    """Yield the rows of the CSV, JSONL and parquet files of --input, as they are. `images` are columns that may be an
+    image; with none of them, a file has to have the columns that --prompt-key, --image-key and --answer-key name."""
     need(cfg.input, "--input: give CSV, JSONL or parquet files, or draw rows with --toy")
 
     def records(file: File, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
         ending = file.suffix.removeprefix(".").lower()
         kind = {"json": "jsonl"}.get(ending, ending)  # NLVR2's .json has a row a line
         need(kind in TABLES, f"{file}: expected a file that ends in .json, .{', .'.join(TABLES)}")
+        if not images:
+            return TABLES[kind][0](file, cfg)
         image = ""  # of a parquet file's binary columns only those that are named are read
         if kind == "parquet":
             named = dict.fromkeys((*named_columns(cfg.image_key, ()), *images))

@@ -560,7 +560,10 @@ def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) 
             brackets = point[1] == true_point[1] and point[3] == true_point[3]
             return brackets and len(items) == len(truths) and all(map(again, items, truths))
     items, truths = split(prediction, ":")[0], split(truth, ":")[0]
-    if len(items) == len(truths) > 1:  # 4:6 is 2:3: each member against the same one, which is not 0
+    if len(items) == len(truths) > 1:  # a time, or a ratio to 0: 12:00 is not 1:00
+        if re.match(r"\d+:0\d|[1-9]\d*:0(?::0)?$", truth):
+            return all(map(again, items, truths))
+        # 4:6 is 2:3: each member against the same one, which is not 0
         some = next((i for i, member in enumerate(truths) if evaluate(member)), 0)
         pairs = zip(items, truths, strict=True)
         return all(same_value(f"({a})/({items[some]})", f"({b})/({truths[some]})") for a, b in pairs)

@@ -269,7 +269,7 @@ for meaning, labels in LABELS.items():
     FIELDS |= dict.fromkeys(labels.split(), meaning)
 FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
-NUMBER = r"[0-9]{1,3}(?:\.[0-9]{0,15})?"  # no other script's digits: JSON has none
+NUMBER = r"[0-9]{1,3}(?:\.[0-9]*)?(?:e-[0-9]{1,2})?"  # no other script's digits: JSON has none
 ANGLE = rf" ?([+-]?) ?({NUMBER}) ?(?:°|deg|degrees)? ?(?:({NUMBER}) ?' ?(?:({NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
 PAIR = re.compile(rf"{ANGLE}[,; ]{ANGLE}", re.I)
 SIGNS = str.maketrans("−–’′”″º", "--''\"\"°")

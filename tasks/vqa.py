@@ -9,6 +9,7 @@ letter, everything else as text. Text is normalised as by the evaluation code of
 github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); plurals and the synonyms below are ours.
 """
 
+import ast
 import json
 import random
 import re
@@ -20,14 +21,13 @@ from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from errors import UserError, need
-from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
+from prepare_data import MARK, Raw, TaskConfig
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, unwrap_truth, weighted
-from sources.tables import data_files
+from tasks._tables import any_rows
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
-DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "add_image_marks": True}
-DEFAULTS |= {"instruction": "vqa"}
+DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "instruction": "vqa"}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MULTIPLE_CHOICE = "multiple choice"
 COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tolerance` says
@@ -165,7 +165,7 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # of VQA's evaluation
 DIGIT_COMMA = re.compile(r"[0-9],[0-9]")
 PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # of a word in a sentence
-NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,15})?")
+NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
 LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:) ?"
@@ -339,15 +339,9 @@ def quantity(text: str, known: frozenset[str] = frozenset()) -> tuple[Decimal, s
     return (value, "".join(units[:1])) if len(units) < 2 and all_known(others, known) else None
 
 
-def number_of(text: str) -> Decimal | None:
-    """The value of a number without a unit."""
-    found = quantity(text)
-    return found[0] if found and not found[1] else None
-
-
 CLOCK = re.compile(r"([0-9]{1,2})(?:[:. ]([0-5][0-9])(?::00)?|:00)?(?: ([ap]m|in the (?:morning|afternoon|evening)))?")
 BESIDE_HOUR = re.compile(r"([0-9]{1,2}) (past|after|to) ([0-9]{1,2})( [ap]m)?")
-IS_TIME = re.compile(r"[0-9]:[0-5][0-9]|[0-9] ?[ap]m$|o'clock$| past |^(?:noon|midday|midnight)$")
+IS_TIME = re.compile(r"[0-9]:[0-5][0-9]|[0-9] ?[ap]m$|o[' ]?clock$| past |^(?:noon|midday|midnight)$")
 TIME_WORDS = {"half": "30", "quarter": "15", "noon": "12 pm", "midday": "12 pm", "midnight": "12 am"}
 HALVES = {"in the morning": "am", "in the afternoon": "pm", "in the evening": "pm"}
 
@@ -355,7 +349,7 @@ HALVES = {"in the morning": "am", "in the afternoon": "pm", "in the evening": "p
 @lru_cache(4096)
 def time_of(text: str) -> tuple[int, int, str] | None:
     """(hour from 0 to 11, minute, am, pm or "") of `5:30 pm`, `17:30`, `half past five`, `five thirty`."""
-    text = text.replace("o'clock", ":00")
+    text = re.sub(" ?o[' ]?clock", " :00", text)
     words = [TIME_WORDS.get(word, word) for word in number_words(text) if word not in ("a", "at", "minutes")]
     written = " ".join(word if value is None else str(value) for word, value in with_numbers(words)).replace(" :", ":")
     if found := BESIDE_HOUR.fullmatch(written):
@@ -725,11 +719,7 @@ def read_as(text: str, asked: Asked) -> list[str]:
 
 def rows(cfg: TaskConfig) -> Iterator[Raw]:
     """Rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of parquet shards."""
-    files = data_files(cfg.input, cfg.split)
-    kinds = {file.suffix.lower().lstrip(".") for file in files}
-    told = f"--input: files that end with {', '.join(sorted(kinds))}; vqa reads one of {', '.join(TABLES)} at a time"
-    need(len(kinds) == 1 and kinds <= set(TABLES), told)
-    for raw in table_rows(files, cfg, TABLES[kinds.pop()][0]):
+    for raw in any_rows(cfg, ()):
         if isinstance(raw.record, dict):
             try:
                 raw.record = to_columns(raw.record, cfg.prompt_key, cfg.answer_key)
@@ -739,9 +729,9 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
 
 
 def to_columns(record: dict, question_key: str = "question", answer_key: str = "answer") -> dict:
-    """A row as found -> as it is kept: `type` becomes answer_type, choices are listed below the question, and the
-    answer becomes the letter of one. Raises UserError with the reason."""
-    answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices"))
+    """Return a row as it is kept: `type` becomes answer_type, choices (or `options`) are listed below the question, and
+    the answer becomes the letter of one. Raises UserError with the reason."""
+    answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices", record.get("options")))
     if isinstance(answer, list):  # VQA's own are {"answer": ..., "answer_id": ...}
         answer = [unwrap_truth(str(a.get("answer", "") if isinstance(a, dict) else a)) for a in answer]
         need(answer, "the answer is an empty list")
@@ -753,27 +743,30 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
         ok = isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS)
         need(ok, f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
         row["choices"] = [str(choice) for choice in choices]
-        row[answer_key] = letter_of(answer, row["choices"])
+        row[answer_key] = letter_of(answer, choices)
         row[question_key] = with_choices(row.get(question_key), row["choices"])
     return row
 
 
 def from_json(value: object) -> object:
-    """Lists and objects in a cell of a csv file are JSON."""
+    """Read a list or an object in a cell of a csv file, which is JSON, or as Python prints it, in MMMU's options."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(value.strip())
     return value
 
 
-def letter_of(answer: object, choices: list[str]) -> str:
-    """The letter of the choice that an answer names. An answer that is the letter of one and the text of another, or no
-    choice at all, is refused."""
-    text = clean(unwrap_truth(str(answer)))
-    by_text = {i for i, choice in enumerate(choices) if normal(text) == normal(clean(choice))}
-    by_letter = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
-    named = by_text | {i for i in by_letter if i < len(choices)}
-    told = f"answer {answer!r} names {len(named)} of the choices {', '.join(choices)}; give the letter or text of one"
+def letter_of(answer: object, choices: list) -> str:
+    """Return the letter of the choice that an answer names by its letter, its text or, as ScienceQA's, an integer among
+    texts, its place from 0. Raises UserError if it names two, or none."""
+    text, names = clean(unwrap_truth(str(answer))), list(map(str, choices))
+    by_text = {i for i, choice in enumerate(names) if normal(text) == normal(clean(choice))}
+    by_place = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
+    by_place |= {answer} if type(answer) is int and names == choices else set()
+    named = by_text | {i for i in by_place if 0 <= i < len(choices)}
+    told = f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one"
     need(len(named) == 1, told)
     return LETTERS[named.pop()]
 

@@ -45,7 +45,7 @@ DISKS = ("full_disk", "read_only")
 def run_scenarios(folder, ranks, names):
     """Rows of the table by name, from one process: its imports are most of the time."""
     file = folder / f"{ranks}.json"
-    command = [sys.executable, "benchmarks/faults.py", "--quick", "--jobs", 2, "--ranks", ranks]
+    command = [sys.executable, "benchmarks/faults.py", "--short", "--jobs", 2, "--ranks", ranks]
     command += ["--only", ",".join(names), "--json", file]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert file.exists(), done.stdout[-3000:] + done.stderr[-3000:]

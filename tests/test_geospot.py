@@ -574,6 +574,14 @@ def test_rows_of_osv_5m(tmp_path, image):
     assert json.loads(example.ground_truth) == PARIS
 
 
+@pytest.mark.parametrize("lat, lon", [("46.1234567890123456", "-1.23456789012345678"), ("4.2e-05", "-7E-05")])
+def test_coordinates_of_all_digits_that_a_table_may_have(tmp_path, image, lat, lon):
+    (tmp_path / "osv.csv").write_text(f"image,latitude,longitude,country\na.jpg,{lat},{lon},FR\n")
+    [example] = made(tmp_path, tmp_path / "osv.csv")
+    assert geospot_reward(f'{{"lat": {lat}, "lon": {lon}}}', example.ground_truth, 4)["coordinates"] == 1.0
+    assert json.loads(example.ground_truth)["lat"] == float(lat)
+
+
 def test_rows_that_are_wrong_say_why(tmp_path, image):
     for change, told in [
         ({"lat": "148"}, "lat '148' and lon '2.3522': expected degrees"),

@@ -21,7 +21,7 @@ def bench(tmp_path, *flags, code=0):
         key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
     }  # its tests are no worker's of ours
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", "--toy", "--json", out, *flags],
+        [sys.executable, "benchmarks/gpu.py", "--short", "--json", out, *flags],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -254,7 +254,7 @@ def test_several_image_columns(tmp_path):
         csv.writer(file).writerows(
             [["prompt", "left", "right", "answer"], ["same?", URI["red"], f'["{URI["blue"]}"]', "no"]]
         )
-    flags = ("--image-key", "left,right", "--add-image-marks", "--data-source", "t", "--out", tmp_path / "o.parquet")
+    flags = ("--image-key", "left,right", "--data-source", "t", "--out", tmp_path / "o.parquet")
     run("csv", "--input", tmp_path / "q.csv", *flags)
     [e] = read_examples(tmp_path / "o.parquet")[0]
     assert e.images == [RED, BLUE] and e.messages[0]["content"] == "<image><image>same?"

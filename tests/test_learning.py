@@ -26,9 +26,7 @@ def test_both_sides_are_asked_the_same_from_the_same_start(toys, tmp_path):
         shutil.copytree(toys["qwen2_5_vl"], folder / name)
     for split, n in (("train", 12), ("test", 5)):
         write_parquet(folder / f"{split}.parquet", shapes_rows(n, split, 3))
-    small = "--steps 2 --eval-every 1 --prompts-per-step 3 --group-size 2 --warmup-steps 1 --max-new-tokens 6"
-    where = ("--tasks", "shapes", "--seeds", 3, "--out", tmp_path)
-    run([sys.executable, "benchmarks/learning.py", "trl", *where, *small.split()])
+    run([sys.executable, "benchmarks/learning.py", "trl", "--short", "--seeds", 3, "--out", tmp_path])
 
     ours, theirs = (json.loads((folder / side / "curve.json").read_text()) for side in ("ours", "trl"))
     assert ours[0]["accuracy"] == theirs[0]["accuracy"]

@@ -476,6 +476,13 @@ def test_hole_in_the_data_is_never_right(truth):
             assert not geometry.grade_geometry(response, truth)
 
 
+def test_times_are_no_ratios():
+    right = geometry.grade_geometry
+    for truth, wrong in (("12:00", "1:00"), ("2:05", "2:6"), ("1:0", "5:0"), ("1:00:00", "2:00:00")):
+        assert right(rf"\boxed{{{truth}}}", truth) and not right(rf"\boxed{{{wrong}}}", truth)
+    assert right(r"\boxed{4:6}", "2:3") and right(r"\boxed{0:4:6}", "0:2:3")
+
+
 @pytest.mark.parametrize("truth", HOLES + BROKEN)
 def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
     with pytest.raises(

@@ -718,7 +718,7 @@ def bad_rows(shapes):
     broken = [dict(r) for r in good]
     broken[2] = broken[2] | {"images": [{"bytes": b"\x89PNG\r\n\x1a\n nonsense", "path": None}]}
     unmarked = [dict(r) for r in good]
-    unmarked[3] = unmarked[3] | {"prompt": [{"role": "user", "content": "no mark"}]}
+    unmarked[3] = unmarked[3] | {"prompt": [{"role": "user", "content": "<image> <image>"}]}
     unknown = [r | {"data_source": "chess"} for r in good]
     no_prompt = [{k: v for k, v in r.items() if k != "prompt"} for r in good]
     return {"good": good, "broken": broken, "unmarked": unmarked, "no_prompt": no_prompt, "unknown": unknown}
@@ -730,7 +730,7 @@ CASES = [
     ("missing", {}, "no such file"),
     ("no_prompt", {}, "no column 'prompt'.*--prompt-key"),
     ("broken", {}, "row 2: image 0 .* cannot be decoded"),
-    ("unmarked", {}, "row 3: 0 <image> marks in the prompt but 1 images"),
+    ("unmarked", {}, "row 3: 2 <image> marks in the prompt but 1 images"),
     ("unknown", {}, "'chess'.*--reward"),
     ("good", {"--max-prompt-tokens": "10"}, "none of 6 prompts fits --max-prompt-tokens 10"),
     ("good", {"--group-size": "1"}, "--group-size 1.*at least 2"),

@@ -241,7 +241,18 @@ NUMBERS = {
 
 @pytest.mark.parametrize("text, value", NUMBERS.items())
 def test_values_of_number_words(text, value):
-    assert vqa.number_of(text) == value
+    assert vqa.quantity(text) == (None if value is None else (value, ""))
+
+
+@pytest.mark.parametrize("said", ["2 oclock", "2 o'clock", "two o clock", "2:00", "Two O’Clock"])
+def test_times_on_the_hour(said):
+    for truth in ("2 oclock", "2 o'clock", "2:00"):
+        assert accuracy(said, truth, "What time is it?") == 1.0
+        assert accuracy("3 oclock", truth, "What time is it?") == 0.0
+
+
+def test_a_truth_of_many_decimals_is_a_number():
+    assert accuracy("0.1234567890123456780", "0.12345678901234567800", "How much?") == 1.0
 
 
 def test_approximations_are_no_count_but_a_measure():
@@ -462,9 +473,7 @@ def test_csv_and_parquet(tmp_path):
     [first], _ = read_examples(tmp_path / "1.parquet", ReadingConfig())
     assert first.ground_truth == "A" and first.extra["choices"] == ["red", "blue"]
     keys = ("--prompt-key", "prompt", "--image-key", "images", "--answer-key", "reward_model", "--instruction", "")
-    with pytest.raises(UserError, match="vqa reads one of jsonl, csv, parquet at a time"):
-        run("vqa", "--input", tmp_path / "qa.csv", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys)
-    with pytest.raises(UserError, match="files that end with png; vqa reads one of"):
+    with pytest.raises(UserError, match="expected a file that ends in .json, .jsonl, .csv, .parquet"):
         run("vqa", "--input", tmp_path / "a.png", "--out", tmp_path / "2.parquet")
     with pytest.raises(UserError, match="no column 'answer'; it has .*Correct --answer-key"):
         run("vqa", "--input", tmp_path / "1.parquet", "--out", tmp_path / "2.parquet", *keys[:4])
