@@ -30,7 +30,7 @@ from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import UserError, check_writable, need
 from model import Processor, default_dtype
-from parallel.checkpoint import load_trained, locate, on_rank0, read_json, step_of
+from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
 from report.evaluation import (
@@ -117,14 +117,16 @@ class Evaluation:
     sampling: Sampling
     samples: int = 1  # of each example
     blank: bool = False  # white images instead of the examples' own
-    stage: Stage = Stage()  # of the curriculum, which rewards are told: the last, whatever the step
+    # What rewards are given: a run's last stage and step, so that a model scores the same whenever it was saved
+    stage: Stage = Stage()
+    step: int = 0
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
     start_of: StartOf = as_given  # what an environment begins with
     group_by: Sequence[str] = ()
     title: str = "evaluating"
 
-    def records(self, step: int = 0) -> list[dict]:
+    def records(self) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
         mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
         # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
@@ -134,14 +136,14 @@ class Evaluation:
             for start in rounds:
                 if self.stop():
                     return []
-                records += self.chunk(mine[start : start + CHUNK], step, progress)
+                records += self.chunk(mine[start : start + CHUNK], progress)
         everyone = replace(self.ctx, tp=1)  # also where some train together, each process has examples of its own
         return sorted(everyone.gather_main(records), key=lambda record: record["index"])
 
-    def chunk(self, mine: Sequence[tuple[int, Example]], step: int, progress: Progress) -> list[dict]:
+    def chunk(self, mine: Sequence[tuple[int, Example]], progress: Progress) -> list[dict]:
         prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
         with uncounted():  # in metrics, which are of the responses that are trained on
-            grading = self.rewards.begin(step, self.stage)
+            grading = self.rewards.begin(self.step, self.stage)
             on_rollout = progress.counting(grading.add)
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
             results = grading.results(rollouts)
@@ -162,7 +164,7 @@ class Evaluation:
     def run(self, log: RunLog, stage: Stages, step: int) -> dict[str, float]:
         """In training: metrics, on rank 0; none where the run is asked to end."""
         with stage("eval", interruptible=False):
-            records = self.records(step)
+            records = self.records()
         self.cut_at = step if self.stop() else 0
         if self.cut_at or not records:
             return {}
@@ -197,7 +199,7 @@ def settings_of_run(path: str) -> dict:
     """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
     run = found_at(path)[2]
     settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
-    if not Path(settings.get("curriculum", ".")).exists():
+    if settings.get("curriculum", "none") != "none" and not Path(settings["curriculum"]).exists():
         del settings["curriculum"]
     if ":" in settings.get("env", "") and not has_file(settings["env"]):
         del settings["env"]
@@ -262,7 +264,8 @@ def gone(name: str, run: Mapping[str, Any]) -> str:
     """Why a setting of the run is not the default here."""
     specs = run.get(name) or ()
     named = {"env": (specs,), "curriculum": (specs,), "reward": specs}.get(name, ())
-    missing = [spec for spec in named if spec and not (has_file(spec) if ":" in spec else Path(spec).exists())]
+    named = [spec for spec in named if spec not in ((), "none")]
+    missing = [spec for spec in named if not (has_file(spec) if ":" in spec else Path(spec).exists())]
     return f", {', '.join(missing)}, which is not here" if missing else ""
 
 
@@ -354,8 +357,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     examples, left_out = read_data(cfg, rewards, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(step, stage)])
-    if checkpoint := locate(cfg.model)[1]:  # a reward may ask for the step that training evaluated at
-        step = step_of(checkpoint) or step
+    step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
     ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     of_model: dict[str, list[dict]] = {}  # by what it saw: "", its own images, and what --ablate names
@@ -367,8 +369,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
             asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
-            more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
-            records = Evaluation(*asked, **more).records(step)
+            more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
+            records = Evaluation(*asked, **more).records()
             if number == 0:
                 of_model[kind] = records
             else:

@@ -362,7 +362,7 @@ def main(cfg: Config) -> None:
     interrupt.arm(saver.save_and_tell, log.end)
     engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    more = {"stage": curriculum.last(), "stop": interrupt.agreed, "start_of": start_of}
+    more = {"stage": curriculum.last(), "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())

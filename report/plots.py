@@ -20,7 +20,8 @@ SMOOTH = 25  # a running mean is over so many parts of a run
 COLOURS = ("#1f5fa8", "#d9822b", "#2e9e5b", "#8e5bb5", "#c0392b", "#17a2b8", "#8c6d46", "#d16ba5", "#7f8c9b", "#a5b53a")
 GREY = "#8b95a5"
 OF_NO_GROUP = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes", "grace_seconds"}
-COUNTS = {"reward/errors", "reward/timeouts", "reward/constant_groups", "reward/mean"}  # no named rewards
+# no named rewards, or of another scale
+COUNTS = {"reward/errors", "reward/timeouts", "reward/constant_groups", "reward/mean", "reward/km"}
 
 Series = tuple[list[float], list[float]]  # steps, and a value at each
 
