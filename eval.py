@@ -39,6 +39,7 @@ from report.evaluation import (
     group_of,
     lines_of,
     make_record,
+    metric_of,
     plain,
     reliance,
     summarise,
@@ -169,18 +170,22 @@ class Evaluation:
         if self.cut_at or not records:
             return {}
         summary = summarise(records)
-        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
-        kinds = "  ".join(f"{plain(kind)} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        metric = summary["metric"]
+        by_type = {kind: of[metric] for kind, of in summary["by_answer_type"].items()}
+        rewards = {name: of["mean"] for name, of in summary["rewards"].items()}
+        kinds = "  ".join(f"{plain(name)} {value:.2f}" for name, value in (*by_type.items(), *rewards.items()))
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        found = f"eval at step {step}: {summary['metric']} {with_interval(summary)} on {summary['n']}{failed}"
+        found = f"eval at step {step}: {metric} {with_interval(summary, metric)} on {summary['n']}{failed}"
         tqdm.write("\n".join([found, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
         log.evaluated(step, records, summary, self.examples, self.start_of)
-        metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
-        metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))
-        by_task = {f"eval/{task}/accuracy": of["accuracy"] for task, of in summary.get("by_task", {}).items()}
+        metrics = {f"eval/{name}": summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
+        ends = (f"eval/{metric}_low", f"eval/{metric}_high")
+        metrics |= dict(zip(ends, summary[f"{metric}_ci95"], strict=True))
+        metrics |= {f"eval/{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
-            by_task["eval/task_mean"] = summary["task_mean"]["accuracy"]
-        return metrics | by_task | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
+            metrics["eval/task_mean"] = summary["task_mean"][metric]
+        metrics |= {f"eval/rewards/{name}": value for name, value in rewards.items()}
+        return metrics | {f"eval/{metric}/{kind}": value for kind, value in by_type.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -395,12 +400,14 @@ def summarise_all(cfg: EvalConfig, of_model: Mapping[str, list[dict]], of_baseli
     about = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
     if checkpoint := locate(cfg.model)[1]:
         about["checkpoint"] = checkpoint.name
-    summary = about | summarise(records)
+    metric = metric_of(list(chain(*of_model.values(), *of_baselines)))
+    summary = about | summarise(records, metric)
     if cfg.baseline:
         pairs = zip(cfg.baseline, of_baselines, strict=True)
-        summary["baselines"] = [{"path": path, **summarise(base), **compare(records, base)} for path, base in pairs]
+        both = [(path, summarise(base, metric), compare(records, base, metric)) for path, base in pairs]
+        summary["baselines"] = [{"path": path, **base, **compared} for path, base, compared in both]
     if cfg.ablate:
-        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate})
+        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate}, metric)
     return summary
 
 

@@ -164,7 +164,7 @@ class RunLog:
         self.bar.update()
         for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
             tqdm.write(line)
-        if "eval/accuracy" in metrics:
+        if "eval/n" in metrics:
             self._draw()
 
     def _described(self) -> dict:
@@ -228,7 +228,7 @@ class RunLog:
         told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
             kept = Path(best["checkpoint"]).name if best["checkpoint"] else "no checkpoint of it"
-            told += f"; best evaluation {best['accuracy']:.3f} at step {best['step']} ({kept})"
+            told += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
         print(told, flush=True)

@@ -22,7 +22,7 @@ run() {
 run whole > "$out/whole.log"
 run cut > "$out/cut.log" 2>&1 &
 until grep -q '"step": 17,' "$out/cut/metrics.jsonl" 2> /dev/null; do sleep 0.05; done
-pkill -9 -f -- "--out $out/cut --curriculum"
+pkill -9 -P $!  # the run itself, a child of that shell
 wait $! || true
 [ ! -d "$out/cut/checkpoints/step_000024" ]
 echo "killed after $(tail -n 1 "$out/cut/metrics.jsonl" | cut -d, -f1)}, in stage 3 (steps 12 to 19, counted from 0)"
@@ -37,7 +37,7 @@ from pathlib import Path
 
 def rows(name):
     lines = Path(sys.argv[1], name, "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k[:5] not in ("time/", "perf/")} for line in lines]
 
 
 whole, cut = rows("whole"), rows("cut")
