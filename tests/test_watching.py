@@ -74,7 +74,7 @@ def tracked(toys, tmp_path_factory):
     data = write_parquet(folder / "train.parquet", shapes_rows(8, "train", 0))
     test = write_parquet(folder / "test.parquet", shapes_rows(5, "test", 0))
     more = ["--eval-data", test, "--eval-every", 2, "--save-every", 2, "--track", "tensorboard", "wandb"]
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DATA_DIR": str(folder), "WANDB_PROJECT": "mine"}
+    env = os.environ | {"WANDB_MODE": "offline", "XDG_DATA_HOME": str(folder / "home"), "WANDB_PROJECT": "mine"}
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, folder / "run", *more, "--no-self-test")]
     first = run([*command, "--steps", 2], env=env)
     second = run([*command, "--steps", 4, "--resume", "auto"], env=env)
@@ -146,6 +146,12 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl_once(tracked):
     assert found == expected and len(found) > 30
     assert {event.step for event in events.Images("samples/0/0")} == {1, 2, 3, 4}
     assert b'"lr": 0.001' in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_wandb_stages_images_in_the_run(tracked):
+    out, _, _ = tracked
+    assert not (out.parent / "home").exists()
+    assert [path for path in (out / "wandb" / "artifacts" / "staging").rglob("*") if path.is_file()]
 
 
 def test_a_run_keeps_a_page_curves_and_predictions(tracked):
