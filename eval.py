@@ -25,11 +25,12 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
+from engines.connect import ConnectionConfig, ServerConfig, connect
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import UserError, check_writable, need
-from model import Processor, default_dtype
+from model import ModelConfig, Processor, default_dtype
 from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
@@ -55,7 +56,7 @@ from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import has_file
-from rollout import IN_PROCESS, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -75,7 +76,7 @@ class AsTrained(RewardConfig, EnvConfig, ReadingConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(AsTrained):
+class EvalConfig(AsTrained, ConnectionConfig):
     """Evaluation"""
 
     model: str = setting(REQUIRED, "model folder, hub id, run directory or checkpoint", positional=True)
@@ -89,7 +90,8 @@ class EvalConfig(AsTrained):
     samples: int = setting(1, "K, responses per example", least=1)
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=IN_PROCESS)
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed, but server for a run that "
+                           "trained on servers", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
 
@@ -218,7 +220,7 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         add_settings(parser, WatchConfig)
         return read_settings(WatchConfig, vars(parser.parse_args(argv)))
     parser = Parser(__doc__)
-    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
+    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig, ConnectionConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
@@ -226,7 +228,10 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     settings = settings_of_run(given["model"]) | given
     if settings.get("env") is None and "env_settings" not in given:
         settings.pop("env_settings", None)
-    cfg = read_settings(EvalConfig, settings)
+    by_servers = found_at(given["model"])[2].get("rollout") == "server"
+    cfg = read_settings(EvalConfig, ({"rollout": "server"} if by_servers else {}) | settings)
+    told = "--rollout server (the default for a run that trained with it) needs --servers URL..."
+    need(cfg.rollout != "server" or cfg.servers, f"{told}; add it, or use --rollout hf or vllm")
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
@@ -276,14 +281,14 @@ def gone(name: str, run: Mapping[str, Any]) -> str:
 
 def read_data(
     cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
-) -> tuple[list[Example], int]:
-    """The examples that every processor takes, and how many were left out."""
+) -> tuple[list[Example], int, int]:
+    """Return the examples that every processor takes, how many were left out, and the tokens of the longest prompt."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit)
     rewards.check(examples)
-    kept = examples
+    kept, longest = examples, 0
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
-        left_out += dropped
+        kept, dropped, lengths = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
+        left_out, longest = left_out + dropped, max([longest, *lengths])
     for line in left_out:
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
@@ -297,12 +302,13 @@ def read_data(
         values = len({group_of(example, column) for example in kept})
         many = f"--group-by {column}: {values} values, more than {MOST_GROUPS}; choose a column with fewer"
         need(values <= MOST_GROUPS, many)
-    return kept, len(left_out)
+    return kept, len(left_out), longest
 
 
 def settings_of(cfg: EvalConfig) -> dict:
     """What an evaluation is known by: as eval.json has it. Of a run also its checkpoint, which may be a newer one."""
-    settings = {name: value for name, value in asdict(cfg).items() if name != "out"}
+    no_part = ("out", *ConnectionConfig.__annotations__)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in no_part}
     checkpoints = [str(locate(path)[1] or path) for path in (cfg.model, *cfg.baseline)]
     return json.loads(json.dumps(settings | {"checkpoints": checkpoints}))
 
@@ -327,18 +333,25 @@ def start_engine(
     path: str,
     processor: Processor,
     examples: Sequence[Example],
+    longest: int,
     env: Environments | None,
     ctx: Context,
 ) -> Engine:
-    """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
+    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
+    of at most `longest` tokens."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
     print0(f"loaded {hf.loaded_from}")
-    limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
-    limits["of_episodes"] = env.image_limits if env else None
-    limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-    engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
-    if cfg.rollout == "vllm":
+    base, length = locate(path)[0], longest + cfg.max_new_tokens
+    if cfg.rollout == "server":
+        servers = read_settings(ServerConfig, vars(cfg))
+        asked = (servers, base, hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
+        engine = connect(*asked, trained_tower=True)
+    else:
+        limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
+        limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+        engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
+    if cfg.rollout != "hf":
         engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
     return engine
 
@@ -354,12 +367,13 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         print0(line)
     # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+    read_settings(ServerConfig, vars(cfg)).check(cfg.rollout, cfg.vllm, ModelConfig(model=cfg.model))
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out = read_data(cfg, rewards, processors, start_of)
+    examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(step, stage)])
     step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
@@ -369,7 +383,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     of_baselines: list[list[dict]] = []
     asleep = []
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
-        engine = start_engine(cfg, path, processor, examples, env, ctx)
+        engine = start_engine(cfg, path, processor, examples, longest, env, ctx)
         play = player(engine, env, processor)
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
             asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)

@@ -27,7 +27,7 @@ import torch
 
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
-from engines.connect import ServerConfig
+from engines.connect import ConnectionConfig, ServerConfig
 from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
@@ -118,7 +118,7 @@ class State:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    for group in (*(f.type for f in fields(Config)), ReadingConfig):
+    for group in (*(f.type for f in fields(Config)), ReadingConfig, ConnectionConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     before = resumed_settings(given)  # of the run that --resume continues

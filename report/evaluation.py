@@ -104,8 +104,6 @@ def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
         summary["turns"] = fmean(s["turns"] for s in samples)
         ends = Counter(s["ended_by"] for s in samples)
         summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
-    if any("format" in s["rewards"] for s in samples):
-        summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
     return summary | by_group(records, metric)
 
 
@@ -248,8 +246,6 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
     metric = summary["metric"]
     lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}"]
     lines[0] += f", truncated {summary['truncated']:.3f}"
-    if "format" in summary:
-        lines[0] += f", format {summary['format']:.3f}"
     if summary["failed"]:
         lines.append(f"  {FAILED.format(n=summary['failed'])}")
     if several := [name for name in summary if name.startswith(("avg@", "pass@", "majority@"))]:

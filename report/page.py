@@ -160,8 +160,8 @@ def tiles(summary: Mapping) -> str:
         shown.append(tile("mean over tasks", share(mean[metric]), note))
     if k > 1 and f"majority@{k}" in summary:
         shown.append(tile(f"majority@{k}", share(summary[f"majority@{k}"])))
-    others = [name for name in ("format", "truncated", "reward") if name in summary and name != metric]
-    shown += [tile(name, share(summary[name])) for name in others]
+    if "truncated" in summary:
+        shown.append(tile("truncated", share(summary["truncated"])))
     if "response_tokens" in summary:
         shown.append(tile("tokens per response", f"{summary['response_tokens']:.1f}"))
     counts = {"failed": "rewards that failed", "left_out": "prompts left out"}
@@ -223,7 +223,7 @@ def comparison(summary: Mapping) -> str:
             counts = [f"<a href='#show={name}'>{x}</a>" for name, x in zip(("gained", "lost"), counts, strict=True)]
         difference = base.get("difference")
         rows.append([
-            safe(base.get("path", "baseline")), share(base.get(metric)), interval(base.get(f"{metric}_ci95")),
+            safe(base.get("path", "baseline")), *score_cells(base, metric)[1:],
             f"<b>{difference + 0.0:+.3f}</b>" if is_number(difference) else "&ndash;",
             interval(base.get("difference_ci95"), signed=True), *counts, p_value(base.get("mcnemar_p")),
         ])  # fmt: skip
