@@ -211,6 +211,7 @@ def settings_of_run(path: str) -> dict:
     if ":" in settings.get("env", "") and not has_file(settings["env"]):
         del settings["env"]
     data = {"data": run["eval_data"]} if run.get("eval_data") else {}
+    data |= {"rollout": "server"} if run.get("rollout") == "server" else {}  # whose addresses are given again
     return settings | data | {"reward": list(filter(has_file, settings.get("reward", [])))}
 
 
@@ -228,8 +229,7 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     settings = settings_of_run(given["model"]) | given
     if settings.get("env") is None and "env_settings" not in given:
         settings.pop("env_settings", None)
-    by_servers = found_at(given["model"])[2].get("rollout") == "server"
-    cfg = read_settings(EvalConfig, ({"rollout": "server"} if by_servers else {}) | settings)
+    cfg = read_settings(EvalConfig, settings)
     told = "--rollout server (the default for a run that trained with it) needs --servers URL..."
     need(cfg.rollout != "server" or cfg.servers, f"{told}; add it, or use --rollout hf or vllm")
     if cfg.temperature is None:
