@@ -438,12 +438,12 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     [before], metric = after["baselines"], after["metric"]
     summary = {"task": task, "metric": metric, "seed": seed, "family": family}
     summary |= {"n_test": after["n"], "steps": plan.steps}
-    summary |= {"accuracy_before": before["accuracy"], "accuracy_after": after["accuracy"]}
+    summary |= {"accuracy_before": before[metric], "accuracy_after": after[metric]}
     if "turns" in after:
         summary |= {"turns_before": before["turns"], "turns_after": after["turns"]}
-    blank = after["reliance"]["blank"]["accuracy"]
+    blank = after["reliance"]["blank"][metric]
     summary |= {"blank_image_accuracy": blank, "train_seconds": round(seconds["train"], 1)}
-    summary |= {"by_answer_type": {kind: found["accuracy"] for kind, found in after["by_answer_type"].items()}}
+    summary |= {"by_answer_type": {kind: found[metric] for kind, found in after["by_answer_type"].items()}}
     summary |= {"stage_seconds": {stage: round(spent, 1) for stage, spent in seconds.items()}}
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):

@@ -25,12 +25,13 @@ import torch
 from tqdm import tqdm
 
 from engines.choose import make_engine, resolve_engine, vllm_settings
+from engines.connect import ConnectionConfig, ServerConfig, connect
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import UserError, check_writable, need
-from model import Processor, default_dtype
-from parallel.checkpoint import load_trained, locate, on_rank0, read_json, step_of
+from model import ModelConfig, Processor, default_dtype
+from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
 from report.evaluation import (
@@ -39,6 +40,7 @@ from report.evaluation import (
     group_of,
     lines_of,
     make_record,
+    metric_of,
     plain,
     reliance,
     summarise,
@@ -54,7 +56,7 @@ from report.samples import without_images
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import absolute_files
-from rollout import IN_PROCESS, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
+from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -74,7 +76,7 @@ class AsTrained(RewardConfig, EnvConfig, ReadingConfig):
 
 
 @dataclass(frozen=True)
-class EvalConfig(AsTrained):
+class EvalConfig(AsTrained, ConnectionConfig):
     """Evaluation"""
 
     model: str = setting(REQUIRED, "model folder, hub id, run directory or checkpoint", positional=True)
@@ -88,7 +90,8 @@ class EvalConfig(AsTrained):
     samples: int = setting(1, "K, responses per example", least=1)
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=IN_PROCESS)
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed, but server for a run that "
+                           "trained on servers", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
 
@@ -117,14 +120,16 @@ class Evaluation:
     sampling: Sampling
     samples: int = 1  # of each example
     blank: bool = False  # white images instead of the examples' own
-    stage: Stage = Stage()  # of the curriculum, which rewards are told: the last, whatever the step
+    # What rewards are given: a run's last stage and step, so that a model scores the same whenever it was saved
+    stage: Stage = Stage()
+    step: int = 0
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records
     cut_at: int = 0  # the step of an evaluation that was cut short
     start_of: StartOf = as_given  # what an environment begins with
     group_by: Sequence[str] = ()
     title: str = "evaluating"
 
-    def records(self, step: int = 0) -> list[dict]:
+    def records(self) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
         mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
         # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
@@ -134,14 +139,14 @@ class Evaluation:
             for start in rounds:
                 if self.stop():
                     return []
-                records += self.chunk(mine[start : start + CHUNK], step, progress)
+                records += self.chunk(mine[start : start + CHUNK], progress)
         everyone = replace(self.ctx, tp=1)  # also where some train together, each process has examples of its own
         return sorted(everyone.gather_main(records), key=lambda record: record["index"])
 
-    def chunk(self, mine: Sequence[tuple[int, Example]], step: int, progress: Progress) -> list[dict]:
+    def chunk(self, mine: Sequence[tuple[int, Example]], progress: Progress) -> list[dict]:
         prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
         with uncounted():  # in metrics, which are of the responses that are trained on
-            grading = self.rewards.begin(step, self.stage)
+            grading = self.rewards.begin(self.step, self.stage)
             on_rollout = progress.counting(grading.add)
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
             results = grading.results(rollouts)
@@ -162,23 +167,27 @@ class Evaluation:
     def run(self, log: RunLog, stage: Stages, step: int) -> dict[str, float]:
         """In training: metrics, on rank 0; none where the run is asked to end."""
         with stage("eval", interruptible=False):
-            records = self.records(step)
+            records = self.records()
         self.cut_at = step if self.stop() else 0
         if self.cut_at or not records:
             return {}
         summary = summarise(records)
-        by_type = {kind: of["accuracy"] for kind, of in summary["by_answer_type"].items()}
-        kinds = "  ".join(f"{plain(kind)} {accuracy:.2f}" for kind, accuracy in by_type.items())
+        metric = summary["metric"]
+        by_type = {kind: of[metric] for kind, of in summary["by_answer_type"].items()}
+        rewards = {name: of["mean"] for name, of in summary["rewards"].items()}
+        kinds = "  ".join(f"{plain(name)} {value:.2f}" for name, value in (*by_type.items(), *rewards.items()))
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        found = f"eval at step {step}: {summary['metric']} {with_interval(summary)} on {summary['n']}{failed}"
+        found = f"eval at step {step}: {metric} {with_interval(summary, metric)} on {summary['n']}{failed}"
         tqdm.write("\n".join([found, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
         log.evaluated(step, records, summary, self.examples, self.start_of)
-        metrics = {f"eval/{name}": summary[name] for name in ("n", "accuracy", "reward", "truncated", "failed")}
-        metrics |= dict(zip(("eval/accuracy_low", "eval/accuracy_high"), summary["accuracy_ci95"], strict=True))
-        by_task = {f"eval/{task}/accuracy": of["accuracy"] for task, of in summary.get("by_task", {}).items()}
+        metrics = {f"eval/{name}": summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
+        ends = (f"eval/{metric}_low", f"eval/{metric}_high")
+        metrics |= dict(zip(ends, summary[f"{metric}_ci95"], strict=True))
+        metrics |= {f"eval/{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
-            by_task["eval/task_mean"] = summary["task_mean"]["accuracy"]
-        return metrics | by_task | {f"eval/accuracy/{kind}": accuracy for kind, accuracy in by_type.items()}
+            metrics["eval/task_mean"] = summary["task_mean"][metric]
+        metrics |= {f"eval/rewards/{name}": value for name, value in rewards.items()}
+        return metrics | {f"eval/{metric}/{kind}": value for kind, value in by_type.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,16 +208,19 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         add_settings(parser, WatchConfig)
         return read_settings(WatchConfig, vars(parser.parse_args(argv)))
     parser = Parser(__doc__)
-    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig):
+    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig, ConnectionConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
         found_at(path, "--baseline")
     run = found_at(given["model"])[2]
     data = {"data": run["eval_data"]} if run.get("eval_data") else {}
+    data |= {"rollout": "server"} if run.get("rollout") == "server" else {}  # whose addresses are given again
     as_trained = settings_of_run(fields(AsTrained), run, given, given["model"])
     cfg = read_settings(EvalConfig, as_trained | data | given)
     cfg = replace(cfg, **absolute_files(vars(cfg)))
+    told = "--rollout server (the default for a run that trained with it) needs --servers URL..."
+    need(cfg.rollout != "server" or cfg.servers, f"{told}; add it, or use --rollout hf or vllm")
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
@@ -245,13 +257,13 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
 
 def read_data(
     cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
-) -> tuple[list[Example], int]:
-    """The examples that every processor takes, and how many were left out."""
+) -> tuple[list[Example], int, int]:
+    """Return the examples that every processor takes, how many were left out, and the tokens of the longest prompt."""
     examples, left_out = read_examples(cfg.data, cfg, cfg.limit, rewards.check)
-    kept = examples
+    kept, longest = examples, 0
     for processor in processors:
-        kept, dropped, _ = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
-        left_out += dropped
+        kept, dropped, lengths = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
+        left_out, longest = left_out + dropped, max([longest, *lengths])
     for line in left_out:
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
@@ -267,12 +279,13 @@ def read_data(
         values = len({group_of(example, column) for example in kept})
         many = f"--group-by {column}: {values} values, more than {MOST_GROUPS}; choose a column with fewer"
         need(values <= MOST_GROUPS, many)
-    return kept, len(left_out)
+    return kept, len(left_out), longest
 
 
 def settings_of(cfg: EvalConfig) -> dict:
     """What an evaluation is known by: as eval.json has it. Of a run also its checkpoint, which may be a newer one."""
-    settings = {name: value for name, value in asdict(cfg).items() if name != "out"}
+    no_part = ("out", *ConnectionConfig.__annotations__)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in no_part}
     checkpoints = [str(locate(path)[1] or path) for path in (cfg.model, *cfg.baseline)]
     return json.loads(json.dumps(settings | {"checkpoints": checkpoints}))
 
@@ -297,18 +310,25 @@ def start_engine(
     path: str,
     processor: Processor,
     examples: Sequence[Example],
+    longest: int,
     env: Environments | None,
     ctx: Context,
 ) -> Engine:
-    """--rollout with the weights of a model, run or checkpoint, for prompts made of `examples`."""
+    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
+    of at most `longest` tokens."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
     print0(f"loaded {hf.loaded_from}")
-    limits = {"examples": examples, "max_model_len": cfg.max_prompt_tokens + cfg.max_new_tokens}
-    limits["of_episodes"] = env.image_limits if env else None
-    limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-    engine = make_engine(cfg.rollout, locate(path)[0], processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
-    if cfg.rollout == "vllm":
+    base, length = locate(path)[0], longest + cfg.max_new_tokens
+    if cfg.rollout == "server":
+        servers = read_settings(ServerConfig, vars(cfg))
+        asked = (servers, base, hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
+        engine = connect(*asked, trained_tower=True)
+    else:
+        limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
+        limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+        engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
+    if cfg.rollout != "hf":
         engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
     return engine
 
@@ -324,29 +344,29 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         print0(line)
     # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
     vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
+    read_settings(ServerConfig, vars(cfg)).check(cfg.rollout, cfg.vllm, ModelConfig(model=cfg.model))
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out = read_data(cfg, rewards, processors, start_of)
+    examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
     rewards.try_out(ctx.main, [(step, stage)])
-    if checkpoint := locate(cfg.model)[1]:  # a reward may ask for the step that training evaluated at
-        step = step_of(checkpoint) or step
+    step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
     ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     of_model: dict[str, list[dict]] = {}  # by what it saw: "", its own images, and what --ablate names
     of_baselines: list[list[dict]] = []
     asleep = []
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
-        engine = start_engine(cfg, path, processor, examples, env, ctx)
+        engine = start_engine(cfg, path, processor, examples, longest, env, ctx)
         play = player(engine, env, processor)
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
             asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
-            more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
-            records = Evaluation(*asked, **more).records(step)
+            more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
+            records = Evaluation(*asked, **more).records()
             if number == 0:
                 of_model[kind] = records
             else:
@@ -371,12 +391,14 @@ def summarise_all(cfg: EvalConfig, of_model: Mapping[str, list[dict]], of_baseli
     about = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
     if checkpoint := locate(cfg.model)[1]:
         about["checkpoint"] = checkpoint.name
-    summary = about | summarise(records)
+    metric = metric_of(list(chain(*of_model.values(), *of_baselines)))
+    summary = about | summarise(records, metric)
     if cfg.baseline:
         pairs = zip(cfg.baseline, of_baselines, strict=True)
-        summary["baselines"] = [{"path": path, **summarise(base), **compare(records, base)} for path, base in pairs]
+        both = [(path, summarise(base, metric), compare(records, base, metric)) for path, base in pairs]
+        summary["baselines"] = [{"path": path, **base, **compared} for path, base, compared in both]
     if cfg.ablate:
-        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate})
+        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate}, metric)
     return summary
 
 

@@ -51,8 +51,9 @@ class RewardConfig:
                                  choices=("drop", "zero", "stop"))
     reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
     reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
-    curriculum: str | None = setting(None, "stages: which examples, options of rewards; docs/curriculum.md (default: "
-                                     "the task's)", metavar="FILE", from_run=lambda file: Path(str(file)).is_file())
+    curriculum: str | None = setting(None, "TOML or JSON file of curriculum stages; none: train without stages "
+                                     "(default: the task's own, if any); docs/curriculum.md", metavar="FILE",
+                                     from_run=lambda file: file == "none" or Path(str(file)).is_file())
     judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL",
                                     from_run=never)
     judge: tuple[str, ...] = setting((), "model, template, weight, tasks, calls; docs/judge.md", metavar="KEY=VALUE",

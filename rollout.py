@@ -274,7 +274,6 @@ def load_examples(
 
 
 ENGINES = ("auto", "hf", "vllm", "server")
-IN_PROCESS = tuple(name for name in ENGINES if name != "server")
 VLLM_HELP = (
     "arguments of vLLM's LLM, such as gpu_memory_utilization=0.5 or tensor_parallel_size=2 (neighbouring processes "
     "share an engine), and sleep_level: what it keeps during the update: all (0), its weights in host memory (1, the "

@@ -27,7 +27,7 @@ import torch
 
 import grpo
 from engines.choose import resolve_engine, start_engine, vllm_settings
-from engines.connect import ServerConfig
+from engines.connect import ConnectionConfig, ServerConfig
 from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
@@ -117,7 +117,7 @@ class State:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    for group in (*(f.type for f in fields(Config)), ReadingConfig):
+    for group in (*(f.type for f in fields(Config)), ReadingConfig, ConnectionConfig):
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     known = chain.from_iterable(fields(f.type) for f in fields(Config))
@@ -386,7 +386,7 @@ def main(cfg: Config) -> None:
     interrupt.arm(saver.save_and_tell, log.end)
     engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    more = {"stage": curriculum.last(), "stop": interrupt.agreed, "start_of": start_of}
+    more = {"stage": curriculum.last(), "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())

@@ -15,7 +15,7 @@ from engines.vllm import VLLMEngine, vllm_settings
 from errors import need
 from model import ModelConfig, Processor, VisionCache, load_hf
 from parallel.models import Models
-from parallel.sharding import full_parameters
+from parallel.sharding import full_parameters, save_adapter
 from prepare_data import Example
 from rollout import Engine, Examples, RolloutConfig
 from utils import Context
@@ -90,7 +90,13 @@ def start_engine(
     examples, length = list(chain.from_iterable(sets)), longest + rollout.max_new_tokens
     if rollout.rollout == "server":
         settings |= {"max_model_len": length, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}
-        engine = connect(cfg, servers, models, processor, settings, ctx, out)
+        more = {
+            "lora_rank": cfg.lora_rank,
+            "trained_tower": not models.policy.vision_frozen,
+            "save_adapter": partial(save_adapter, models.policy, cfg.model),
+        }
+        asked = (servers, cfg.model, models.policy.hf, models.dtype, processor, settings, ctx, out)
+        engine = connect(*asked, **more)
     else:
         more = {
             "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -15,8 +16,6 @@ from engines.server import ServerEngine
 from errors import need, refusing
 from model import ModelConfig, Processor
 from parallel.checkpoint import on_rank0
-from parallel.models import Models
-from parallel.sharding import save_adapter
 from rollout import Engine
 from settings import flag_of, never, setting
 from utils import Context
@@ -27,15 +26,21 @@ IN_FLIGHT = ("keep", "abort", "wait")
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ConnectionConfig:
     """Servers (--rollout server; docs/scale.md)"""
 
     servers: tuple[str, ...] = setting((), "vLLM's or SGLang's, which engines.serve starts", metavar="URL",
                                        from_run=never)
-    serve: int = setting(0, "instead of --servers: start and stop so many of vLLM's on this machine", least=0)
     sync: str = setting("auto", "how they get weights: by broadcast, through --out (a disk that they see), or the "
                         "adapter alone; auto: nccl on a GPU, else gloo", choices=SYNC)
     server_timeout: float = setting(600.0, "seconds that one may take for a response or an update", above=0)
+
+
+@dataclass(frozen=True)
+class ServerConfig(ConnectionConfig):
+    """Servers in training"""
+
+    serve: int = setting(0, "instead of --servers: start and stop so many of vLLM's on this machine", least=0)
     async_steps: int = setting(0, "K: sample up to K batches ahead of the update, with weights up to K updates old",
                                least=0)
     in_flight: str = setting("abort", "responses that a sync meets: go on with old keys and values; stop, and go on "
@@ -75,27 +80,30 @@ class ServerConfig:
 
 
 def connect(
-    cfg: ModelConfig,
     servers: ServerConfig,
-    models: Models,
+    path: str,
+    hf: torch.nn.Module,
+    dtype: torch.dtype,
     processor: Processor,
     settings: dict,
     ctx: Context,
     out: Path,
+    lora_rank: int = 0,
+    **more: Any,
 ) -> Engine:
-    """The engine of --rollout server; with --serve rank 0 starts the servers first, which end with it."""
+    """Return the engine of --rollout server; with --serve rank 0 starts servers of `path` first, which end with it.
+    `more` is for ServerEngine."""
     for left in (out / "sync").glob("*") if ctx.main else ():  # of a run that was killed in the middle of a sync
         shutil.rmtree(left, ignore_errors=True)
-    urls, adapter = list(servers.servers), cfg.lora_rank if servers.sync == "adapter" else 0
+    urls, adapter = list(servers.servers), lora_rank if servers.sync == "adapter" else 0
     if servers.serve:
-        start = partial(serve_local, servers.serve, cfg.model, processor, models.dtype, settings, out, adapter)
-        urls = on_rank0(start)
+        urls = on_rank0(partial(serve_local, servers.serve, path, processor, dtype, settings, out, adapter))
+    text = hf.config.get_text_config()
     sync = {"auto": "nccl" if ctx.device.type == "cuda" else "gloo"}.get(servers.sync, servers.sync)
-    text = models.policy.hf.config.get_text_config()
     return ServerEngine(
         urls,
         processor,
-        models.dtype,
+        dtype,
         ctx,
         vocab_size=text.vocab_size,
         banned=processor.banned(text.vocab_size).tolist(),
@@ -104,6 +112,5 @@ def connect(
         sync=sync,
         in_flight=servers.in_flight,
         seconds=servers.server_timeout,
-        trained_tower=not models.policy.vision_frozen,
-        save_adapter=partial(save_adapter, models.policy, cfg.model),
+        **more,
     )

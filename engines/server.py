@@ -305,7 +305,7 @@ class ServerEngine(Engine):
     def _give_up(self, what: str) -> None:
         """UserError, or once there are steps to save the run is asked to end."""
         why = "; ".join(f"{url}: {why}" for url, why in self.lost.items())
-        told = f"--servers: {what} ({why}); start them again, then --resume auto goes on"
+        told = f"--servers: {what} ({why}); start them again, then repeat the command (in training with --resume auto)"
         need(self.give_up is not None, told)
         if not self.interrupted():
             print(told)

@@ -1,7 +1,7 @@
 """Guess the place: after each guess the policy is told how far away, and in which direction, the place is.
 
 For rows of tasks/geospot.py whose truth has lat and lon. The episode ends with a guess that is near enough; the last
-guess is graded as geospot's, in the last of its stages or by a curriculum's options.
+guess is graded as geospot's, with all parts or by a curriculum's options for `guess_the_place`.
 
 The toy: geospot's map, on which country and region can be seen and the city cannot: that is found by asking.
 """
@@ -46,7 +46,7 @@ WINDS = ("north", "northeast", "east", "southeast", "south", "southwest", "west"
 @register("guess_the_place", answerable=answerable)
 def guess_the_place(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
     """Of the last guess."""
-    return geospot(response, example, finish_reason, None, stage)
+    return geospot(response, example, finish_reason, stage)
 
 
 # --- environment --------------------------------------------------------------------------------------------------

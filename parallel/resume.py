@@ -109,7 +109,7 @@ class Saver:
     def best_step(self) -> int | None:
         """Of the best evaluation so far, on all ranks. metrics.jsonl says so, and a run that goes on has it up to its
         checkpoint, so that it keeps what one that was not cut off would keep."""
-        return on_rank0(lambda: getattr(best_evaluation(read_rows(self.out / "metrics.jsonl")), "step", None))
+        return on_rank0(lambda: best_evaluation(read_rows(self.out / "metrics.jsonl")).get("step"))
 
     def after_step(self) -> None:
         """Where a checkpoint is due. Of a step's evaluation the row is written by now."""

@@ -29,7 +29,7 @@ from utils import Context, Meter, derive_seed, in_thread
 class Round:
     """This process's share of a batch: who grades it, and `sampled`, which gives its rollouts once they are there."""
 
-    grading: Any  # rewards.grading.Grading
+    grading: Any  # rewards.grading.Grading; None until the step that trains on it is known
     progress: Progress
     sampled: Callable[[], list[Rollout]] = list
     done: Callable[[], bool] = bool
@@ -71,10 +71,13 @@ class Rounds:
             step = state.step + ahead
             wanted = step < self.cfg.run.steps and stage_of(step) == stage_of(state.step)
             if wanted and position + ahead not in self.begun:
-                self.begun[position + ahead] = self._begin(state, step, position + ahead)
+                # With --sample-rounds a step may take several, so which step takes one sampled ahead is not known yet
+                known = ahead == 0 or self.cfg.algo.sample_rounds == 1
+                self.begun[position + ahead] = self._begin(state, step, position + ahead, known)
         if position == state.position:
             self._measure()
         round = self.begun.pop(position)
+        round.grading = round.grading or self._grading(state.step)
         start = time.monotonic()
         with round.progress:
             round.rollouts = round.sampled()
@@ -87,16 +90,19 @@ class Rounds:
         seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
         return Sampling(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
-    def _begin(self, state: Any, step: int, position: int) -> Round:
+    def _grading(self, step: int) -> Any:
+        return self.rewards.begin(step, self.curriculum.stage(step))
+
+    def _begin(self, state: Any, step: int, position: int, known: bool) -> Round:
         self.drawn = {at: uids for at, uids in self.drawn.items() if at >= state.position}
         ahead = set(chain.from_iterable(self.drawn.values())) if self.ahead else None
         batch = self.curriculum.batch(step, state.position, position - state.position, state.curriculum, ahead)
         self.drawn[position] = [example.uid for example in batch]
         own = batch[self.ctx.rank :: self.ctx.world]
-        grading = self.rewards.begin(step, self.curriculum.stage(step))
+        grading = self._grading(step) if known else None
         progress = Progress("responses", len(own) * self.cfg.algo.group_size)
         round = Round(grading, progress)
-        on_rollout = progress.counting(grading.add)
+        on_rollout = progress.counting(grading and grading.add)
 
         def sample() -> list[Rollout]:
             return self._generate(self.prompts_of(own), self.sampling(position), on_rollout)

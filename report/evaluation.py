@@ -60,21 +60,20 @@ def group_of(example: Example, column: str) -> str:
     return "none" if value is None else str(value)
 
 
-def correctness(record: dict) -> list[float]:
-    """Accuracy of each sample, 1 or 0 in most tasks; the total reward where a task has no accuracy."""
-    return [s["rewards"].get("accuracy", s["rewards"]["reward"]) for s in record["samples"]]
-
-
-def scores_of(records: Sequence[dict]) -> list[float]:
-    """One of each example: the mean over its samples."""
-    return [fmean(correctness(record)) for record in records]
-
-
 def metric_of(records: Sequence[dict]) -> str:
-    """What `accuracy` is called where it is shown."""
+    """Return the reward that examples are compared by: "accuracy", or "reward", the total, if some have none."""
     samples = chain.from_iterable(record["samples"] for record in records)
-    having = {"accuracy" in s["rewards"] for s in samples if s["finish_reason"] != "error"}
-    return {(False,): "reward", (False, True): "accuracy or reward"}.get(tuple(sorted(having)), "accuracy")
+    return "accuracy" if all("accuracy" in s["rewards"] for s in samples if s["finish_reason"] != "error") else "reward"
+
+
+def samples_of(record: dict, metric: str) -> list[float]:
+    """Return the metric of each sample; of one whose reward failed it is 0."""
+    return [s["rewards"].get(metric, 0.0) for s in record["samples"]]
+
+
+def scores_of(records: Sequence[dict], metric: str) -> list[float]:
+    """Return one score per example: the mean over its samples."""
+    return [fmean(samples_of(record, metric)) for record in records]
 
 
 def answer_of(sample: dict) -> str | None:
@@ -85,19 +84,18 @@ def answer_of(sample: dict) -> str | None:
     return same_answer(sample["text"].rpartition("</think>")[2] if boxed is None else boxed) or None
 
 
-def summarise(records: Sequence[dict]) -> dict:
-    """Accuracy (mean over samples, then over examples) with its interval; of several samples also pass@k and majority;
-    the same for each group of examples."""
-    scores = scores_of(records)
+def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
+    """Return the metric (its mean over samples, then over examples) and all named rewards with their intervals; of
+    several samples also pass@k and majority; the metric of each group of examples."""
+    metric = metric or metric_of(records)
     samples = list(chain.from_iterable(record["samples"] for record in records))
     summary = {
-        "n": len(records),
         "samples": len(records[0]["samples"]),
-        "metric": metric_of(records),
-        "accuracy": fmean(scores),
-        "accuracy_ci95": interval(scores),
-        **of_several(records),
+        "metric": metric,
         "reward": fmean(s["rewards"]["reward"] for s in samples),
+        **grouped(records, metric),
+        **of_several(records, metric),
+        "rewards": named_rewards(records, metric),
         "truncated": fmean(s["finish_reason"] == "length" for s in samples),
         "failed": sum(s["finish_reason"] == "error" for s in samples),
         "response_tokens": fmean(s["tokens"] for s in samples),
@@ -106,32 +104,45 @@ def summarise(records: Sequence[dict]) -> dict:
         summary["turns"] = fmean(s["turns"] for s in samples)
         ends = Counter(s["ended_by"] for s in samples)
         summary["ended_by"] = {why: n / len(samples) for why, n in ends.most_common()}
-    if any("format" in s["rewards"] for s in samples):
-        summary["format"] = fmean(s["rewards"].get("format", 0.0) for s in samples)
-    return summary | by_group(records)
+    return summary | by_group(records, metric)
 
 
-def of_several(records: Sequence[dict]) -> dict[str, float]:
+def named_rewards(records: Sequence[dict], metric: str) -> dict[str, dict]:
+    """Return the mean of each named reward but the metric over the n examples that have it; TASK/NAME of several
+    tasks."""
+    several = len({record["task"] for record in records}) > 1
+    scores = defaultdict(list)
+    for record in records:
+        values = defaultdict(list)
+        for name, value in chain.from_iterable(s["rewards"].items() for s in record["samples"]):
+            values[f"{record['task']}/{name}" if several else name].append(value)
+        for name, found in values.items():
+            scores[name].append(fmean(found))
+    scores.pop(metric, None)
+    return {name: described(values, "mean") for name, values in sorted(scores.items())}
+
+
+def of_several(records: Sequence[dict], metric: str) -> dict[str, float]:
     """Of K samples: their mean, the chance that one of k is right, for each k, and what a vote of all says."""
     k_max = len(records[0]["samples"])
     if k_max == 1:
         return {}
-    told = {f"avg@{k_max}": fmean(scores_of(records))}
-    scores = set(chain.from_iterable(map(correctness, records)))
-    if metric_of(records) != "accuracy" or not scores <= {0, 1}:  # in some tasks an answer may be right in part
+    told = {f"avg@{k_max}": fmean(scores_of(records, metric))}
+    of_samples = [samples_of(record, metric) for record in records]
+    if metric != "accuracy" or not set(chain.from_iterable(of_samples)) <= {0, 1}:  # some answers are right in part
         return told
-    right = [sum(score == 1 for score in correctness(record)) for record in records]
+    right = [sum(score == 1 for score in scores) for scores in of_samples]
     for k in range(1, k_max + 1):
         told[f"pass@{k}"] = fmean(pass_at_k(k_max, n, k) for n in right)
     with uncounted():  # answers without a box
         votes = [list(map(answer_of, record["samples"])) for record in records]
-    voted = [majority(answers, correctness(record)) for answers, record in zip(votes, records, strict=True)]
+    voted = [majority(answers, scores) for answers, scores in zip(votes, of_samples, strict=True)]
     return told | {f"majority@{k_max}": fmean(voted)}
 
 
-def by_group(records: Sequence[dict]) -> dict[str, dict]:
-    """`by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several tasks
-    the mean of their accuracies, whatever their sizes."""
+def by_group(records: Sequence[dict], metric: str) -> dict[str, dict]:
+    """Return `by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several
+    tasks the mean of their figures, whatever their sizes."""
     columns = {name: [str(r["n_images" if name == "images" else name]) for r in records] for name in ALWAYS}
     columns = {name: values for name, values in columns.items() if name == "answer_type" or len(set(values)) > 1}
     if columns.get("source") == columns.get("task"):
@@ -140,13 +151,13 @@ def by_group(records: Sequence[dict]) -> dict[str, dict]:
     found = {}
     for column, values in columns.items():
         members = defaultdict(list)
-        for value, score in zip(values, scores_of(records), strict=True):
-            members[value].append(score)
-        found[f"by_{column}"] = {value: grouped(scores) for value, scores in sorted(members.items(), key=in_order)}
+        for value, record in zip(values, records, strict=True):
+            members[value].append(record)
+        found[f"by_{column}"] = {value: grouped(of, metric) for value, of in sorted(members.items(), key=in_order)}
         if column == "task":
-            mean = fmean(map(fmean, members.values()))
-            ci95 = bootstrap(*members.values(), ends=ends_of(scores_of(records)))
-            found["task_mean"] = {"accuracy": mean, "accuracy_ci95": ci95, "n_tasks": len(members)}
+            scores = [scores_of(of, metric) for of in members.values()]
+            ci95 = bootstrap(*scores, ends=ends_of(scores_of(records, metric)))
+            found["task_mean"] = {metric: fmean(map(fmean, scores)), f"{metric}_ci95": ci95, "n_tasks": len(members)}
     return found
 
 
@@ -158,15 +169,20 @@ def in_order(item: tuple[str, Any]) -> tuple[bool, float, str]:
         return True, 0.0, item[0]
 
 
-def grouped(scores: Sequence[float]) -> dict:
-    return {"n": len(scores), "accuracy": fmean(scores), "accuracy_ci95": interval(scores)}
+def grouped(records: Sequence[dict], metric: str) -> dict:
+    return described(scores_of(records, metric), metric)
 
 
-def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
-    """Against another model on the same examples: the difference of the accuracies, by bootstrap over examples, which
+def described(scores: Sequence[float], name: str) -> dict:
+    """Return n, the mean and its interval, of scores of that name."""
+    return {"n": len(scores), name: fmean(scores), f"{name}_ci95": interval(scores)}
+
+
+def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> dict:
+    """Compare with another model on the same examples: the difference of the metric, by bootstrap over examples, which
     were gained and which were lost, and the exact test of whether that may be chance."""
     assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
-    ours, theirs = scores_of(records), scores_of(baseline)
+    ours, theirs = scores_of(records, metric), scores_of(baseline, metric)
     gaps = {r["uid"]: a - b for r, a, b in zip(records, ours, theirs, strict=True)}
     ends = (-1.0, 1.0) if ends_of(ours + theirs) else ()
     gained = [uid for uid, gap in gaps.items() if gap > 0]
@@ -180,13 +196,12 @@ def compare(records: Sequence[dict], baseline: Sequence[dict]) -> dict:
 # Visual reliance
 
 
-def reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]]) -> dict:
-    """How much of the accuracy comes from seeing: the same questions with other images, or without."""
+def reliance(records: Sequence[dict], ablated: Mapping[str, Sequence[dict]], metric: str) -> dict:
+    """Measure how much of the metric comes from seeing: the same questions with other images, or without."""
     table: dict[str, Any] = {}
     for kind, others in ablated.items():
-        found, scores = compare(records, others), scores_of(others)
-        table[kind] = grouped(scores) | {"drop": found["difference"], "drop_ci95": found["difference_ci95"]}
-    metric = metric_of(records)
+        found = compare(records, others, metric)
+        table[kind] = grouped(others, metric) | {"drop": found["difference"], "drop_ci95": found["difference_ci95"]}
     table["constant"] = constant(records) if metric == "accuracy" else None
     said = [judged(metric, kind, table[kind], table["constant"]) for kind in ablated]
     return table | {"said": " ".join(said)}
@@ -217,7 +232,7 @@ def judged(metric: str, kind: str, found: Mapping[str, Any], guess: float | None
 # On the terminal, on which escape codes from data would act
 
 
-def with_interval(found: Mapping[str, Any], name: str = "accuracy", form: str = ".3f") -> str:
+def with_interval(found: Mapping[str, Any], name: str, form: str = ".3f") -> str:
     low, high = found[f"{name}_ci95"]
     return f"{found[name]:{form}} ({low:{form}} to {high:{form}})"
 
@@ -229,31 +244,32 @@ def plain(text: object) -> str:
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
     """The summary, in at most 100 columns where names are not long."""
     metric = summary["metric"]
-    lines = [f"{metric} {with_interval(summary)}, 95% interval, n {summary['n']}, truncated {summary['truncated']:.3f}"]
-    if "format" in summary:
-        lines[0] += f", format {summary['format']:.3f}"
+    lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}"]
+    lines[0] += f", truncated {summary['truncated']:.3f}"
     if summary["failed"]:
         lines.append(f"  {FAILED.format(n=summary['failed'])}")
     if several := [name for name in summary if name.startswith(("avg@", "pass@", "majority@"))]:
         chosen = [name for name in several if name[:5] != "pass@" or (int(name[5:]) & (int(name[5:]) - 1)) == 0]
         lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in chosen))
-    for column in (name for name in summary if name.startswith("by_")):
-        lines.append(f"by {plain(column[3:])}:")
-        width = max(map(len, map(plain, summary[column])))
-        lines += [f"  {plain(kind):<{width}}  {with_interval(x)}  n {x['n']}" for kind, x in summary[column].items()]
+    tables = {"rewards": "mean"} | {name: metric for name in summary if name.startswith("by_")}
+    for column, name in tables.items():
+        lines += [f"{plain(column).replace('_', ' ', 1)}:"] if summary[column] else []
+        width = max(map(len, map(plain, summary[column])), default=0)
+        for kind, found in summary[column].items():
+            lines.append(f"  {plain(kind):<{width}}  {with_interval(found, name)}  n {found['n']}")
     if "task_mean" in summary:
-        lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'])}")
+        lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'], metric)}")
     for base in summary.get("baselines", ()):
-        lines.append(f"baseline {plain(base['path'])}: {with_interval(base)}")
+        lines.append(f"baseline {plain(base['path'])}: {with_interval(base, metric)}")
         test = "McNemar" if summary["samples"] == 1 else "sign test"
         changes = f"{base['gained']} gained, {base['lost']} lost, {test} p {base['mcnemar_p']:.2g}"
         lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")
     if table := summary.get("reliance"):
         lines.append("visual reliance:")
-        lines.append(f"  {'its own images':<32}  {with_interval(summary)}")
+        lines.append(f"  {'its own images':<32}  {with_interval(summary, metric)}")
         for kind in (kind for kind in IMAGES if kind in table):
             drop = f"drop {with_interval(table[kind], 'drop')}"
-            lines.append(f"  {IMAGES[kind]:<32}  {with_interval(table[kind])}  {drop}")
+            lines.append(f"  {IMAGES[kind]:<32}  {with_interval(table[kind], metric)}  {drop}")
         if table["constant"] is not None:
             lines.append(f"  {'chance: the most frequent answer':<32}  {table['constant']:.3f}")
         lines += [f"  {sentence}" for sentence in table["said"].replace(". ", ".\n").splitlines()]

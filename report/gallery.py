@@ -40,9 +40,7 @@ def number(value: float | str) -> str:
 
 
 def is_right(sample: dict, summary: Mapping) -> bool | None:
-    """None where nothing is right or wrong. A sample that failed counts as wrong in an evaluation."""
-    if summary.get("metric") == "reward":
-        return None
+    """Return None where nothing is right or wrong. A sample that failed counts as wrong in an evaluation."""
     if "accuracy" not in sample["rewards"]:
         failed = sample["finish_reason"] == "error" and "accuracy" in summary
         return False if failed else None

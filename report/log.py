@@ -138,7 +138,7 @@ class RunLog:
             records, examples = gather_samples(batch, self.ctx)
             if self.ctx.main:
                 self._try(partial(self._show_samples, step, records, examples, metrics))
-        if self.ctx.main and "eval/accuracy" in metrics:
+        if self.ctx.main and "eval/n" in metrics:
             self._try(self._draw)
 
     def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
@@ -243,7 +243,7 @@ class RunLog:
         told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
             kept = Path(best["checkpoint"]).name if best["checkpoint"] else "no checkpoint of it"
-            told += f"; best evaluation {best['accuracy']:.3f} at step {best['step']} ({kept})"
+            told += f"; best evaluation {next(iter(best.values())):.3f} at step {best['step']} ({kept})"
         if self.start >= self.cfg.run.steps:
             told = f"nothing to do: {self.checkpoint} is of step {self.start}, and --steps is {self.cfg.run.steps}"
         print(told)

@@ -144,23 +144,24 @@ def tile(name: str, value: str, note: str = "", kind: str = "") -> str:
 
 
 def tiles(summary: Mapping) -> str:
-    """What an evaluation found: the accuracy, or the reward of a task without right or wrong, then all else."""
-    if "accuracy" not in summary:
+    """Show what an evaluation found: the accuracy, or the reward of a task without right or wrong, then all else."""
+    metric = summary.get("metric", "accuracy")
+    if metric not in summary:
         return ""
     k = summary.get("samples", 1)
-    is_reward = summary.get("metric") == "reward"
-    ends = summary.get("accuracy_ci95")
+    ends = summary.get(f"{metric}_ci95")
     note = f"{interval(ends)} (95%)" if ends else "no interval"
-    drawn = bar(summary["accuracy"], ends, 0.0, 1.0) if not is_reward else ""
-    shown = [tile("reward" if is_reward else "accuracy", share(summary["accuracy"]), note + drawn, "first")]
+    drawn = bar(summary[metric], ends, 0.0, 1.0) if metric == "accuracy" else ""
+    shown = [tile(metric, share(summary[metric]), note + drawn, "first")]
     if "n" in summary:
         shown[0] = shown[0].replace("</dt>", f" of {summary['n']:,} prompts</dt>")
     if mean := summary.get("task_mean"):
-        note = f"{interval(mean.get('accuracy_ci95'))} (95%), of {mean.get('n_tasks', '?')} tasks"
-        shown.append(tile("mean over tasks", share(mean["accuracy"]), note))
+        note = f"{interval(mean.get(f'{metric}_ci95'))} (95%), of {mean.get('n_tasks', '?')} tasks"
+        shown.append(tile("mean over tasks", share(mean[metric]), note))
     if k > 1 and f"majority@{k}" in summary:
         shown.append(tile(f"majority@{k}", share(summary[f"majority@{k}"])))
-    shown += [tile(name, share(summary[name])) for name in ("format", "truncated", "reward") if name in summary]
+    if "truncated" in summary:
+        shown.append(tile("truncated", share(summary["truncated"])))
     if "response_tokens" in summary:
         shown.append(tile("tokens per response", f"{summary['response_tokens']:.1f}"))
     counts = {"failed": "rewards that failed", "left_out": "prompts left out"}
@@ -215,14 +216,14 @@ def pass_table(summary: Mapping) -> str:
 
 
 def comparison(summary: Mapping) -> str:
-    rows = []
+    rows, metric = [], summary.get("metric", "accuracy")
     for i, base in enumerate(summary.get("baselines", ())):
         counts = [f"{base.get(name, 0):,}" for name in ("gained", "lost")]
         if i == 0:
             counts = [f"<a href='#show={name}'>{x}</a>" for name, x in zip(("gained", "lost"), counts, strict=True)]
         difference = base.get("difference")
         rows.append([
-            safe(base.get("path", "baseline")), share(base.get("accuracy")), interval(base.get("accuracy_ci95")),
+            safe(base.get("path", "baseline")), *score_cells(base, metric)[1:],
             f"<b>{difference + 0.0:+.3f}</b>" if is_number(difference) else "&ndash;",
             interval(base.get("difference_ci95"), signed=True), *counts, p_value(base.get("mcnemar_p")),
         ])  # fmt: skip
@@ -234,47 +235,50 @@ def comparison(summary: Mapping) -> str:
 
 
 def reliance(summary: Mapping) -> str:
-    """How much of the accuracy comes from seeing."""
-    found = summary.get("reliance")
+    """Show how much of the metric comes from seeing."""
+    found, metric = summary.get("reliance"), summary.get("metric", "accuracy")
     if not found:
         return ""
-    ends = summary.get("accuracy_ci95")
-    accuracy = summary.get("accuracy")
-    rows = [["its own images", bar(accuracy, ends, 0, 1), share(accuracy), interval(ends), "", ""]]
+    rows = [["its own images", *score_cells(summary, metric), "", ""]]
     for name, of in found.items():
         if isinstance(of, Mapping):
-            ends = of.get("accuracy_ci95")
             drop = f"<b>{of['drop']:.3f}</b>" if is_number(of.get("drop")) else ""
-            numbers = [share(of.get("accuracy")), interval(ends), drop, interval(of.get("drop_ci95"))]
-            rows.append([safe(IMAGES.get(name, name)), bar(of.get("accuracy"), ends, 0, 1), *numbers])
+            cells = [*score_cells(of, metric), drop, interval(of.get("drop_ci95"))]
+            rows.append([safe(IMAGES.get(name, name)), *cells])
     if is_number(found.get("constant")):
         chance = found["constant"]
         rows.append(["chance: the most frequent answer", bar(chance, None, 0, 1), share(chance), "", "", ""])
     said = f"<p class=told>{safe(found['said'])}</p>" if found.get("said") else ""
-    made = table(["asked with", "", "accuracy", "95%", "drop", "95%, paired"], rows, "numbers bars")
+    made = table(["asked with", "", metric, "95%", "drop", "95%, paired"], rows, "numbers bars")
     return f"<section><h2>Does it look?</h2>{said}{made}</section>"
 
 
+def score_cells(found: Mapping, name: str, low: float = 0.0, high: float = 1.0) -> list[str]:
+    """Return a bar, the number and its interval."""
+    value, ends = found.get(name), found.get(f"{name}_ci95")
+    return [bar(value, ends, low, high), share(value), interval(ends)]
+
+
 def by_groups(summary: Mapping) -> str:
-    """Every by_* table as bars."""
-    shown = []
+    """Show every by_* table as bars, and the named rewards as numbers."""
+    shown, metric = [], summary.get("metric", "accuracy")
+    if named := summary.get("rewards"):
+        rows = [[safe(name), *score_cells(of, "mean")[1:], f"{of.get('n', 0):,}"] for name, of in named.items()]
+        shown.append(f"<div class=block>{table(['reward', 'mean', '95%', 'n'], rows, 'numbers')}</div>")
     for key, of in summary.items():
         if not key.startswith("by_") or not isinstance(of, Mapping):
             continue
         name = key.removeprefix("by_")
-        drawn = chain.from_iterable((g.get("accuracy"), *(g.get("accuracy_ci95") or ())) for g in of.values())
+        drawn = chain.from_iterable((g.get(metric), *(g.get(f"{metric}_ci95") or ())) for g in of.values())
         found = list(filter(is_number, drawn))
         low, high = min([0.0, *found]), max([1.0, *found])
         rows = []
         for value, g in of.items():
-            ends = g.get("accuracy_ci95")
-            drawn = bar(g.get("accuracy"), ends, low, high)
             link = f"<a href='#{query(state_name(name))}={query(value)}'>{safe(value) or '(none)'}</a>"
-            rows.append([link, drawn, share(g.get("accuracy")), interval(ends), f"{g.get('n', 0):,}"])
-        score = "reward" if summary.get("metric") == "reward" else "accuracy"
-        made = table([safe(name.replace("_", " ")), "", score, "95%", "n"], rows, "numbers bars")
+            rows.append([link, *score_cells(g, metric, low, high), f"{g.get('n', 0):,}"])
+        made = table([safe(name.replace("_", " ")), "", metric, "95%", "n"], rows, "numbers bars")
         shown.append(f"<div class=block>{made}</div>")
-    return f"<section><h2>By group</h2><div class=blocks>{''.join(shown)}</div></section>" if shown else ""
+    return f"<section><h2>Rewards and groups</h2><div class=blocks>{''.join(shown)}</div></section>" if shown else ""
 
 
 def query(text: object) -> str:

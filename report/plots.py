@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from errors import need, refusing, writing
 from report.files import read_rows
 from report.page import Curve
+from report.summary import metric_of
 from settings import flag_of
 
 POINTS = 300  # of a curve; where there are more steps each point is the mean of some that follow each other
@@ -20,7 +21,8 @@ SMOOTH = 25  # a running mean is over so many parts of a run
 COLOURS = ("#1f5fa8", "#d9822b", "#2e9e5b", "#8e5bb5", "#c0392b", "#17a2b8", "#8c6d46", "#d16ba5", "#7f8c9b", "#a5b53a")
 GREY = "#8b95a5"
 OF_NO_GROUP = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes", "grace_seconds"}
-COUNTS = {"reward/errors", "reward/timeouts", "reward/constant_groups", "reward/mean"}  # no named rewards
+# no named rewards, or of another scale
+COUNTS = {"reward/errors", "reward/timeouts", "reward/constant_groups", "reward/mean", "reward/km"}
 
 Series = tuple[list[float], list[float]]  # steps, and a value at each
 
@@ -128,8 +130,8 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     norms = [x for x in series(rows, "policy/grad_norm")[1] if x > 0]
     panel("Reward", ["reward/mean"], "Rises; the parts say what it is that rises. Flat with a share of equal rewards "
           "near 1: too hard, too easy, or the reward never matches.", reward)
-    panel("Evaluation", ["eval/accuracy"], "Rises. The band is the 95% interval: what moves within it may be chance. "
-          "Falling while the reward rises: the reward is gamed, or training data is learnt by heart.",
+    panel("Evaluation", [f"eval/{metric_of(rows)}"], "Rises. The band is the 95% interval: what moves within it may "
+          "be chance. Falling while the reward rises: the reward is gamed, or training data is learnt by heart.",
           lambda axes: draw_evaluation(axes, rows))
     panel("Entropy", ["policy/entropy"], "Falls slowly. Near 0 while the task is not solved: nothing is left to "
           "explore; raise --clip-high or --entropy-coef, lower --lr. Rising without end: steps are too large.",
@@ -176,11 +178,13 @@ def draw_smooth(
 
 
 def draw_evaluation(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps, values = series(rows, "eval/accuracy")
-    with_interval = [row for row in rows if row.get("eval/accuracy_low") is not None]
-    bounds = [series(with_interval, f"eval/accuracy_{end}") for end in ("low", "high")]
+    metric = f"eval/{metric_of(rows)}"
+    steps, values = series(rows, metric)
+    with_interval = [row for row in rows if row.get(f"{metric}_low") is not None]
+    bounds = [series(with_interval, f"{metric}_{end}") for end in ("low", "high")]
     axes.fill_between(bounds[0][0], bounds[0][1], bounds[1][1], color=COLOURS[0], alpha=0.18, linewidth=0)
     axes.plot(steps, values, "o-", color=COLOURS[0], markersize=3, linewidth=1.8)
+    axes.set_ylabel(metric_of(rows))
     if 0 <= min(values) and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
 
@@ -279,7 +283,8 @@ def new_figure(width: float, height: float, top: float = 0.1, bottom: float = 0.
 
 WATCHED = (  # metric, the title of its panel
     ("reward/mean", "Reward"),
-    ("eval/accuracy", "Evaluation"),
+    ("eval/accuracy", "Evaluation: accuracy"),
+    ("eval/reward", "Evaluation: reward"),
     ("reward/constant_groups", "Share of groups of equal rewards"),
     ("policy/entropy", "Entropy (nats)"),
     ("rollout/kl", "KL to the engine (nats)"),
@@ -390,12 +395,10 @@ def band_of(members: Sequence[Mapping[float, float]]) -> list[tuple[float, float
 
 
 def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> None:
-    """Accuracy on unseen images and training reward over the steps of a run. `blank`: accuracy on blank images.
-
-    `metric`: what the task has for it, accuracy or reward.
-    """
+    """Draw the metric (accuracy or reward) on unseen images and the training reward over the steps of a run. `blank` is
+    the metric on blank images."""
     rows = read_rows(run / "metrics.jsonl")
-    evals, rewards = series(rows, "eval/accuracy"), series(rows, "reward/mean")
+    evals, rewards = series(rows, f"eval/{metric}"), series(rows, "reward/mean")
     figure = new_figure(7.2, 3.8, top=0.3, bottom=0.5)
     axes = figure.add_subplot()
     axes.plot(*rewards, color="#9db4d3", linewidth=1, label="reward of the step's samples")

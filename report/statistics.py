@@ -24,7 +24,8 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     z, p = 1.959964, successes / n
     centre = p + z * z / (2 * n)
     half = z * math.sqrt(max(0.0, p * (1 - p)) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half) / (1 + z * z / n), min(1.0, (centre + half) / (1 + z * z / n))
+    low, high = ((centre + end) / (1 + z * z / n) for end in (-half, half))
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # holds p = 0 and p = 1 also after rounding
 
 
 def bootstrap(*groups: Sequence[float], ends: Sequence[float] = (), seed: int = 0) -> tuple[float, float]:

@@ -2,40 +2,55 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import NamedTuple
 
-LAST = 100  # steps
-
-
-class Best(NamedTuple):
-    step: int
-    accuracy: float
+Rows = Sequence[Mapping[str, float | None]]
+LAST = 100  # episodes
 
 
-def best_evaluation(rows: Sequence[Mapping[str, float | None]]) -> Best | None:
-    """Of equal ones the earliest. Step 0 is --model itself."""
-    found = [Best(row["step"], row["eval/accuracy"]) for row in rows if row.get("eval/accuracy") is not None]
-    return max(found, key=lambda best: best.accuracy, default=None)
+def metric_of(rows: Rows) -> str:
+    """Return what a run's evaluations are compared by: accuracy, or reward if the task has no accuracy."""
+    return "accuracy" if any("eval/accuracy" in row for row in rows) else "reward"
 
 
-def run_summary(out: Path, rows: Sequence[Mapping[str, float | None]]) -> dict:
-    """OUT/summary.json: what was not measured is left out. `seconds` are of the steps and of evaluations, set-ups left
-    out; `episodes` are responses, or with --env episodes, that were sampled."""
-    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+def evaluations(rows: Rows) -> list[dict[str, float]]:
+    """Return the metric and the step of each evaluation. Step 0 is --model itself."""
+    metric = metric_of(rows)
+    found = [{metric: row.get(f"eval/{metric}"), "step": row["step"]} for row in rows]
+    return [scored for scored in found if scored[metric] is not None]
+
+
+def best_evaluation(rows: Rows) -> dict[str, float]:
+    """Return the best evaluation, of equal ones the earliest; {} if there is none."""
+    return max(evaluations(rows), key=lambda scored: scored[metric_of(rows)], default={})
+
+
+def run_summary(out: Path, rows: Rows) -> dict:
+    """Return what OUT/summary.json holds; what was not measured is left out. `seconds` are of steps and evaluations,
+    without set-up; `total_episodes` counts sampled responses, or with --env episodes."""
     summary = {
-        "steps": max((row["step"] for row in rows), default=0),
-        "episodes": total(rows, "rollout/responses"),
+        "total_steps": max((row["step"] for row in rows), default=0),
+        "total_episodes": total(rows, "rollout/responses"),
         "tokens": total(rows, "rollout/tokens"),
         "seconds": sum(row.get("time/step") or row.get("time/eval") or 0.0 for row in rows),
+        "metrics": str(out / "metrics.jsonl"),
     }
-    if rewards:
-        summary[f"reward_last_{LAST}"] = fmean(rewards[-LAST:])
+    if (reward := final_reward(rows)) is not None:
+        summary["final_reward"] = reward
     if best := best_evaluation(rows):
-        folder = out / "checkpoints" / f"step_{best.step:06d}"
+        folder = out / "checkpoints" / f"step_{best['step']:06d}"
         kept = str(folder) if (folder / "trainer.json").is_file() else None
-        summary["best"] = {"accuracy": best.accuracy, "step": best.step, "checkpoint": kept}
+        summary |= {"final_evaluation": evaluations(rows)[-1], "best": best | {"checkpoint": kept}}
     return summary
+
+
+def final_reward(rows: Rows) -> float | None:
+    """Return the mean reward of the last LAST episodes. Of a step that is only partly among them, its mean counts."""
+    earned = counted = 0.0
+    for row in reversed(rows):
+        if row.get("reward/mean") is not None:
+            n = min(row.get("rollout/responses") or 0, LAST - counted)
+            earned, counted = earned + n * row["reward/mean"], counted + n
+    return earned / counted if counted else None
 
 
 def total(rows: Sequence[Mapping[str, float | None]], name: str) -> int:

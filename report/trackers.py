@@ -116,6 +116,7 @@ class WandB:
         import wandb
 
         folder = out.absolute()
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # where images wait until they are sent
         kept = out / "wandb_id"
         known = kept.is_file() and start > 0
         settings = wandb.Settings(

@@ -13,6 +13,7 @@ A file for --curriculum, in TOML or JSON, has a list of stages. All but `from` m
     reward.geospot = { tolerance_km = 500 }  # options of a task's reward
 
 A task may have stages of its own, in the same form: `CURRICULUM` in its file, for runs without --curriculum.
+--curriculum none trains without stages.
 """
 
 import json
@@ -67,11 +68,14 @@ class StageSpec:
 
 
 def read_specs(file: str | None, tasks: set[str]) -> list[StageSpec]:
-    """The stages of --curriculum, or those of the only one of `tasks` that has some, or one that changes nothing."""
+    """Return the stages of --curriculum, or those of the only one of `tasks` that has some, or one that changes
+    nothing."""
+    if file == "none":
+        return [StageSpec()]
     if file is None:
         found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
         own = [name for name in found if name in tasks]
-        several = f"the tasks {' and '.join(own)} each have stages of their own; write both into one --curriculum FILE"
+        several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
         need(len(own) < 2, several)
         return specs_of(found[own[0]], f"the curriculum of task {own[0]}") if own else [StageSpec()]
     with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}"):
@@ -96,7 +100,7 @@ def stage_of(specs: Sequence[StageSpec], number: int) -> Stage:
 
 
 def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
-    """With its first step. For evaluations: the same at all steps of a run, so that their figures compare."""
+    """Return the last stage with its first step, for evaluations outside of a run."""
     specs = read_specs(file, {task_name(example.data_source) for example in examples})
     return specs[-1].first_step, stage_of(specs, -1)
 

@@ -1,8 +1,8 @@
 """Where was this image taken? Country, region, city and coordinates, each graded by itself.
 
-Coordinates earn exp(-distance / tolerance). The tolerance and the parts that count are a stage's. A curriculum gives
-them as options, {"pays": ["country", "coordinates"], "tolerance_km": 500}; without one the step decides, by STAGES.
-CURRICULUM holds the same five for a curriculum's file.
+Coordinates earn exp(-distance / tolerance). A curriculum's stage sets the tolerance and the parts that count:
+{"pays": ["country", "coordinates"], "tolerance_km": 500}. Without these options all parts count, at 25 km. CURRICULUM
+is this task's own curriculum, made of STAGES.
 """
 
 import json
@@ -44,8 +44,8 @@ class Stage(NamedTuple):
 
 
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
-STAGES = (
-    Stage(0, ("country", "coordinates"), 500.0),
+STAGES = (  # there are four parts, so the fifth stage only tightens the tolerance
+    Stage(0, ("country",), 500.0),
     Stage(100, ("country", "coordinates"), 200.0),
     Stage(300, ("country", "region", "coordinates"), 100.0),
     Stage(600, ("country", "region", "city", "coordinates"), 50.0),
@@ -54,7 +54,7 @@ STAGES = (
 
 CURRICULUM = [
     {
-        "name": f"{', '.join(stage.parts)} at {stage.tolerance_km:g} km",
+        "name": ", ".join(stage.parts) + (f" at {stage.tolerance_km:g} km" if "coordinates" in stage.parts else ""),
         "from": stage.first_step,
         "reward": {"geospot": {"pays": list(stage.parts), "tolerance_km": stage.tolerance_km}},
     }
@@ -63,7 +63,7 @@ CURRICULUM = [
 
 
 def stage_of(options: Mapping[str, Any]) -> Stage:
-    """A stage of a curriculum's options; what they leave out is as in the last of STAGES. Raises UserError."""
+    """Return the stage that a curriculum's options describe; what they leave out is as in the last of STAGES."""
     unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
     need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
@@ -74,11 +74,6 @@ def stage_of(options: Mapping[str, Any]) -> Stage:
         number and 0 < tolerance <= 20_000, f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000"
     )
     return Stage(0, tuple(dict.fromkeys(pays)), float(tolerance))
-
-
-def stage_at(step: int, stages: tuple[Stage, ...] = STAGES) -> Stage:
-    """A function of the step alone, so that a resumed run is where it was."""
-    return [stage for stage in stages if stage.first_step <= step][-1]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -408,11 +403,19 @@ def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
 
 
 def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
-    """Each part from 0 to 1, and under "reward" the weighted sum of those that the stage pays for.
+    """Return each part from 0 to 1, and under "reward" the weighted sum of those that the stage pays for.
 
-    `stage` is a Stage or its place in STAGES, from 0. What a truth has no value for is no part of that row: its weight
-    goes to the row's other parts. Raises UserError if the truth holds nothing to grade; no response raises.
+    `stage` is a Stage or its index in STAGES. The weight of a part that the truth lacks goes to the row's other parts
+    that the stage pays for, or if it has none of them, to all that it has. Raise UserError if the truth holds nothing
+    to grade; no response raises.
     """
+    graded = grade_place(response, truth, stage)
+    graded.pop("km", None)
+    return graded
+
+
+def grade_place(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
+    """Return what geospot_reward does, and "km", the distance, if response and truth have coordinates."""
     if isinstance(stage, int):
         need(0 <= stage < len(STAGES), f"stage {stage}: there are 0 to {len(STAGES) - 1}")
         stage = STAGES[stage]
@@ -421,11 +424,11 @@ def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict
     given = {field: as_text(answer.get(field)) for field in ("country", "region", "city")}
     parts = {field: float(right) for field, right in same_names(given, place).items()}
     there = read_coordinates(answer) if "coordinates" in place else None
-    parts["coordinates"] = math.exp(-distance_km(*there, *place["coordinates"]) / stage.tolerance_km) if there else 0.0
-    whole = sum(WEIGHTS[part] for part in stage.parts)
-    possible = sum(WEIGHTS[part] for part in stage.parts if part in place)
-    earned = sum(WEIGHTS[part] * parts[part] for part in stage.parts)
-    return parts | {"reward": earned * whole / possible if possible else 0.0}
+    km = {"km": distance_km(*there, *place["coordinates"])} if there else {}
+    parts["coordinates"] = math.exp(-km["km"] / stage.tolerance_km) if km else 0.0
+    paid = [part for part in stage.parts if part in place] or list(place)
+    whole, possible = (sum(map(WEIGHTS.get, names)) for names in (stage.parts, paid))
+    return parts | km | {"reward": sum(WEIGHTS[part] * parts[part] for part in paid) * whole / possible}
 
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
@@ -434,15 +437,10 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 
 
 @register("geospot", "osv5m", answerable=answerable)
-def geospot(
-    response: str, example: Any, finish_reason: str = "stop", step: int | None = None, stage: Any = None
-) -> dict[str, float]:
-    """By the options of a curriculum's `stage`, a reward.Stage; without them by the step; without both the last stage,
-    in which all parts count at 25 km."""
-    own = STAGES[-1] if step is None else stage_at(step)
-    own = stage_of(stage.options) if stage is not None and stage.options else own
+def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
+    """Grade by the options of a curriculum's `stage`, a reward.Stage; without any, all parts count at 25 km."""
     try:
-        return geospot_reward(response, example.ground_truth, own)
+        return grade_place(response, example.ground_truth, stage_of(stage.options if stage else {}))
     except UserError as error:
         raise UserError(f"row {example.uid!r}: {error}") from error
 

@@ -80,7 +80,7 @@ class Named(str):
         return str(self)
 
 
-def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=()):
+def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=(), most=1):
     """Rounds over prompts that are named after position and place; also what was told to rewards."""
     told = []
 
@@ -101,7 +101,7 @@ def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=()):
         run=SimpleNamespace(seed=0, steps=steps),
         rollout=RolloutConfig(prompts_per_step=P),
         servers=ServerConfig(async_steps=ahead),
-        algo=Algorithm(group_size=G),
+        algo=Algorithm(group_size=G, sample_rounds=most),
     )
     curriculum = SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
     rewards = SimpleNamespace(begin=begin)
@@ -146,7 +146,7 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, most):
     engine = Served(seed=ahead)
-    rounds, told = rounds_of(engine, ahead, steps=200)
+    rounds, told = rounds_of(engine, ahead, steps=200, most=most)
     taken = play(rounds, engine, 200, most)
     assert [position for _, position, *_ in taken] == list(range(len(taken))) and len(taken) >= 200
     oldest = 0
@@ -163,9 +163,9 @@ def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, m
     assert all(len(seeds) == 1 for seeds in engine.seeds.values())  # nothing twice
     main = threading.main_thread()
     assert (main in engine.threads) == (ahead == 0) and (len(engine.threads) == 1) == (ahead == 0)
-    assert all(len(graded) == P * G for _, graded in told)
-    if most == 1:
-        assert [step for step, _ in told] == list(range(200))
+    assert [step for step, _ in told] == [step for step, *_ in taken]  # rewards get the step that trains
+    if most == 1:  # else those sampled ahead are graded once a step takes them
+        assert all(len(graded) == P * G for _, graded in told)
 
 
 def test_no_round_is_begun_over_the_border_of_a_stage():

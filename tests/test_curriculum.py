@@ -13,7 +13,7 @@ from test_train import flags, kill_after, rows, run, without_time, write_parquet
 
 from errors import UserError
 from prepare_data import Example
-from reward import Stage
+from reward import RewardConfig, Rewards, Stage, response_to
 from rewards.curriculum import Curriculum, batch_of, parts_of, read_specs
 from tasks import geospot
 
@@ -257,3 +257,41 @@ def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, to
         run([sys.executable, "merge_lora.py", tmp_path / name, "--out", tmp_path / f"{name}-hf"])
         weights.append((tmp_path / f"{name}-hf" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+BY_STEP = "def score(response, example, step):\n    return float(step)\n"
+
+
+def test_the_same_weights_evaluate_to_the_same_figure_whatever_step_they_were_saved_at(toys, tmp_path):
+    """Also under a reward that depends on the step, and with the task's own stages switched off."""
+    train, test = (write_parquet(tmp_path / name, geospot.toy(8, name, 0)) for name in ("train", "test"))
+    (tmp_path / "by_step.py").write_text(BY_STEP)
+    more = ["--steps", 2, "--eval-every", 1, "--eval-data", test, "--save-every", 1, "--no-self-test"]
+    more += ["--reward", f"{tmp_path}/by_step.py:score", "--curriculum", "none"]
+    out = tmp_path / "run"
+    run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train, out, *more)])
+    assert [row["eval/reward"] for row in rows(out)] == [2.0, 2.0, 2.0]
+    assert [row["reward/mean"] for row in rows(out)[1:]] == [0.0, 1.0] and "curriculum/stage" not in rows(out)[1]
+    done = run([sys.executable, "eval.py", out / "checkpoints" / "step_000001", "--out", tmp_path / "e"])
+    assert json.loads((tmp_path / "e" / "eval.json").read_text())["reward"] == 2.0
+    assert "--curriculum none" in done.stdout and "unlike the run" not in done.stdout
+
+
+def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
+    truths = [row["reward_model"]["ground_truth"] for row in geospot.toy(4, "test", 0)]
+    own = [Example("u", "geospot", [], [], truth, {}) for truth in truths]
+    truth = json.loads(truths[0])
+    response = response_to(own[0], json.dumps(truth | {"lat": truth["lat"] + 1}))
+    (tmp_path / "stages.toml").write_text("[[stages]]\nfrom = 0\nname = 'all'\n")
+
+    def graded(stages, step, stage):
+        [rewards] = Rewards(RewardConfig(reward_workers=0)).begin(step, stage).results([response])
+        return rewards["reward"]
+
+    full = geospot.geospot_reward(response.text, truth, 4)["reward"]
+    for file in (None, "none", str(tmp_path / "stages.toml")):
+        stages = Curriculum(file, own, 4, 0)
+        trained = [graded(stages, step, stages.stage(step)) for step in (0, 100, 5000)]
+        by_stage = [geospot.geospot_reward(response.text, truth, stage)["reward"] for stage in (0, 1, 4)]
+        assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full
+        assert {graded(stages, step, stages.last()) for step in (0, 100, 5000)} == {full}

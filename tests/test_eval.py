@@ -51,13 +51,13 @@ def of(n, scores, others):
 
 def test_comparison_counts_what_changed():
     ours, base = of(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
-    found = E.compare(ours, base)
+    found = E.compare(ours, base, "accuracy")
     assert (found["gained_uids"], found["lost_uids"]) == (["0", "1"], ["3"])
     assert (found["gained"], found["lost"], found["mcnemar_p"]) == (2, 1, 1.0)
     assert found["difference"] == pytest.approx(0.1)
     low, high = found["difference_ci95"]
     assert -0.35 < low < 0 < 0.1 < high < 0.5
-    same = E.compare(ours, ours)
+    same = E.compare(ours, ours, "accuracy")
     low, high = same["difference_ci95"]
     assert (same["difference"], same["mcnemar_p"]) == (0, 1.0) and -0.3 < low < 0 < high < 0.3
 
@@ -94,10 +94,35 @@ def test_a_task_without_right_or_wrong_has_a_reward():
     for s in records[0]["samples"]:
         del s["rewards"]["accuracy"], s["rewards"]["format"]
     summary = E.summarise(records)
-    assert summary["metric"] == "reward" and summary["accuracy"] == summary["avg@2"] == 0.625
-    assert not summary.keys() & {"pass@1", "majority@2", "format"}
+    assert summary["metric"] == "reward" and summary["reward"] == summary["avg@2"] == 0.625
+    assert not summary.keys() & {"accuracy", "accuracy_ci95", "pass@1", "majority@2", "format"}
+    assert summary["by_answer_type"]["a"] == {"n": 1, "reward": 0.625, "reward_ci95": wilson(0.625, 1)}
     assert E.lines_of(summary)[0].startswith("reward 0.625")
-    assert E.reliance(records, {"none": records})["constant"] is None
+    assert E.reliance(records, {"none": records}, "reward")["constant"] is None
+
+
+def test_every_named_reward_has_a_mean_with_its_interval():
+    """Of the examples that have it; of several tasks each its own."""
+    records = [record("a", [0.5, 1.0]), record("b", [0.0, 1.0]), record("c", [0.5, 0.5])]
+    found = [({"country": 1.0, "km": 12.0}, {"country": 0.0}), ({"country": 1.0}, {"country": 1.0}),
+             ({"image_1": 0.5, "image_2": 1.0},) * 2]  # fmt: skip
+    for r, of_samples in zip(records, found, strict=True):
+        for s, rewards in zip(r["samples"], of_samples, strict=True):
+            s["rewards"] = rewards | {"reward": s["rewards"]["reward"]}
+    one = E.summarise(records[:2])["rewards"]
+    assert one == {"country": {"n": 2, "mean": 0.75, "mean_ci95": wilson(1.5, 2)},
+                   "km": {"n": 1, "mean": 12.0, "mean_ci95": (12.0, 12.0)}}  # fmt: skip
+    records[2]["task"], records[2]["samples"][1]["rewards"]["accuracy"] = "other", 0.5
+    both = E.summarise(records)
+    assert {name: (x["n"], x["mean"]) for name, x in both["rewards"].items()} == {
+        "shapes/country": (2, 0.75), "shapes/km": (1, 12.0), "shapes/reward": (2, 0.625),
+        "other/accuracy": (1, 0.5), "other/image_1": (1, 0.5), "other/image_2": (1, 1.0), "other/reward": (1, 0.5),
+    }  # fmt: skip
+    assert both["metric"] == "reward" and "task_mean" in both
+    told = E.lines_of(both)
+    assert "rewards:" in told and any(line.split()[0] == "shapes/km" and line.endswith("n 1") for line in told)
+    accurate = E.summarise([record("a", [1.0])])
+    assert accurate["rewards"].keys() == {"format", "reward"} and accurate["metric"] == "accuracy"
 
 
 def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
@@ -105,7 +130,7 @@ def test_where_answers_are_right_in_part_there_is_no_pass_at_k():
     assert summary["accuracy"] == summary["avg@2"] == pytest.approx(0.5) and "pass@1" not in summary
     mixed = [record("a", [1.0]), record("b", [1.0])]
     del mixed[1]["samples"][0]["rewards"]["accuracy"]
-    assert E.summarise(mixed)["metric"] == "accuracy or reward"
+    assert E.summarise(mixed)["metric"] == "reward"
 
 
 def test_votes_are_for_what_is_in_the_box():
@@ -125,7 +150,7 @@ def test_reliance_says_whether_it_looks():
     for records in (seen, blind):
         for r, truth in zip(records, truths, strict=True):
             r |= {"answer_type": "colour", "ground_truth": truth}
-    table = E.reliance(seen, {"blank": blind, "none": seen})
+    table = E.reliance(seen, {"blank": blind, "none": seen}, "accuracy")
     assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
     assert table["blank"]["accuracy_ci95"] == wilson(10, 40) and table["none"]["drop"] == 0
     assert table["said"] == (
@@ -134,12 +159,12 @@ def test_reliance_says_whether_it_looks():
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
-    assert "but not to chance" in E.reliance(seen, {"shuffled": half})["said"]
+    assert "but not to chance" in E.reliance(seen, {"shuffled": half}, "accuracy")["said"]
 
 
 def test_comparison_refuses_other_examples():
     with pytest.raises(AssertionError, match="same examples"):
-        E.compare([record("a", [1.0])], [record("b", [1.0])])
+        E.compare([record("a", [1.0])], [record("b", [1.0])], "accuracy")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

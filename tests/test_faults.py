@@ -505,10 +505,10 @@ def score(response, example):
     trial, evaluation, step = 1, 6, 12
     cut = start("cut", SIGNAL_AT=str(trial + evaluation + 2 * step + 3))
     assert cut.returncode == 143 and "stopped after step 2 of 2, saved in" in cut.stderr, cut.stderr
-    assert "eval/accuracy" not in rows(tmp_path / "cut")[-1] and (tmp_path / "cut" / "report.html").exists()
+    assert "eval/reward" not in rows(tmp_path / "cut")[-1] and (tmp_path / "cut" / "report.html").exists()
     assert start("cut").returncode == 0
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
-    assert "eval/accuracy" in rows(tmp_path / "cut")[-1]
+    assert "eval/reward" in rows(tmp_path / "cut")[-1]
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):

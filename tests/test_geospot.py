@@ -49,13 +49,11 @@ def test_the_five_stages():
     assert [stage.tolerance_km for stage in STAGES] == [500, 200, 100, 50, 25]
     added = [set(stage.parts) - {"coordinates"} for stage in STAGES]
     assert added == [{"country"}, {"country"}, {"country", "region"}, set(PARTS[:3]), set(PARTS[:3])]
-    for step, wanted in ((0, 0), (99, 0), (100, 1), (299, 1), (300, 2), (599, 2), (600, 3), (999, 3), (1000, 4)):
-        assert geospot.stage_at(step) is STAGES[wanted]
-    assert geospot.stage_at(10**9) is STAGES[-1]
+    assert ["coordinates" in stage.parts for stage in STAGES] == [False, True, True, True, True]  # country only first
     assert sum(geospot.WEIGHTS.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("stage, most", list(enumerate([0.6, 0.6, 0.8, 1.0, 1.0])))
+@pytest.mark.parametrize("stage, most", list(enumerate([0.3, 0.6, 0.8, 1.0, 1.0])))
 def test_a_perfect_answer_earns_the_weights_of_the_stage(stage, most):
     parts = geospot_reward(json.dumps(PARIS), PARIS, stage)
     assert parts == dict.fromkeys(PARTS, 1.0) | {"reward": pytest.approx(most)}
@@ -71,8 +69,9 @@ def test_each_part_earns_its_weight():
         parts = geospot_reward('{"country": "Chad", "lat": 0, "lon": 1}', zero, stage)
         assert parts["coordinates"] == pytest.approx(math.exp(-far / tolerance), rel=1e-9) and parts["country"] == 0
     whole = PARIS | {"lat": 0.0, "lon": 0.0}
-    parts = geospot_reward('{"country": "France", "lat": 0, "lon": 1}', whole, 0)
-    assert parts["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-far / 500))
+    answer = '{"country": "France", "lat": 0, "lon": 1}'
+    assert geospot_reward(answer, whole, 0)["reward"] == pytest.approx(0.3)
+    assert geospot_reward(answer, whole, 1)["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-far / 200))
     mine = Stage(0, ("city",), 1.0)
     assert geospot_reward('{"city": "Paris", "country": "Chad"}', PARIS, mine)["reward"] == pytest.approx(0.2)
 
@@ -83,7 +82,10 @@ def test_what_a_truth_lacks_is_no_part_of_its_row():
     parts = geospot_reward(answer, truth, 4)
     assert parts == {"country": 1, "region": 0, "city": 0, "coordinates": 1, "reward": pytest.approx(1)}
     assert geospot_reward('{"country": "France"}', truth, 4)["reward"] == pytest.approx(0.5)
-    assert geospot_reward('{"city": "Paris"}', {"city": "Paris"}, 0)["reward"] == 0
+    # a row with nothing that the stage pays for would never train: all that it has counts
+    assert geospot_reward('{"city": "Paris"}', {"city": "Paris"}, 0)["reward"] == pytest.approx(0.3)
+    near = geospot_reward("lat: 0; lon: 1", {"lat": 0, "lon": 0, "city": "Paris"}, 0)
+    assert near["reward"] == pytest.approx(0.3 * 0.6 * near["coordinates"]) and near["reward"] > 0
 
 
 # --- distances --------------------------------------------------------------------------------------------------------
@@ -295,13 +297,14 @@ def test_a_stage_of_a_curriculum_decides_what_pays():
     near = PARIS | {"lat": PARIS["lat"] + 1}  # a degree of latitude: 111.2 km
     response, example = json.dumps(near), row()
     stage = stage_with(pays=["country", "coordinates"], tolerance_km=500)
-    found = geospot.geospot(response, example, "stop", 5000, stage)
+    found = geospot.geospot(response, example, "stop", stage)
     assert found["reward"] == pytest.approx(0.3 + 0.3 * math.exp(-111.195 / 500), abs=1e-4)
-    only = geospot.geospot(response, example, step=0, stage=stage_with(pays=["city"], tolerance_km=1))
+    assert found["km"] == pytest.approx(111.195, abs=1e-3)
+    only = geospot.geospot(response, example, stage=stage_with(pays=["city"], tolerance_km=1))
     assert only["reward"] == pytest.approx(0.2)
-    assert geospot.geospot(response, example, step=0, stage=stage_with())["reward"] == found["reward"]  # its own first
-    for step, stage in ((0, 0), (299, 1), (300, 2), (600, 3), (1000, 4), (None, 4)):
-        assert geospot.geospot(response, example, step=step) == geospot_reward(response, PARIS, stage)
+    full = geospot_reward(response, PARIS, 4) | {"km": found["km"]}  # without options, whatever the step
+    assert geospot.geospot(response, example) == geospot.geospot(response, example, stage=stage_with()) == full
+    assert "km" not in geospot.geospot('{"country": "France"}', example)
 
 
 def test_the_curriculum_in_a_file_is_the_stages():
@@ -311,8 +314,10 @@ def test_the_curriculum_in_a_file_is_the_stages():
     for line in geospot.CURRICULUM:
         options = SimpleNamespace(options=line["reward"]["geospot"])
         for given in (PARIS, PARIS | {"lat": 48}, {"country": "FR"}):
-            with_options = geospot.geospot(json.dumps(given), row(), step=0, stage=options)
-            assert with_options == geospot.geospot(json.dumps(given), row(), step=line["from"])
+            with_options = geospot.geospot(json.dumps(given), row(), stage=options)
+            with_options.pop("km", None)
+            stage = next(stage for stage in STAGES if stage.first_step == line["from"])
+            assert with_options == geospot_reward(json.dumps(given), PARIS, stage)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +335,7 @@ def test_the_curriculum_in_a_file_is_the_stages():
 )
 def test_options_that_are_wrong_are_refused(options, told):
     with pytest.raises(UserError, match=told):
-        geospot.geospot("", row(), step=0, stage=stage_with(**options))
+        geospot.geospot("", row(), stage=stage_with(**options))
 
 
 # --- coordinates ------------------------------------------------------------------------------------------------------

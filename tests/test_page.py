@@ -266,7 +266,7 @@ def test_a_summary_with_everything():
 
 def test_a_summary_of_the_least():
     text = Tags(page_of([record("a")], summary={"n": 1, "accuracy": 0.0})).text
-    assert "0.000" in text and "no interval" in text and "Against" not in text and "By group" not in text
+    assert "0.000" in text and "no interval" in text and "Against" not in text and "Rewards and" not in text
 
 
 def test_half_a_surrogate_pair_does_not_break_a_page():
@@ -277,10 +277,15 @@ def test_half_a_surrogate_pair_does_not_break_a_page():
 
 
 def test_a_reward_is_not_an_accuracy():
-    summary = {"n": 2, "accuracy": -1.5, "accuracy_ci95": [-2.0, -1.0], "metric": "reward", "by_task": {
-        "t": {"n": 2, "accuracy": -1.5, "accuracy_ci95": [-2.0, -1.0]}}}  # fmt: skip
-    page = page_of([record("a"), record("b", sample(accuracy=-2.0), sample(accuracy=3.0))], summary=summary)
+    summary = {"n": 2, "reward": -1.5, "reward_ci95": [-2.0, -1.0], "metric": "reward", "by_task": {
+        "t": {"n": 2, "reward": -1.5, "reward_ci95": [-2.0, -1.0]}}}  # fmt: skip
+    summary["rewards"] = {"km": {"n": 1, "mean": 512.25, "mean_ci95": (3.5, 1001.0)}}
+    records = [record("a"), record("b", sample(), sample())]
+    for s, reward in zip(records[0]["samples"] + records[1]["samples"], (1.0, -2.0, 3.0), strict=True):
+        s["rewards"] = {"reward": reward}
+    page = page_of(records, summary=summary)
     text = Tags(page).text
+    assert "km512.2503.500 to 1001.0001" in text and "-2.000 to -1.000" in text
     assert "reward of 2 prompts-1.500" in text and "✓" not in text and "✗" not in text and "accuracy" not in text[:60]
     assert re.findall(r'data-is="([^"]*)"', page) == ["disagree"]
 

@@ -766,7 +766,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     ctx = Context(0, 1, "cpu")
     asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
     before = reward.grader_stats.copy()
-    records = evaluation.Evaluation(*asked, samples=2).records(step=3)
+    records = evaluation.Evaluation(*asked, samples=2, step=3).records()
     assert rounds == [(3, reward.Stage())] * 2 and reward.grader_stats == before
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records[:4]] == [(n, str(n), str(n)) for n in range(4)]
     for n, record in enumerate(records[:4]):

@@ -3,8 +3,10 @@ or weights change.   pytest tests/test_server_engine.py    Real servers: test_se
 """
 
 import asyncio
+import json
 import math
 import re
+import shutil
 import socket
 import threading
 import time
@@ -15,9 +17,13 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from test_train import write_parquet
 
 import engines.server
+import eval as evaluation
+import model as M
 from engines.connect import ServerConfig
 from engines.server import ServerEngine
 from engines.transfer import Group, read_file
@@ -337,7 +343,8 @@ def test_all_servers_are_lost(connect):
     with pytest.raises(UserError) as told:
         engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))
     lost = sorted(f"{url}: gone" for url in URLS[:2])
-    either = [f"--servers: none is left ({'; '.join(order)}); start them again, then --resume auto goes on"
+    remedy = "start them again, then repeat the command (in training with --resume auto)"
+    either = [f"--servers: none is left ({'; '.join(order)}); {remedy}"
               for order in (lost, lost[::-1])]  # fmt: skip
     assert str(told.value) in either
     with pytest.raises(UserError, match="^--servers: none takes new weights .*; start them again, [^\n]*$"):
@@ -749,3 +756,82 @@ def test_files_of_weights_are_gone_after_a_sync(connect, tmp_path):
     engine, servers = connect(2)
     synced(engine, 2.0)
     assert not list(tmp_path.iterdir())
+
+
+# --- evaluation through servers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evaluate(toys, monkeypatch, tmp_path):
+    """evaluate(flags) runs eval.main in this process, on rows without images; the servers that it used."""
+    asked = "How many?"
+    rows = [{"data_source": "mine", "prompt": [{"role": "user", "content": asked}], "images": [],
+             "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"uid": f"u{i}"}} for i in range(5)]
+    data = write_parquet(tmp_path / "test.parquet", rows)
+    (tmp_path / "mine.py").write_text("def score(response, example):\n    return len(response) % 2\n")
+    made = []
+
+    async def find_kind(url, http):
+        return "vllm"
+
+    class Held(Fake):
+        longest = 64
+
+        def __init__(self, *of):
+            super().__init__(*of)
+            made.append(self)
+
+    monkeypatch.setattr(engines.server, "find_kind", find_kind)
+    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Held)
+    monkeypatch.setattr(httpx2, "get", lambda *of, **more: SimpleNamespace(status_code=200))
+
+    def go(*given, url="http://one:1"):
+        made.clear()
+        more = ["--data", data, "--reward", f"{tmp_path}/mine.py:score", "--reward-workers", 0, "--max-new-tokens", 6]
+        more += ["--servers", url, "--sync", "disk"] if url else []
+        cfg = evaluation.parse_args(list(map(str, [*given, *more, "--out", tmp_path / "e"])))
+        try:
+            return evaluation.main(cfg), made.copy()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return go
+
+
+def test_an_evaluation_through_servers_brings_them_the_weights_of_each_model(evaluate, toys, tmp_path):
+    model, other = toys["qwen2_5_vl"], tmp_path / "other"
+    hf = M.load_hf(str(model))
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(0.25)
+    hf.save_pretrained(other)
+    for file in model.iterdir():
+        if not (other / file.name).exists():
+            shutil.copy(file, other)
+    summary, (server, of_baseline) = evaluate(model, "--rollout", "server", "--baseline", other, "--samples", 2)
+    sent = {name: p.detach() for name, p in M.load_hf(str(model)).named_parameters()}
+    for holds, shift in ((server.holds, 0.0), (of_baseline.holds, 0.25)):
+        assert holds.keys() == sent.keys()
+        assert all(torch.equal(holds[name], sent[name] + shift) for name in sent)
+    assert len(server.asks) == len(of_baseline.asks) == 10 and len({ask.uid for ask in server.asks}) == 5
+    assert summary["n"] == 5 and "servers" not in summary["settings"] and len(summary["baselines"]) == 1
+    told = json.loads((tmp_path / "e" / "predictions.jsonl").read_text().splitlines()[0])
+    assert all(s["tokens"] == 6 for s in told["samples"])
+    # through another server it is the same evaluation, which may be made again
+    evaluate(model, "--rollout", "server", "--baseline", other, "--samples", 2, url="http://two:2")
+
+
+def test_a_run_that_trained_on_servers_asks_for_them(evaluate, toys, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{}")
+    args = {"model": str(toys["qwen2_5_vl"]), "rollout": "server", "servers": ["http://elsewhere:1"]}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"args": args}))
+    with pytest.raises(UserError, match="default for a run that trained with it.* --servers URL.*--rollout hf or vllm"):
+        evaluate(tmp_path / "run", url=None)
+    given = [str(tmp_path / "run"), "--data", "x", "--out", "y"]
+    assert evaluation.parse_args([*given, "--servers", "http://one:1"]).rollout == "server"
+    assert evaluation.parse_args([*given, "--rollout", "hf"]).rollout == "hf"
+    with pytest.raises(UserError, match="--servers http://one:1.*: for servers, but the engine is --rollout hf"):
+        evaluate(toys["qwen2_5_vl"], "--rollout", "hf")

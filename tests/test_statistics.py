@@ -16,7 +16,15 @@ def test_wilson_is_scipys(n):
     for right in {0, 1, n // 3, n // 2, n - 1, n}:
         theirs = stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
         assert S.wilson(right, n) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
-    assert S.wilson(0, n)[0] == 0 and S.wilson(n, n)[1] <= 1
+    assert S.wilson(0, n)[0] == 0 and S.wilson(n, n)[1] == 1
+
+
+def test_an_interval_holds_its_proportion():
+    """Also at the ends, where rounding put 2e-16 between them: 80 of 80."""
+    for n in range(1, 300):
+        for right in {0, 1, n // 2, n - 1, n}:
+            low, high = S.wilson(right, n)
+            assert 0 <= low <= right / n <= high <= 1
 
 
 def test_wilson_is_the_published_one():

@@ -461,7 +461,7 @@ def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
     run([sys.executable, "train.py", *common, "--steps", 2, "--resume", "auto"])
     logged = rows(tmp_path / "r")
     assert [row["step"] for row in logged] == [0, 1, 2] and all(row["update/empty"] == 1 for row in logged[1:])
-    assert logged[0]["eval/accuracy"] == logged[1]["reward/mean"] == -3.5
+    assert logged[0]["eval/reward"] == logged[1]["reward/mean"] == -3.5
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
     start, end = (load_file(p / "model.safetensors") for p in (toys["qwen2_5_vl"], tmp_path / "hf"))
     assert all(torch.equal(start[k], end[k]) for k in start)

@@ -74,7 +74,7 @@ def tracked(toys, tmp_path_factory):
     data = write_parquet(folder / "train.parquet", shapes_rows(8, "train", 0))
     test = write_parquet(folder / "test.parquet", shapes_rows(5, "test", 0))
     more = ["--eval-data", test, "--eval-every", 2, "--save-every", 2, "--track", "tensorboard", "wandb"]
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DATA_DIR": str(folder), "WANDB_PROJECT": "mine"}
+    env = os.environ | {"WANDB_MODE": "offline", "XDG_DATA_HOME": str(folder / "home"), "WANDB_PROJECT": "mine"}
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, folder / "run", *more, "--no-self-test")]
     first = run([*command, "--steps", 2], env=env)
     second = run([*command, "--steps", 4, "--resume", "auto"], env=env)
@@ -148,6 +148,12 @@ def test_tensorboard_has_the_numbers_of_metrics_jsonl_once(tracked):
     assert b'"lr": 0.001' in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0]
 
 
+def test_wandb_stages_images_in_the_run(tracked):
+    out, _, _ = tracked
+    assert not (out.parent / "home").exists()
+    assert [path for path in (out / "wandb" / "artifacts" / "staging").rglob("*") if path.is_file()]
+
+
 def test_a_run_keeps_a_page_curves_and_predictions(tracked):
     out, _, _ = tracked
     page = (out / "report.html").read_text()
@@ -155,28 +161,30 @@ def test_a_run_keeps_a_page_curves_and_predictions(tracked):
     assert min(Image.open(out / "curves.png").size) > 600
     kept = [json.loads(line) for line in (out / "eval" / "step_000004.jsonl").read_text().splitlines()]
     right = [s["rewards"]["reward"] for record in kept for s in record["samples"]]
-    assert len(kept) == 5 and sum(right) / 5 == pytest.approx(rows(out)[-1]["eval/accuracy"])
+    assert len(kept) == 5 and sum(right) / 5 == pytest.approx(rows(out)[-1]["eval/reward"])
     assert sorted(p.name for p in (out / "eval").iterdir())[-1] == "step_000004.jsonl"
 
 
 def test_the_interval_of_an_evaluation_is_in_its_row(tracked):
     for row in rows(tracked[0])[::2]:
-        n, p, z = row["eval/n"], row["eval/accuracy"], 1.959964
+        n, p, z = row["eval/n"], row["eval/reward"], 1.959964
         for end in ("low", "high"):  # the bounds solve (p - x)^2 = z^2 x (1 - x) / n
-            x = row[f"eval/accuracy_{end}"]
+            x = row[f"eval/reward_{end}"]
             assert (p - x) ** 2 == pytest.approx(z * z * x * (1 - x) / n, abs=1e-9)
-        assert n == 5 and row["eval/accuracy_low"] <= p <= row["eval/accuracy_high"]
+        assert n == 5 and row["eval/reward_low"] <= p <= row["eval/reward_high"]
 
 
 def test_summary_is_of_the_whole_run(tracked):
     out, _, _ = tracked
     told, logged = json.loads((out / "summary.json").read_text()), rows(out)
-    assert told["steps"] == 4 and told["episodes"] == 4 * 4 * 3
+    assert told["total_steps"] == 4 and told["total_episodes"] == 4 * 4 * 3
+    assert told["metrics"] == str(out / "metrics.jsonl") and told["final_evaluation"]["step"] == 4
+    assert told["final_evaluation"]["reward"] == logged[-1]["eval/reward"]
     assert told["tokens"] == sum(row["response/tokens"] * 12 for row in logged[1:])
-    assert told["reward_last_100"] == pytest.approx(sum(row["reward/mean"] for row in logged[1:]) / 4)
+    assert told["final_reward"] == pytest.approx(sum(row["reward/mean"] for row in logged[1:]) / 4)
     assert told["seconds"] == pytest.approx(logged[0]["time/eval"] + sum(row["time/step"] for row in logged[1:]))
-    best = max([row["eval/accuracy"], -row["step"]] for row in logged if "eval/accuracy" in row)
-    assert [told["best"]["accuracy"], -told["best"]["step"]] == best
+    best = max([row["eval/reward"], -row["step"]] for row in logged if "eval/reward" in row)
+    assert [told["best"]["reward"], -told["best"]["step"]] == best
 
 
 def test_lines_of_steps_are_a_table(tracked):
@@ -534,9 +542,22 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
 
 def test_of_equal_evaluations_the_earlier_is_the_best(tmp_path):
     logged = [{"step": s, "eval/accuracy": a} for s, a in ((0, 0.1), (2, 0.7), (4, None), (6, 0.7), (8, 0.2))]
-    assert best_evaluation([*logged, {"step": 9}]) == (2, 0.7) and best_evaluation([]) is None
-    assert run_summary(tmp_path, [])["steps"] == 0 and "best" not in run_summary(tmp_path, [])
-    assert run_summary(tmp_path, logged)["best"] == {"accuracy": 0.7, "step": 2, "checkpoint": None}
+    assert best_evaluation([*logged, {"step": 9}]) == {"accuracy": 0.7, "step": 2}
+    assert best_evaluation([]) == {}
+    assert run_summary(tmp_path, [])["total_steps"] == 0 and "best" not in run_summary(tmp_path, [])
+    summary = run_summary(tmp_path, logged)
+    assert summary["best"] == {"accuracy": 0.7, "step": 2, "checkpoint": None}
+    assert summary["final_evaluation"] == {"accuracy": 0.2, "step": 8} and "final_reward" not in summary
+    rewards = [{"step": s, "eval/reward": r} for s, r in ((0, -2.0), (2, 30.0))]  # a task without an accuracy
+    assert best_evaluation(rewards) == {"reward": 30.0, "step": 2}
+
+
+def test_the_final_reward_is_of_the_last_hundred_episodes(tmp_path):
+    """Not of as many steps: of the step that is partly among them its mean counts."""
+    found = ((1, 9.0, 48), (2, 1.0, 64), (3, 0.5, 48))
+    logged = [{"step": s, "reward/mean": r, "rollout/responses": n} for s, r, n in found]
+    assert run_summary(tmp_path, [*logged, {"step": 4}])["final_reward"] == pytest.approx((48 * 0.5 + 52 * 1.0) / 100)
+    assert run_summary(tmp_path, logged[:1])["final_reward"] == 9.0
 
 
 REWARD = """
@@ -555,6 +576,13 @@ def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_cut_off(quick, tmp_pa
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     (tmp_path / "mine.py").write_text(REWARD)
     monkeypatch.setattr(report.log.RunLog, "_draw", lambda log: None)
+    evaluate = train.Evaluation.run
+
+    def at_step(evaluation, log, stage, step):  # rewards of evaluations get the run's last step
+        evaluation.step = step
+        return evaluate(evaluation, log, stage, step)
+
+    monkeypatch.setattr(train.Evaluation, "run", at_step)
 
     def start(out):
         more = ["--eval-data", test, "--eval-every", 1, "--steps", 6, "--save-every", 3, "--keep", 1, "--keep-best",
@@ -576,9 +604,9 @@ def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_cut_off(quick, tmp_pa
     assert left("cut") == left("whole") and without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     told = [json.loads((tmp_path / out / "summary.json").read_text()) for out in ("whole", "cut")]
     for summary in told:
-        del summary["seconds"]
+        del summary["seconds"], summary["metrics"]
         assert summary["best"].pop("checkpoint").endswith("checkpoints/step_000002")
-    assert told[0] == told[1] and told[0]["best"] == {"accuracy": pytest.approx(0.6), "step": 2}
+    assert told[0] == told[1] and told[0]["best"] == {"reward": pytest.approx(0.6), "step": 2}
     assert locate(str(tmp_path / "cut" / "checkpoints" / "step_000002"))[2]["keep_best"]  # as eval.py finds it
 
 
