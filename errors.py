@@ -1,12 +1,13 @@
 """Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import
 it."""
 
+import difflib
 import errno
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,18 @@ class UserError(ValueError):
 def need(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; nearest: A, B" with the known words most like a wrong one, or "" if there are none."""
+    found = ", ".join(difflib.get_close_matches(word, list(known), cutoff=0.5))
+    return found and f"; nearest: {found}"
+
+
+def nearest_path(path: str | Path) -> str:
+    """Return "; nearest: A, B" with the names next to a path that is wrong, or "" if there are none."""
+    folder = Path(path).parent
+    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
 
 
 @contextmanager

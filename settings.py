@@ -13,7 +13,6 @@ config = read_settings(OptimConfig, preset | given)   # what is given wins over 
 """
 
 import argparse
-import difflib
 import math
 import operator
 import sys
@@ -22,7 +21,7 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import need
+from errors import nearest, need
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
@@ -74,8 +73,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
-                self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
+                self.error(f"unknown flag {flag}{nearest(flag, flags)}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

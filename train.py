@@ -248,11 +248,11 @@ def update_policy(
         for micro in batch.minibatches[number]:
             tokens = batch.tokens[micro.token_index_K].to(ctx.device)
             out = models.policy(micro, cfg.rollout.temperature, loss, tokens)
-            value_loss = weighted_value_loss(out.value_K, tokens, meter)
-            (out.loss + grpo.VALUE_COEF * value_loss).backward()
+            value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
+            (out.loss + algo.args["value_coef"] * value_loss).backward()
             if models.critic:
-                value_loss = weighted_value_loss(models.critic(micro), tokens, meter)
-                (grpo.VALUE_COEF * value_loss).backward()
+                value_loss = weighted_value_loss(models.critic(micro), tokens, algo, meter)
+                (algo.args["value_coef"] * value_loss).backward()
             policy_total += out.loss.item()
             value_total += value_loss.item()
             # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
@@ -274,11 +274,13 @@ def update_policy(
             meter.add("loss/value", value_total, (norm != 0) / ctx.data_world)
 
 
-def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
-    """Of a micro-batch, before its coefficient; 0 without values."""
+def weighted_value_loss(
+    value_K: torch.Tensor | None, tokens: TokenBatch, algo: grpo.Algorithm, meter: Meter
+) -> torch.Tensor:
+    """Return the value loss of a micro-batch, before its coefficient; 0 without values."""
     if value_K is None:
         return tokens.weights.new_zeros(())
-    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, grpo.VALUE_CLIP)
+    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.args["value_clip"])
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
     return (tokens.weights * loss_K).sum()
@@ -300,7 +302,7 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
     moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples)
+        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
     memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
     return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
