@@ -34,7 +34,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def nearest_path(path: str | Path) -> str:
     """Return "; nearest: A, B" with the names next to a path that is wrong, or "" if there are none."""
     folder = Path(path).parent
-    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
+    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from engines.choose import make_engine, resolve_engine, vllm_settings
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
-from errors import UserError, check_writable, need
+from errors import check_writable, need
 from model import Processor, default_dtype
 from parallel.checkpoint import load_trained, locate, on_rank0, read_json, step_of
 from prepare_data import Example, ReadingConfig, read_examples
@@ -185,17 +185,9 @@ class Evaluation:
 # The command
 
 
-def found_at(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
-    """As `locate`, whose messages speak of train.py's flag."""
-    try:
-        return locate(path)
-    except UserError as error:
-        raise UserError(str(error).replace("--model", flag, 1)) from error
-
-
 def settings_of_run(path: str) -> dict:
     """What a run, or one of its checkpoints, was trained with, as far as it is ours too. {} for other models."""
-    run = found_at(path)[2]
+    run = locate(path)[2]
     settings = {f.name: run[f.name] for f in fields(AsTrained) if run.get(f.name) is not None}
     if not Path(settings.get("curriculum", ".")).exists():
         del settings["curriculum"]
@@ -215,7 +207,7 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
-        found_at(path, "--baseline")
+        locate(path, "--baseline")
     settings = settings_of_run(given["model"]) | given
     if settings.get("env") is None and "env_settings" not in given:
         settings.pop("env_settings", None)

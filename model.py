@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from errors import UserError, need
+from errors import UserError, nearest_path, need
 from kernels import KERNELS, fused_policy_loss, linear_logprob
 from layers.attention import ATTENTION, PackedAttention, register_attention
 from layers.lora import Lora, lora_layers
@@ -118,7 +118,7 @@ class ModelConfig:
 
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
     """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
-    folder_or_id = "give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    folder_or_id = f"give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct{nearest_path(path)}"
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
     with _opening(path, f"no config.json there, nor on the hub; {folder_or_id}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -212,7 +212,8 @@ class Processor:
         given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = dict(self.image_processor.size) | {name: n for name, n in given.items() if n is not None}
         least, most = size["shortest_edge"], size["longest_edge"]
-        need(1 <= least <= most, f"--min-pixels {least} is over --max-pixels {most}, or less than 1")
+        own = [" (the model's own)" if n is None else "" for n in given.values()]
+        need(least <= most, f"--min-pixels {least}{own[0]} is over --max-pixels {most}{own[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         need(self.tokenizer.chat_template is not None,

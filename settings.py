@@ -114,12 +114,18 @@ def add_settings(parser: Parser, cls: type) -> None:
             parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
 
 
+def check_given(values: Mapping[str, object], *classes: type) -> None:
+    """Raise UserError with every required setting of these dataclasses that `values` lacks."""
+    missing = [f for cls in classes for f in fields(cls) if f.default is REQUIRED and f.name not in values]
+    need(not missing, "; ".join(f"{flag_of(f.name)} is missing: {f.metadata['help']}" for f in missing))
+
+
 def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
     """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
     and JSON have them, become tuples."""
     hints, chosen = get_type_hints(cls), {}
+    check_given(values, cls)
     for f in fields(cls):
-        need(f.default is not REQUIRED or f.name in values, f"{flag_of(f.name)} is missing: {f.metadata['help']}")
         if f.name in values:
             value = values[f.name] if values[f.name] != ["default"] else ()  # takes back what a resumed run has
             chosen[f.name] = tuple(value) if isinstance(value, list) else value

@@ -16,6 +16,8 @@ tokens and K trained tokens of a micro-batch.
 """
 
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -32,7 +34,7 @@ from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
 from envs._play import player
-from errors import check_writable, need
+from errors import UserError, check_writable, need
 from eval import Evaluation
 from kernels import resolve_kernel
 from layers.attention import resolve_attention
@@ -55,7 +57,7 @@ from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_option, absolute_spec
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
-from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, check_given, flag_of, read_settings, setting
 from utils import Context, Meter, Stages, dist_setup, print0, run_script
 
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
@@ -97,7 +99,8 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Config":
-        """By the names of their flags."""
+        """Read the settings of all groups from values by the names of their flags."""
+        check_given(settings, *(group.type for group in fields(cls)))
         return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
 
     def flat(self) -> dict:
@@ -428,5 +431,24 @@ def main(cfg: Config) -> None:
     log.close()
 
 
+def say_origins(message: str, cfg: Config) -> str:
+    """Return a message with the origin of each "--flag value" in it whose flag was not given."""
+    given = {word.partition("=")[0] for word in sys.argv}
+    new = cfg.run.resume == "no" or (cfg.run.resume == "auto" and not Path(cfg.run.out, "checkpoints").exists())
+    origin = "the default" if new else "from the run that is resumed"
+    for name, value in cfg.flat().items():
+        text = f"{flag_of(name)} {value}"
+        if flag_of(name) not in given:
+            message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
+    return message
+
+
+def run(cfg: Config) -> None:
+    try:
+        main(cfg)
+    except UserError as error:
+        raise UserError(say_origins(str(error), cfg)) from error
+
+
 if __name__ == "__main__":
-    run_script(main, parse_args)
+    run_script(run, parse_args)

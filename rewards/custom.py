@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from errors import Note, UserError, need
+from errors import Note, UserError, nearest_path, need
 from reward import task_name
 from rewards.calls import Function
 
@@ -53,7 +53,7 @@ def absolute_option(pair: str) -> str:
 
 def load_file(path: str, flag: str) -> ModuleType:
     """A file of the user's as a module; `flag` is for messages."""
-    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()})")
+    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name

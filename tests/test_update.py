@@ -399,7 +399,7 @@ def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
     for x, a, got in zip(logp.tolist(), advantages.tolist(), loss.tolist(), strict=True):
         tau = 3 if a > 0 else 7
         assert got == pytest.approx(-4 / tau * a / (1 + math.exp(-tau * (math.exp(x) - 1))))
-    assert parse("").algo.args == grpo.ALGO_ARGS and parse("--algo-args value_clip=none").algo.args["value_clip"] is None
+    assert parse("").algo.args == grpo.ALGO_ARGS
     assert parse("--algo-args kl_horizon=50").algo.args["kl_horizon"] == 50
 
 
