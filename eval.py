@@ -145,6 +145,7 @@ class Evaluation:
             on_rollout = progress.counting(grading.add)
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
             results = grading.results(rollouts)
+            self.rewards.check_worked(grading, rollouts, self.ctx.gather)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
             r.finish_reason = "error" if i in grading.failed else r.finish_reason

@@ -80,6 +80,7 @@ class Rollout:
     turns: int = 1  # how many responses
     ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
     failure: str = ""  # of its environment: "errors" or "timeouts"
+    failure_line: str = ""  # the same in words
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
     pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt

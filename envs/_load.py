@@ -56,7 +56,6 @@ class Environments:
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
-        self.worked = False  # has any episode not failed yet?
         self.told_room = False
 
     def start_of(self, example: Example) -> Example:

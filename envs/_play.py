@@ -378,19 +378,15 @@ class Play(Responses):
             raise failed.error
         self.failed.append(failed)
         r.turn_rewards, r.earned = [], {}
-        r.ended_by, r.failure = "error", failed.kind
+        r.ended_by, r.failure, r.failure_line = "error", failed.kind, failed.line
         # one that failed before its first response has nothing that could be compared or trained on
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 
     def tell(self) -> None:
-        """Of what failed: the first of each kind in full, then a line. UserError if nothing else ever happened."""
+        """Print the first failure of each kind in full, then a line on all of them; warn where no episode had room."""
         environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
-        if self.failed and ends == {"error"} and not environments.worked:
-            told = f"all {len(self.episodes)} of the first episodes failed, as {self.failed[0].line}"
-            raise UserError(f"{told}; mend the environment") from self.failed[0].error
-        environments.worked |= ends != {"error"}
-        if environments.worked and not environments.told_room and max(r.rollout.turns for r in self.episodes) == 1:
-            if ends <= {"length", "room", "error"}:
+        if not environments.told_room and max((e.rollout.turns for e in self.episodes), default=0) == 1:
+            if ends != {"error"} and ends <= {"length", "room", "error"}:
                 print("warning: no episode had room for a second turn; raise --max-new-tokens", flush=True)
                 environments.told_room = True
         for failed in self.failed:

@@ -434,9 +434,24 @@ class Never(Scripted):
         return None
 
 
-def test_an_environment_that_never_worked_ends_the_run(loaded):
-    with pytest.raises(UserError, match="all 2 of the first episodes failed, as row 'u0': --env here .*; mend the env"):
-        play(loaded, "qwen2_5_vl", [3], kind=Never)
+def first_batch(rollouts, *others, rewards=None):
+    """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
+    rewards = rewards or Rewards(RewardConfig(reward_workers=0), played=True)
+    grading = rewards.begin(0)
+    grading.results(rollouts)
+    rewards.check_worked(grading, rollouts, lambda mine: [mine, *others])
+    return rewards
+
+
+def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
+    never = "all of the first responses failed, as row 'u0': --env here raised UserError: step returned NoneType"
+    for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
+        with pytest.raises(UserError, match=never):
+            first_batch(rollouts, *others)
+    rewards = first_batch(rollouts, None)
+    assert rewards.worked
+    first_batch(rollouts, rewards=rewards)  # later batches may fail
 
 
 @pytest.mark.parametrize(
@@ -495,8 +510,9 @@ def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch)
     monkeypatch.setattr(envs._play, "ANSWERING", envs._threads.Threads(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
-    with pytest.raises(UserError, match="all 10 of the first episodes failed"):
-        play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    with pytest.raises(UserError, match="all of the first responses failed, as .* took longer than --env-timeout"):
+        first_batch(rollouts)
     assert time.monotonic() - began < 20
 
 
