@@ -87,7 +87,7 @@ class Rollout:
     turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
     discount: float = 1.0  # of the reward that comes after the last turn
     earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
-    separate: list[Turn] = field(default_factory=list)  # if the chat template rewrites what was said before
+    separate: list[Turn] = field(default_factory=list)  # if the chat template has rewritten what was said before
     versions: list[int] = field(default_factory=list)  # as long as logprobs: of the weights that sampled each token
 
     @property

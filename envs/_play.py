@@ -2,7 +2,7 @@
 
 The tokens of an episode are never written anew. Turn k + 1 goes on from turn k's prompt, the tokens that were sampled,
 and the chat template's tokens for what the environment said. Where the template would make something else of what was
-said before (one that drops thoughts, say), each turn is a sequence of its own: Rollout.separate.
+said before (one that drops thoughts, say), each turn of that episode is a sequence of its own: Rollout.separate.
 
 Environments answer in threads, or in one event loop if their methods are `async`; an episode goes on as soon as its own
 has answered. The name begins with _ because it is no environment.
@@ -24,7 +24,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs._load import Environments, check_images, checked_messages, checked_start, copied, decoded, encoded
+from envs._load import NO_IMAGE, Environments, check_marks, checked_messages, checked_start, copied, decoded, encoded
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, need
 from model import IMAGE_MARK, ImageInput, Processor
@@ -78,6 +78,7 @@ class Episode:
     rollout: Rollout
     env: Any = None
     thinks: bool = False  # is its environment at work?
+    rewritten: bool = False  # has the chat template changed what was said before?
     asked_at: float = 0.0
     began: float | None = None  # when it began; None: it waits for a thread
     job: Job | None = None  # in a thread
@@ -85,7 +86,7 @@ class Episode:
 
 
 class Episodes:
-    """An engine whose rollouts are episodes. `separate`: the chat template rewrites what was said before."""
+    """An engine whose rollouts are episodes. `separate`: the chat template may rewrite what was said before."""
 
     def __init__(self, engine: Engine, environments: Environments, processor: Processor):
         self.engine = engine
@@ -93,7 +94,12 @@ class Episodes:
         self.processor = processor
         self.separate = processor.rewrites_history()
         if self.separate:
-            print0("the chat template rewrites what was said before: each turn of an episode is a sequence of its own")
+            print0("the chat template may rewrite what was said before: the turns of an episode where it does are "
+                   "sequences of their own")
+
+    def rewritten(self, said: Sequence[int], written: Sequence[int]) -> bool:
+        """Return whether the text of what was said differs from what the chat template writes of it."""
+        return self.processor.tokenizer.decode(said) != self.processor.tokenizer.decode(written)
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
@@ -176,7 +182,8 @@ class Play(Responses):
             own.text, own.finish_reason = rollout.text, rollout.finish_reason
         if self.player.separate:
             ids = rollout.prompt.token_ids + rollout.response
-            own.separate.append(Turn(ids, len(rollout.response), len(own.prompt.images) + len(own.images)))
+            n_sampled = len(own.logprobs) - sum(turn.n_sampled for turn in own.separate)
+            own.separate.append(Turn(ids, n_sampled, len(own.prompt.images) + len(own.images)))
         own.messages.append({"role": "assistant", "content": own.text})
         self._ask(episode, own.text)
 
@@ -239,30 +246,30 @@ class Play(Responses):
     def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""
         need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
+        messages, images = checked_messages(said.messages, said.images) if said.messages or not said.done else ([], ())
         from rewards.calls import checked
 
         given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
         if said.done:  # its last words are for those who read the episode
-            last = checked_messages(said.messages) if said.messages else []
-            last = [message | {"content": message["content"].replace(IMAGE_MARK, "")} for message in last]
+            last = [message | {"content": message["content"].replace(IMAGE_MARK, "")} for message in messages]
             return Observed([], last, [], rewards, True)
-        messages = checked_messages(said.messages)
         roles = [message["role"] for message in messages]
         need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
-        if not any(IMAGE_MARK in message["content"] for message in messages) and isinstance(said.images, list | tuple):
-            messages[0]["content"] = IMAGE_MARK * len(said.images) + messages[0]["content"]
-        check_images(messages, said.images)
+        if not any(IMAGE_MARK in message["content"] for message in messages):
+            messages[0]["content"] = IMAGE_MARK * len(images) + messages[0]["content"]
+        check_marks(messages, images)
         most = self.environments.images_per_turn
-        need(len(said.images) <= most, f"step returned {len(said.images)} images, more than images_per_turn = {most}")
+        need(len(images) <= most, f"step returned {len(images)} images, more than images_per_turn = {most}")
         special = self.processor.special_tokens_in(messages)
         need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
-        images = [self._seen(image, episode.rollout.prompt.blank) for image in said.images]
+        images = [self._seen(image, episode.rollout.prompt.blank) for image in images]
         ids = self.processor.expand(self.processor.continuation(messages), [patches for _, patches in images])
         return Observed(ids, messages, images, rewards, False)
 
     def _seen(self, image: Any, blank: bool) -> tuple[Image.Image, ImageInput]:
         """As the model sees it; one that other episodes saw too is the same object."""
+        need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"
         mine: Future = Future()
@@ -332,8 +339,12 @@ class Play(Responses):
         if self.player.separate:
             said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
             messages = [*r.prompt.start.messages, *said, *answer.messages]
-            asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
-            self.episode_of[id(asked)] = episode
+            written = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
+            said = [*r.prompt.token_ids, *r.response, *answer.tokens]
+            episode.rewritten = episode.rewritten or self.player.rewritten(said, written.prompt.token_ids)
+            if episode.rewritten:
+                asked = written
+                self.episode_of[id(asked)] = episode
         if self.room(asked) - (len(answer.tokens) if asked is r else 0) < 1:
             r.finish_reason = "length"
             self._end(episode, "room")
@@ -364,6 +375,8 @@ class Play(Responses):
 
     def _end(self, episode: Episode, why: str) -> None:
         episode.rollout.ended_by = why
+        if not episode.rewritten:  # one sequence
+            episode.rollout.separate = []
         close(episode.env, self.environments.flag)
         self.on_rollout(episode.rollout)
 
