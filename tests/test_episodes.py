@@ -254,8 +254,8 @@ class Says(Engine):
 
 
 def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
-    """Two that the template leaves alone, one of which shows images, and one that loses a thought after its second turn:
-    against the template's own text of the conversation."""
+    """Two that the template leaves alone, one of which shows images, and one that loses a thought after its second
+    turn: against the template's own text of the conversation."""
     _, plain = loaded["qwen2_5_vl"]
     processor = copy.copy(plain)
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
