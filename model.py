@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,6 +63,10 @@ FAMILIES = {  # by config.model_type
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
     "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
 }
+LIKE_OURS = (
+    "supported are models that see images as Qwen-VL does: Qwen2VLImageProcessor, get_image_features with "
+    f"image_grid_thw, M-RoPE, as {', '.join(FAMILIES)}"
+)
 TRAIN_VISION = ("none", "merger", "tower", "all")
 
 
@@ -159,7 +164,7 @@ def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequenc
     if paths:
         need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
         return _family_of_paths(config, path, *paths)
-    supported = f"{', '.join(FAMILIES)}; any other that sees images as they do by --family-paths TOWER LANGUAGE_MODEL"
+    supported = f"{', '.join(FAMILIES)}; in train.py others that see images as they do, by --family-paths"
     need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: {supported}")
     return FAMILIES[config.model_type]
 
@@ -170,20 +175,24 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
     need(known, f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
     with torch.device("meta"):  # its shape without its weights
         hf = auto.from_config(copy.deepcopy(config))
-    takes_images = hasattr(hf.model, "get_image_features")
-    need(takes_images, f"--model {path!r}: {type(hf.model).__name__} has no get_image_features")
+    features = getattr(hf.model, "get_image_features", None)
+    like_ours = features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters
+    need(like_ours, f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
     blocks: dict[str, str] = {}  # by dotted path of a part, the name of its list of blocks
     for name, module in hf.named_modules():
         part, _, last = name.rpartition(".")
         if isinstance(module, nn.ModuleList) and len(module):
             blocks.setdefault(part, last)
-    for dotted in (vision, language):
+    tower = ".".join(vision.split(".")[:2])  # the whole of it, also where a part of it is named
+    inner = next((part for part in blocks if f"{part}.".startswith(f"{vision}.")), vision)
+    for dotted in (inner, language):
         there = f"no list of blocks there; there are in {', '.join(list(blocks)[:4])}"
         need(dotted in blocks, f"--family-paths {dotted!r}: {there}")
+    vision, vision_blocks = tower, f"{inner}.{blocks[inner]}".removeprefix(f"{tower}.")
     mergers = tuple(name for name, _ in hf.get_submodule(vision).named_children() if "merger" in name)
     inside = hf.get_submodule(f"{language}.{blocks[language]}").named_modules()
     linear = {name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear)}
-    return Family(type(hf).__name__, vision, language, mergers, blocks[vision], blocks[language], tuple(sorted(linear)))
+    return Family(type(hf).__name__, vision, language, mergers, vision_blocks, blocks[language], tuple(sorted(linear)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,6 +218,8 @@ class Processor:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        kind = type(self.image_processor).__name__
+        need(kind.startswith("Qwen2VL"), f"--model {path!r}: its image processor is {kind}; {LIKE_OURS}")
         given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = dict(self.image_processor.size) | {name: n for name, n in given.items() if n is not None}
         least, most = size["shortest_edge"], size["longest_edge"]
