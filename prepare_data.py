@@ -407,7 +407,8 @@ def read_examples(
     data sources gives "". Raises UserError naming file, row, reason and remedy.
     """
     remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
-    need(not remote, f"{remote}: training touches no network; prepare_data.py parquet --input URL brings it here")
+    told = "training touches no network; prepare_data.py parquet --input URL brings it here"
+    need(not remote, f"{''.join(remote[:1])}: {told}")
     bad: list[str] = []
     examples = list(good_rows(lazy_rows(data_files(path), reading), reading, bad, limit))
     pa.default_memory_pool().release_unused()
