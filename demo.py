@@ -397,7 +397,8 @@ def env_flags(task: str) -> tuple[object, ...]:
 
 
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
-    """Every stage by its own command, as a user would type it."""
+    """Run every stage by its own command, as a user would type it."""
+    out = out.absolute()  # the commands run in this folder
     plan = plan_of(task)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}

@@ -1,6 +1,7 @@
 """Mistakes that only the user can mend, and how they are told. Imports nothing of ours, so that every file can import
 it."""
 
+import difflib
 import errno
 import io
 import os
@@ -9,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,18 @@ class UserError(ValueError):
 def need(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; nearest: A, B" with the known words most like a wrong one, or "" if there are none."""
+    found = ", ".join(difflib.get_close_matches(word, list(known), cutoff=0.5))
+    return found and f"; nearest: {found}"
+
+
+def nearest_path(path: str | Path) -> str:
+    """Return "; nearest: A, B" with the names next to a path that is wrong, or "" if there are none."""
+    folder = Path(path).parent
+    return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
 
 
 @contextmanager

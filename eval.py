@@ -29,7 +29,7 @@ from engines.connect import ConnectionConfig, ServerConfig, connect
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
-from errors import UserError, check_writable, need
+from errors import check_writable, need
 from model import ModelConfig, Processor, default_dtype
 from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
@@ -150,6 +150,7 @@ class Evaluation:
             on_rollout = progress.counting(grading.add)
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
             results = grading.results(rollouts)
+            self.rewards.check_worked(grading, rollouts, self.ctx.gather)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
             r.finish_reason = "error" if i in grading.failed else r.finish_reason
@@ -194,12 +195,6 @@ class Evaluation:
 # The command
 
 
-def found_at(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
-    """As `locate`, whose messages speak of train.py's flag."""
-    try:
-        return locate(path)
-    except UserError as error:
-        raise UserError(str(error).replace("--model", flag, 1)) from error
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
@@ -212,8 +207,8 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
-        found_at(path, "--baseline")
-    run = found_at(given["model"])[2]
+        locate(path, "--baseline")
+    run = locate(given["model"])[2]
     data = {"data": run["eval_data"]} if run.get("eval_data") else {}
     data |= {"rollout": "server"} if run.get("rollout") == "server" else {}  # whose addresses are given again
     as_trained = settings_of_run(fields(AsTrained), run, given, given["model"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from errors import UserError, need
+from errors import UserError, nearest, need, refusing
 from settings import setting
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,6 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 # Distance to a reference policy
 
 KL_KINDS = ("k1", "k2", "k3")
-KL_HORIZON = 10_000  # samples in which an adaptive coefficient can change by about a fifth; arXiv:1909.08593
 
 
 def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
@@ -289,7 +288,7 @@ def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
     raise ValueError(f"kl: unknown kind {kind!r}; known: {', '.join(KL_KINDS)}")
 
 
-def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon: float = KL_HORIZON) -> float:
+def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon: float) -> float:
     """The KL coefficient after a step of so many samples, moved towards the one that keeps the KL at its target:
     coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon).            arXiv:1909.08593, section 2.2"""
     error = min(0.2, max(-0.2, measured / target - 1))
@@ -308,7 +307,6 @@ class Loss:
 
 
 LOSSES: dict[str, Loss] = {}
-SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as published
 
 
 def loss(name: str, per_token: bool = True) -> Callable:
@@ -352,7 +350,9 @@ def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 @loss("sapo")
 def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-(4 / tau) sigmoid(tau (ratio - 1)) A, a smooth gate.                             arXiv:2511.20347, section 3"""
-    tau_K = torch.full_like(advantages_K, SAPO_TAU_NEGATIVE).masked_fill(advantages_K > 0, SAPO_TAU_POSITIVE)
+    args = algo.args
+    tau_K = torch.full_like(advantages_K, args["sapo_tau_negative"])
+    tau_K = tau_K.masked_fill(advantages_K > 0, args["sapo_tau_positive"])
     loss_K = -(4 / tau_K) * torch.sigmoid(tau_K * (log_ratio_K.exp() - 1)) * advantages_K
     return loss_K, torch.zeros_like(loss_K, dtype=torch.bool)
 
@@ -462,10 +462,6 @@ class PolicyLoss:
         return weight_K * loss_K, indicators
 
 
-VALUE_COEF = 0.5  # weight of the value loss
-VALUE_CLIP = 0.2  # values are clipped to this around the old ones
-
-
 def value_loss(
     value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -520,6 +516,13 @@ def token_weights(
 # Settings
 
 NORM_STD = ("group", "batch", "none")
+ALGO_ARGS: dict[str, float | None] = {  # --algo-args KEY=VALUE: parameters of one method, and their defaults
+    "value_coef": 0.5,  # weight of the value loss
+    "value_clip": 0.2,  # values are clipped to this around the old ones; none: they are not
+    "sapo_tau_positive": 1.0,  # as published
+    "sapo_tau_negative": 1.05,
+    "kl_horizon": 10_000.0,  # samples in which an adaptive coefficient can change by about a fifth; arXiv:1909.08593
+}
 PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the defaults of Algorithm
     "grpo": {},
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
@@ -568,8 +571,22 @@ class Algorithm:
     critic_warmup_steps: int = setting(0, "first steps in which only values are learnt", least=0)
     gamma: float = setting(0.99, "discount per token; for long responses use 1", least=0, most=1)
     lam: float = setting(0.95, "lambda of the advantage estimate (1 = whole returns, 0 = one step)", least=0, most=1)
+    algo_args: tuple[str, ...] = setting((), f"parameters of a method: {', '.join(ALGO_ARGS)}; docs/algorithms.md",
+                                         metavar="KEY=VALUE")
 
     # What follows from the settings, and what the loop asks
+    @property
+    def args(self) -> dict[str, float | None]:
+        """Return ALGO_ARGS with the values of --algo-args."""
+        args = dict(ALGO_ARGS)
+        for pair in self.algo_args:
+            key, _, text = pair.partition("=")
+            need(key in args, f"--algo-args {pair}: no such key{nearest(key, args)}; known: {', '.join(args)}")
+            with refusing(ValueError, f"--algo-args {pair}: give a number"):
+                args[key] = None if pair == "value_clip=none" else float(text)
+            need(args[key] is None or 0 < args[key] < math.inf, f"--algo-args {pair}: give a finite number above 0")
+        return args
+
     @property
     def std(self) -> str:
         return self.norm_std or ADVANTAGES[self.adv].norm_std
@@ -611,6 +628,7 @@ class Algorithm:
         how = ADVANTAGES[self.adv]
         adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.std, self.kl_coef
         several_per_response = how.per_token and (how.needs_values or self.kl_in_reward)
+        self.args  # noqa: B018  reads and checks them
         updates = f"--epochs {self.epochs} x --minibatches {self.minibatches} with --old-policy {self.old_policy}"
         need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
         need(size > 1 or self.sample_rounds == 1,

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 from transformers.utils import cached_file
 
-from errors import need, refusing
+from errors import nearest_path, need, refusing
 from layers.lora import lora_layers, merge_lora, write_adapter
 from model import ModelConfig, Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate
@@ -51,9 +51,11 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 
 def main(cfg: MergeConfig) -> None:
-    base, found, run = locate(cfg.run) if Path(cfg.run).is_dir() else (cfg.run, None, {})
-    others = "nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json)"
-    need(found, f"{cfg.run!r} is neither a run directory (run.json) {others}")
+    files = ("run.json", "trainer.json", "adapter_config.json")
+    others = f"nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json){nearest_path(cfg.run)}"
+    need(any(Path(cfg.run, name).is_file() for name in files),
+         f"{cfg.run!r} is neither a run directory (run.json) {others}")
+    base, _, run = locate(cfg.run, "RUN")
     out = Path(cfg.out)
     check_new_folder(out)
     adapted = not run or run.get("lora_rank")

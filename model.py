@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils import cached_file
 
-from errors import UserError, need, refusing
+from errors import UserError, nearest_path, need, refusing
 from kernels import KERNELS, fused_policy_loss, linear_logprob
 from layers.attention import ATTENTION, PackedAttention, register_attention
 from layers.lora import Lora, lora_layers
@@ -66,6 +67,10 @@ FAMILIES = {  # by config.model_type
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
     "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
 }
+LIKE_OURS = (
+    "supported are models that see images as Qwen-VL does: Qwen2VLImageProcessor, get_image_features with "
+    f"image_grid_thw, M-RoPE, as {', '.join(FAMILIES)}"
+)
 TRAIN_VISION = ("none", "merger", "tower", "all")
 
 
@@ -122,7 +127,7 @@ class ModelConfig:
 
 def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrainedConfig:
     """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
-    folder_or_id = "give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct"
+    folder_or_id = f"give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct{nearest_path(path)}"
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
     with _opening(path, f"no config.json there, nor on the hub; {folder_or_id}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -163,7 +168,7 @@ def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequenc
     if paths:
         need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
         return _family_of_paths(config, path, *paths)
-    supported = f"{', '.join(FAMILIES)}; any other that sees images as they do by --family-paths TOWER LANGUAGE_MODEL"
+    supported = f"{', '.join(FAMILIES)}; in train.py others that see images as they do, by --family-paths"
     need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: {supported}")
     return FAMILIES[config.model_type]
 
@@ -175,20 +180,24 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
     with torch.device("meta"):  # its shape without its weights
         # attention is named here, because a config may name a kernel of the hub, which is code
         hf = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
-    takes_images = hasattr(hf.model, "get_image_features")
-    need(takes_images, f"--model {path!r}: {type(hf.model).__name__} has no get_image_features")
+    features = getattr(hf.model, "get_image_features", None)
+    like_ours = features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters
+    need(like_ours, f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
     blocks: dict[str, str] = {}  # by dotted path of a part, the name of its list of blocks
     for name, module in hf.named_modules():
         part, _, last = name.rpartition(".")
         if isinstance(module, nn.ModuleList) and len(module):
             blocks.setdefault(part, last)
-    for dotted in (vision, language):
+    tower = ".".join(vision.split(".")[:2])  # the whole of it, also where a part of it is named
+    inner = next((part for part in blocks if f"{part}.".startswith(f"{vision}.")), vision)
+    for dotted in (inner, language):
         there = f"no list of blocks there; there are in {', '.join(list(blocks)[:4])}"
         need(dotted in blocks, f"--family-paths {dotted!r}: {there}")
+    vision, vision_blocks = tower, f"{inner}.{blocks[inner]}".removeprefix(f"{tower}.")
     mergers = tuple(name for name, _ in hf.get_submodule(vision).named_children() if "merger" in name)
     inside = hf.get_submodule(f"{language}.{blocks[language]}").named_modules()
     linear = {name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear)}
-    return Family(type(hf).__name__, vision, language, mergers, blocks[vision], blocks[language], tuple(sorted(linear)))
+    return Family(type(hf).__name__, vision, language, mergers, vision_blocks, blocks[language], tuple(sorted(linear)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,10 +223,13 @@ class Processor:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        kind = type(self.image_processor).__name__
+        need(kind.startswith("Qwen2VL"), f"--model {path!r}: its image processor is {kind}; {LIKE_OURS}")
         given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = dict(self.image_processor.size) | {name: n for name, n in given.items() if n is not None}
         least, most = size["shortest_edge"], size["longest_edge"]
-        need(1 <= least <= most, f"--min-pixels {least} is over --max-pixels {most}, or less than 1")
+        own = [" (the model's own)" if n is None else "" for n in given.values()]
+        need(least <= most, f"--min-pixels {least}{own[0]} is over --max-pixels {most}{own[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
         need(self.tokenizer.chat_template is not None,

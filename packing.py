@@ -226,7 +226,7 @@ class Sampled(NamedTuple):
 
 def turns_of(rollout: Any, first_row: int) -> list[tuple[Sampled, int]]:
     """The sequences that a rollout is trained as, each with its first row of the TokenBatch: one; or one for each turn
-    of an episode, where the chat template rewrites what was said before."""
+    of an episode in which the chat template has rewritten what was said before."""
     images = rollout.prompt.images + rollout.images
     if not rollout.separate:
         start = len(rollout.prompt.token_ids)

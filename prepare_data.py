@@ -432,7 +432,8 @@ def read_examples(
     UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
     remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
-    need(not remote, f"{remote}: training touches no network; prepare_data.py parquet --input URL brings it here")
+    told = "training touches no network; prepare_data.py parquet --input URL brings it here"
+    need(not remote, f"{''.join(remote[:1])}: {told}")
     files = data_files(path)
     for file in files:
         remedy = f"run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet"

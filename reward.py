@@ -257,6 +257,7 @@ class Rewards:
         self.told_kinds: set[tuple[str, str]] = set()  # of failures, told in full
         self.told_step: int | None = -1  # the last one with a line on failures
         self.rank = f"rank {rank}: " if world > 1 else ""
+        self.worked = False  # has any response of any process been graded yet?
 
     def own(self, example: Any) -> str | None:
         """What grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
@@ -298,8 +299,8 @@ class Rewards:
             )
 
     def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
-        """Once all rows are checked: on `main`, grade a plausible response to a row of each task in each stage, given
-        with its first step, so that a broken function or option stops the run before a model loads."""
+        """Once all rows are checked: on `main`, grade two plausible responses to a row of each task in each stage (with
+        its first step), so that a broken function or option stops the run before a model loads."""
         from rewards.calls import function_of
 
         known = ", ".join(sorted(self.first))
@@ -309,13 +310,24 @@ class Rewards:
         with uncounted(), Note("this was the trial call before the run"):
             for step, stage in stages if main else ():
                 for task, example in self.first.items():
-                    trial = response_to(example, f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}")
+                    text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
+                    trial = [response_to(example, text), response_to(example, text)]
                     own = self.own(example)
                     told = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
                     reads = own is not None and "stage" in function_of(own, self.functions).takes
                     need(reads or task not in stage.options, told)
                     if own in self.functions or task in stage.options:
-                        self.grading(step, stage, "stop", judged=False).results([trial])
+                        self.grading(step, stage, "stop", judged=False).results(trial)
+
+    def check_worked(self, grading: Any, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Raise UserError if all responses of the first batch failed, on all processes; called by all of them."""
+        if not self.worked:
+            lines = [failure.line for failure in grading.failed.values()]
+            lines += [r.failure_line for r in rollouts if r.ended_by == "error"]
+            told = gather(lines if len(lines) == len(rollouts) else None)
+            if None not in told:
+                raise UserError(f"all of the first responses failed, as {sum(told, [])[0]}; correct that")
+            self.worked = True
 
     def begin(self, step: int | None = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
         """The Grading of one round of responses; outside of a run, step None."""

@@ -80,13 +80,14 @@ class Rollout:
     turns: int = 1  # how many responses
     ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
     failure: str = ""  # of its environment: "errors" or "timeouts"
+    failure_line: str = ""  # the same in words
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
     pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
     discount: float = 1.0  # of the reward that comes after the last turn
     earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
-    separate: list[Turn] = field(default_factory=list)  # if the chat template rewrites what was said before
+    separate: list[Turn] = field(default_factory=list)  # if the chat template has rewritten what was said before
     versions: list[int] = field(default_factory=list)  # as long as logprobs: of the weights that sampled each token
 
     @property

@@ -13,7 +13,6 @@ config = read_settings(OptimConfig, preset | given)   # what is given wins over 
 """
 
 import argparse
-import difflib
 import math
 import operator
 import re
@@ -24,7 +23,7 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import need
+from errors import nearest, need
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
@@ -103,8 +102,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                nearest = ", ".join(difflib.get_close_matches(flag, flags, cutoff=0.5))
-                self.error(f"unknown flag {flag}" + (f"; nearest: {nearest}" if nearest else ""))
+                self.error(f"unknown flag {flag}{nearest(flag, flags)}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -145,12 +143,18 @@ def add_settings(parser: Parser, cls: type) -> None:
             parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
 
 
+def check_given(values: Mapping[str, object], *classes: type) -> None:
+    """Raise UserError with every required setting of these dataclasses that `values` lacks."""
+    missing = [f for cls in classes for f in fields(cls) if f.default is REQUIRED and f.name not in values]
+    need(not missing, "; ".join(f"{flag_of(f.name)} is missing: {f.metadata['help']}" for f in missing))
+
+
 def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
     """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
     and JSON have them, become tuples."""
     hints, chosen = get_type_hints(cls), {}
+    check_given(values, cls)
     for f in fields(cls):
-        need(f.default is not REQUIRED or f.name in values, f"{flag_of(f.name)} is missing: {f.metadata['help']}")
         if f.name in values:
             value = values[f.name] if values[f.name] != ["default"] else ()  # takes back what a resumed run has
             chosen[f.name] = tuple(value) if isinstance(value, list) else value

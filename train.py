@@ -16,6 +16,8 @@ tokens and K trained tokens of a micro-batch.
 """
 
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -32,7 +34,7 @@ from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
 from envs._play import player
-from errors import check_writable, need
+from errors import UserError, check_writable, need
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients, resolve_kernel
 from layers.attention import resolve_attention
@@ -55,7 +57,7 @@ from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory
 from rewards.custom import absolute_files
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
-from settings import REQUIRED, Parser, add_settings, never, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
 from utils import Context, Meter, Stages, dist_setup, print0, run_script
 
 
@@ -96,7 +98,8 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Config":
-        """By the names of their flags."""
+        """Read the settings of all groups from values by the names of their flags."""
+        check_given(settings, *(group.type for group in fields(cls)))
         return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
 
     def flat(self) -> dict:
@@ -250,11 +253,11 @@ def update_policy(
             rows = micro.token_index_K
             tokens = batch.tokens[rows].to(ctx.device)
             out = models.policy(micro, cfg.rollout.temperature, head_loss, columns[rows].to(ctx.device))
-            value_loss = weighted_value_loss(out.value_K, tokens, meter)
-            (out.loss + grpo.VALUE_COEF * value_loss).backward()
+            value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
+            (out.loss + algo.args["value_coef"] * value_loss).backward()
             if models.critic:
-                value_loss = weighted_value_loss(models.critic(micro), tokens, meter)
-                (grpo.VALUE_COEF * value_loss).backward()
+                value_loss = weighted_value_loss(models.critic(micro), tokens, algo, meter)
+                (algo.args["value_coef"] * value_loss).backward()
             policy_total += out.loss.item()
             value_total += value_loss.item()
             batch.tokens.fill(rows, logps=out.logp_K, entropies=out.entropy_K)
@@ -298,11 +301,13 @@ def tangent_columns(
     return columns
 
 
-def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, meter: Meter) -> torch.Tensor:
-    """Of a micro-batch, before its coefficient; 0 without values."""
+def weighted_value_loss(
+    value_K: torch.Tensor | None, tokens: TokenBatch, algo: grpo.Algorithm, meter: Meter
+) -> torch.Tensor:
+    """Return the value loss of a micro-batch, before its coefficient; 0 without values."""
     if value_K is None:
         return tokens.weights.new_zeros(())
-    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, grpo.VALUE_CLIP)
+    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.args["value_clip"])
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
     return (tokens.weights * loss_K).sum()
@@ -324,7 +329,7 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
     moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples)
+        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
     memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
     return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
@@ -409,6 +414,7 @@ def main(cfg: Config) -> None:
                 rewarded = round.grading.results(rollouts)
                 give_rewards(rollouts, rewarded, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
+            rewards.check_worked(round.grading, rollouts, ctx.gather)
         engine.sleep()  # the update needs its memory
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
@@ -449,5 +455,24 @@ def main(cfg: Config) -> None:
     log.close()
 
 
+def say_origins(message: str, cfg: Config) -> str:
+    """Return a message with the origin of each "--flag value" in it whose flag was not given."""
+    given = {word.partition("=")[0] for word in sys.argv}
+    new = cfg.run.resume == "no" or (cfg.run.resume == "auto" and not Path(cfg.run.out, "checkpoints").exists())
+    origin = "the default" if new else "from the run that is resumed"
+    for name, value in cfg.flat().items():
+        text = f"{flag_of(name)} {value}"
+        if flag_of(name) not in given:
+            message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
+    return message
+
+
+def run(cfg: Config) -> None:
+    try:
+        main(cfg)
+    except UserError as error:
+        raise UserError(say_origins(str(error), cfg)) from error
+
+
 if __name__ == "__main__":
-    run_script(main, parse_args)
+    run_script(run, parse_args)

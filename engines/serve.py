@@ -29,7 +29,7 @@ from errors import need, refusing
 from model import ModelConfig, default_dtype, load_processor
 from prepare_data import DataConfig, ReadingConfig, read_examples
 from rollout import Examples, RolloutConfig, as_given, drop_long_prompts
-from settings import Parser, add_settings, read_settings, setting
+from settings import Parser, add_settings, check_given, read_settings, setting
 from utils import run_script
 
 
@@ -52,6 +52,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[Any, ...]:
     for group in GROUPS:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
+    check_given(given, *GROUPS)
     return tuple(read_settings(group, given) for group in GROUPS if group is not ReadingConfig)
 
 

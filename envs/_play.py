@@ -2,7 +2,7 @@
 
 The tokens of an episode are never written anew. Turn k + 1 goes on from turn k's prompt, the tokens that were sampled,
 and the chat template's tokens for what the environment said. Where the template would make something else of what was
-said before (one that drops thoughts, say), each turn is a sequence of its own: Rollout.separate.
+said before (one that drops thoughts, say), each turn of that episode is a sequence of its own: Rollout.separate.
 
 Environments answer in threads, or in one event loop if their methods are `async`; an episode goes on as soon as its own
 has answered. The name begins with _ because it is no environment.
@@ -23,7 +23,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs._load import Environments, check_images, checked_messages, checked_start, copied, decoded, encoded
+from envs._load import NO_IMAGE, Environments, check_marks, checked_messages, checked_start, copied, decoded, encoded
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
@@ -77,6 +77,7 @@ class Episode:
     rollout: Rollout
     env: Any = None
     thinks: bool = False  # is its environment at work?
+    rewritten: bool = False  # has the chat template changed what was said before?
     asked_at: float = 0.0
     began: float | None = None  # when it began; None: it waits for a thread
     job: Job | None = None  # in a thread
@@ -84,7 +85,7 @@ class Episode:
 
 
 class Episodes:
-    """An engine whose rollouts are episodes. `separate`: the chat template rewrites what was said before."""
+    """An engine whose rollouts are episodes. `separate`: the chat template may rewrite what was said before."""
 
     def __init__(self, engine: Engine, environments: Environments, processor: Processor):
         self.engine = engine
@@ -92,7 +93,12 @@ class Episodes:
         self.processor = processor
         self.separate = processor.rewrites_history()
         if self.separate:
-            print0("the chat template rewrites what was said before: each turn of an episode is a sequence of its own")
+            print0("the chat template may rewrite what was said before: the turns of an episode where it does are "
+                   "sequences of their own")
+
+    def rewritten(self, said: Sequence[int], written: Sequence[int]) -> bool:
+        """Return whether the text of what was said differs from what the chat template writes of it."""
+        return self.processor.tokenizer.decode(said) != self.processor.tokenizer.decode(written)
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
@@ -178,7 +184,8 @@ class Play(Responses):
             own.text, own.finish_reason = rollout.text, rollout.finish_reason
         if self.player.separate:
             ids = rollout.prompt.token_ids + rollout.response
-            own.separate.append(Turn(ids, len(rollout.response), len(own.prompt.images) + len(own.images)))
+            n_sampled = len(own.logprobs) - sum(turn.n_sampled for turn in own.separate)
+            own.separate.append(Turn(ids, n_sampled, len(own.prompt.images) + len(own.images)))
         own.messages.append({"role": "assistant", "content": own.text})
         self._ask(episode, own.text)
 
@@ -241,30 +248,30 @@ class Play(Responses):
     def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""
         need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
+        messages, images = checked_messages(said.messages, said.images) if said.messages or not said.done else ([], ())
         from rewards.calls import checked
 
         given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
         if said.done:  # its last words are for those who read the episode
-            last = checked_messages(said.messages) if said.messages else []
-            last = [message | {"content": message["content"].replace(IMAGE_MARK, "")} for message in last]
+            last = [message | {"content": message["content"].replace(IMAGE_MARK, "")} for message in messages]
             return Observed([], last, [], rewards, True)
-        messages = checked_messages(said.messages)
         roles = [message["role"] for message in messages]
         need("assistant" not in roles, "step returned a message of the role assistant, which is the policy's")
-        if not any(IMAGE_MARK in message["content"] for message in messages) and isinstance(said.images, list | tuple):
-            messages[0]["content"] = IMAGE_MARK * len(said.images) + messages[0]["content"]
-        check_images(messages, said.images)
+        if not any(IMAGE_MARK in message["content"] for message in messages):
+            messages[0]["content"] = IMAGE_MARK * len(images) + messages[0]["content"]
+        check_marks(messages, images)
         most = self.environments.images_per_turn
-        need(len(said.images) <= most, f"step returned {len(said.images)} images, more than images_per_turn = {most}")
+        need(len(images) <= most, f"step returned {len(images)} images, more than images_per_turn = {most}")
         special = self.processor.special_tokens_in(messages)
         need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
-        images = [self._seen(image, episode.rollout.prompt.blank) for image in said.images]
+        images = [self._seen(image, episode.rollout.prompt.blank) for image in images]
         ids = self.processor.expand(self.processor.continuation(messages), [patches for _, patches in images])
         return Observed(ids, messages, images, rewards, False)
 
     def _seen(self, image: Any, blank: bool) -> tuple[Image.Image, ImageInput]:
         """As the model sees it; one that other episodes saw too is the same object."""
+        need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"
         mine: Future = Future()
@@ -334,8 +341,12 @@ class Play(Responses):
         if self.player.separate:
             said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
             messages = [*r.prompt.start.messages, *said, *answer.messages]
-            asked = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
-            self.episode_of[id(asked)] = episode
+            written = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
+            said = [*r.prompt.token_ids, *r.response, *answer.tokens]
+            episode.rewritten = episode.rewritten or self.player.rewritten(said, written.prompt.token_ids)
+            if episode.rewritten:
+                asked = written
+                self.episode_of[id(asked)] = episode
         if min(self.room(r) - len(answer.tokens), self.room(asked)) < 1:
             r.finish_reason = "length"
             self._end(episode, "room")
@@ -366,6 +377,8 @@ class Play(Responses):
 
     def _end(self, episode: Episode, why: str) -> None:
         episode.rollout.ended_by = why
+        if not episode.rewritten:  # one sequence
+            episode.rollout.separate = []
         close(episode.env, self.environments.flag)
         self.on_rollout(episode.rollout)
 
@@ -380,24 +393,20 @@ class Play(Responses):
             raise failed.error
         self.failed.append(failed)
         r.turn_rewards, r.earned = [], {}
-        r.ended_by, r.failure = "error", failed.kind
+        r.ended_by, r.failure, r.failure_line = "error", failed.kind, failed.line
         # one that failed before its first response has nothing that could be compared or trained on
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 
     def tell(self) -> None:
-        """Of what failed: the first of each kind in full, then a line. UserError if nothing else ever happened."""
+        """Print the first failure of each kind in full, then a line on all of them; warn where no episode had room."""
         environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
         for failed in self.failed:
             if failed.what not in environments.told_kinds:
                 environments.told_kinds.add(failed.what)
                 trace = users_traceback(failed.error) if failed.error else ""
                 print(f"{failed.line}\n{trace}The first failure of its kind", file=sys.stderr)
-        if self.failed and ends == {"error"} and not environments.worked:
-            told = f"all {len(self.episodes)} of the first episodes failed, as {self.failed[0].line}"
-            raise UserError(f"{told}; mend the environment") from self.failed[0].error
-        environments.worked |= ends != {"error"}
-        if environments.worked and not environments.told_room and max(r.rollout.turns for r in self.episodes) == 1:
-            if ends <= {"length", "room", "error"}:
+        if not environments.told_room and max((e.rollout.turns for e in self.episodes), default=0) == 1:
+            if ends != {"error"} and ends <= {"length", "room", "error"}:
                 print("warning: no episode had room for a second turn; raise --max-new-tokens")
                 environments.told_room = True
         if self.failed:

@@ -115,9 +115,9 @@ def run_args(checkpoint: Path) -> dict:
     return args
 
 
-def locate(path: str) -> tuple[str, Path | None, dict]:
-    """(base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run directory,
-    checkpoint or adapter folder."""
+def locate(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
+    """Return (base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run
+    directory, checkpoint or adapter folder. `flag` is what errors call it."""
     given = Path(path)
     base, found, args = path, None, {}
     if (given / "adapter_config.json").is_file():
@@ -129,7 +129,10 @@ def locate(path: str) -> tuple[str, Path | None, dict]:
         args = run_args(found)
         need(args, f"{path!r} is a checkpoint without its run: no run.json two folders above {found}")
         base = args.get("model", path)
-    load_config(base, read_settings(ModelConfig, args | {"model": base}).family_paths)
+    try:
+        load_config(base, read_settings(ModelConfig, args | {"model": base}).family_paths)
+    except UserError as error:  # of a flag that train.py has
+        raise UserError(str(error).replace("--model", flag, 1)) from error
     return base, found, args
 
 

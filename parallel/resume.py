@@ -7,16 +7,15 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from errors import need
+from errors import nearest_path, need
 from parallel import checkpoint
 from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
 from report.files import read_rows
 from report.summary import best_evaluation
 from settings import flag_of, settings_of_run
 
-# Other weights would be trained: a checkpoint does not fit a run where these differ
-OF_THE_WEIGHTS = ("train_vision", "lora_targets")
-OF_ADAPTERS = ("model", "lora_alpha")
+# A checkpoint does not fit a run where these differ: its weights are others', its place in the data is in batches
+FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 
 
 def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +27,8 @@ def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[s
     path = Path(resume if resume != "auto" else out or ".")
     if checkpoints := complete_checkpoints(path):
         return settings_of_run(known, run_args(checkpoints[-1]), given, path)
-    need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one")
+    need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one"
+         + nearest_path(path))
     missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
@@ -62,10 +62,10 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     held = checkpoint.read_trainer(start).get("parts", [])
     told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
     need(held == parts, f"--resume {start}: {told}; keep --adv, --critic, --ref-every and --lora-rank as they were")
-    fixed = OF_THE_WEIGHTS + (OF_ADAPTERS if settings["lora_rank"] else ())
+    fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
     for name, (was, now) in changes(run_args(start), settings).items():
         told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"
-        need(name not in fixed, f"--resume {start}: other weights were trained there: {told}")
+        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {told}")
     ok = newest is None or newest.resolve() == start.resolve()
     need(ok, f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
     return start

@@ -7,7 +7,8 @@ never stop a run: one that fails is told of once and switched off.
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from errors import need
 from prepare_data import IMAGE_ERRORS, Example, decode_image
+from report.thumbnails import tag_bytes
 
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # --track NAME -> what pip installs
 PROMPTS = 8  # of a table of samples
@@ -101,7 +103,8 @@ class TensorBoard:
         for place, record in enumerate(records):
             example = examples[record["uid"]]
             self.board.add_text(f"samples/{place}", as_markdown(record, example), step)
-            for number, image in enumerate(images_of(example)):
+            files = chain(example.images, *map(shown_in, record["samples"]))  # the prompt's, then each episode's
+            for number, image in enumerate(images_of(files)):
                 self.board.add_image(f"samples/{place}/{number}", np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
@@ -144,14 +147,16 @@ class WandB:
         self.run.log({"step": step, **metrics})
 
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
-        most = max((len(examples[record["uid"]].images) for record in records), default=0)
+        counts = [len(examples[r["uid"]].images) + len(shown_in(s)) for r in records for s in r["samples"]]
+        most = max(counts, default=0)
         columns = ["uid", "prompt", *(f"image {i}" for i in range(1, most + 1)), "truth", "response", "finish_reason"]
         table = self.wandb.Table(columns=[*columns, "reward", "rewards", "advantage"])
         for record in records:
             example = examples[record["uid"]]
-            images = [self.wandb.Image(image) for image in images_of(example)]
-            images += [None] * (most - len(images))
+            asked = list(map(self.wandb.Image, images_of(example.images)))
             for s in record["samples"]:
+                images = asked + list(map(self.wandb.Image, images_of(shown_in(s))))
+                images += [None] * (most - len(images))
                 said = [record["uid"], question_of(example), *images, record["ground_truth"], said_in(s)]
                 table.add_data(*said, s["finish_reason"], s["rewards"].get("reward"), json.dumps(s["rewards"]),
                                s.get("advantage"))
@@ -165,10 +170,15 @@ class WandB:
 # What they show of samples
 
 
-def images_of(example: Example) -> list[Image.Image]:
+def shown_in(sample: Mapping[str, Any]) -> list[bytes]:
+    """Return the images that came in an episode."""
+    return list(map(tag_bytes, sample.get("images", ())))
+
+
+def images_of(files: Iterable[bytes]) -> list[Image.Image]:
     """As the model saw them, at most LONGEST pixels; one that cannot be read is a grey square."""
     found = []
-    for data in example.images:
+    for data in files:
         try:
             image = decode_image(data)
         except IMAGE_ERRORS:

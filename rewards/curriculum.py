@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from errors import need, refusing
+from errors import nearest_path, need, refusing
 from prepare_data import Example, find_tasks
 from reward import Stage, task_name
 from utils import derive_seed, print0
@@ -78,7 +78,7 @@ def read_specs(file: str | None, tasks: set[str]) -> list[StageSpec]:
         several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
         need(len(own) < 2, several)
         return specs_of(found[own[0]], f"the curriculum of task {own[0]}") if own else [StageSpec()]
-    with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}"):
+    with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}{nearest_path(file)}"):
         text = Path(file).read_text()
     with refusing((ValueError, RecursionError), f"--curriculum {file}: neither TOML nor JSON"):
         read = json.loads(text) if file.endswith(".json") else tomllib.loads(text)

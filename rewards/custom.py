@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from errors import Note, UserError, need
+from errors import Note, UserError, nearest_path, need
 from reward import task_name
 from rewards.calls import Function
 
@@ -61,7 +61,7 @@ def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_file(path: str, flag: str) -> ModuleType:
     """A file of the user's as a module; `flag` is for messages."""
-    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()})")
+    need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from errors import UserError, need, refusing
+from errors import UserError, nearest_path, need, refusing
 from sources.remote import File, RemoteFile, as_path, refusing_remote, store_errors
 
 Record = dict | str  # a row by its columns, or why it cannot be read
@@ -46,7 +46,7 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
         found = file.glob() if isinstance(file, RemoteFile) else map(Path, sorted(glob.glob(name)))
         files = [p for p in found if p.is_file()]
     of_split = f" of --split {split}" if split else ""
-    need(files, f"{name}: no such file, nor folder of parquet files{of_split}, nor glob of either")
+    need(files, f"{name}: no such file, nor folder of parquet files{of_split}, nor glob of either{nearest_path(name)}")
     return files
 
 

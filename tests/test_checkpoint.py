@@ -368,8 +368,21 @@ def test_a_run_with_adapters_goes_on_with_the_same_adapters(copy, toys):
     (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
     assert find_start(cfg) == at(out, 4)
     for more, told in (("--lora-alpha 3", "alpha was 32.0 and is 3.0"), ("--lora-targets q_proj", "is ..q_proj")):
-        with pytest.raises(UserError, match=f"other weights were trained there: .*{told}"):
+        with pytest.raises(UserError, match=f"the checkpoint does not fit: .*{told}"):
             find_start(train.parse_args([*common, *more.split()]))
+
+
+def test_what_the_weights_or_the_place_in_the_data_depend_on_stays(copy, toys):
+    _, _, out = copy
+    (out / "run.json").unlink()
+    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "parts": []}) + "\n")
+    common = ["--model", toys["qwen2_5_vl"], "--data", "d", "--out", out, "--steps", 9, "--resume", "auto"]
+    cfg = train.parse_args(list(map(str, common)))
+    (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
+    assert find_start(cfg) == at(out, 4)
+    for flag, value in (("--model", toys["qwen2_vl"]), ("--prompts-per-step", 8), ("--train-vision", "all")):
+        with pytest.raises(UserError, match=f"the checkpoint does not fit: {flag} was .* and is {value}; keep it"):
+            find_start(train.parse_args(list(map(str, [*common, flag, value]))))
 
 
 def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys):

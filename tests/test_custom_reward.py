@@ -179,14 +179,12 @@ def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
     assert caught.value.__notes__[-1] == "this was the trial call before the run" and not +reward.grader_stats
     assert "'b'" in str(caught.value) + str(caught.value.__notes__) and rewards.try_out(main=False) is None
     for name, message in (("nan", "row 'b'.*is nan"), ("no_total", "row 'b'.*add a total"), ("text", "'1.0' .str"),
-                          ("nothing_returned", "is None"), ("too_few", ""), ("inf", "is inf")):
+                          ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
+                          ("inf", "is inf")):
         rewards = load(f"chess={name}", reward_workers=count)
         rewards.check([row("b", "chess")])
-        if message:
-            with pytest.raises(reward.UserError, match=message):
-                rewards.try_out()
-        else:
-            rewards.try_out()  # one of one
+        with pytest.raises(reward.UserError, match=message):
+            rewards.try_out()
 
 
 def test_a_task_that_no_row_has_is_a_mistake(load):
@@ -404,6 +402,24 @@ def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
     assert "ALL of them failed" in said and "RuntimeError" in said and "rank 1: " in said
     evaluated = json.loads(next((out / "eval").glob("step_000003.json")).read_text())
     assert evaluated["failed"] > 0 and "rewards that failed, counted as 0" in said
+
+
+@pytest.mark.parametrize("errors", ["drop", "zero"])
+def test_a_first_step_whose_rewards_all_fail_ends_the_run(errors, toys, tmp_path):
+    """Of a function that the trial call has not found out."""
+    from tasks.shapes import shapes_rows
+
+    data = write_parquet(tmp_path / "train.parquet", shapes_rows(4, "train", 0))
+    (tmp_path / "fails.py").write_text(
+        "def score(response, example):\n"
+        "    if 'A trial' not in response: raise KeyError('text')\n"
+        "    return 1.0\n"
+    )
+    more = ["--reward", f"{tmp_path}/fails.py:score", "--reward-errors", errors, "--steps", 2, "--no-self-test"]
+    done = run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / "out", *more)], check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "error: all of the first responses failed, as row " in last, done.stderr
+    assert "the reward raised KeyError: 'text'" in last and not (tmp_path / "out" / "checkpoints").exists()
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -233,6 +234,21 @@ def test_an_annotator_plays_episodes_that_are_right_or_lazy(task, tmp_path):
     assert 2 < lazy_ones < sum(len(asked) for _, asked in scenes)
     flags = ("--env", task, "--max-turns", 2)
     assert demo.env_flags(task)[:4] == flags and demo.env_flags("shapes") == ()
+
+
+def test_the_demo_writes_below_the_folder_that_it_is_started_in(tmp_path, monkeypatch):
+    """Its commands run in the repository."""
+    commands = []
+
+    def begin(words, **more):
+        commands.append(words)
+        raise InterruptedError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.subprocess, "run", begin)
+    with pytest.raises(InterruptedError):
+        demo.run_demo(Path("d_vqa"), 0, "qwen2_5_vl", short=True)
+    assert commands[0][-2:] == ["--out", str(tmp_path / "d_vqa" / "train.parquet")]
 
 
 def test_tokenizer_round_trips_any_text_and_keeps_special_tokens_whole(loaded):

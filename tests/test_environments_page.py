@@ -127,7 +127,7 @@ def test_the_environment_of_the_page_by_hand(played):
 
 
 def test_it_is_short_and_the_marked_commands_have_flags_that_are_there(monkeypatch):
-    monkeypatch.setattr(evaluate, "found_at", lambda *_: ("", None, {}))  # which opens the model
+    monkeypatch.setattr(evaluate, "locate", lambda *_: ("", None, {}))  # which opens the model
     [block] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(block.splitlines()) <= 22 and len([line for line in block.splitlines() if line]) <= 20
     told = commands(OWN) + commands(sections(PAGE)["Environments that come along"])

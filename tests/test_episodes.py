@@ -24,10 +24,21 @@ from engines.hf import HFEngine
 from envs._load import Environments, load_environments
 from envs._play import Episodes
 from errors import UserError
-from packing import Packer, token_batch
+from packing import Packer, token_batch, turns_of
 from prepare_data import Example
 from reward import RewardConfig, Rewards
-from rollout import EnvConfig, Environment, Observation, Prompt, Rollout, Sampling, make_prompts
+from rollout import (
+    Engine,
+    EnvConfig,
+    Environment,
+    Observation,
+    Prompt,
+    Rollout,
+    Sampling,
+    Turn,
+    add_response,
+    make_prompts,
+)
 from tasks.shapes import png
 
 CPU = torch.device("cpu")
@@ -206,10 +217,12 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
         logp_N[micro.token_index_K] = policy(micro).logp_K.detach()
     separate = []
     for r in rollouts:
-        assert len(r.separate) == r.turns == int(r.prompt.example.ground_truth)
-        assert sum(turn.n_sampled for turn in r.separate) == sum(r.response_mask)
+        whole = Turn(r.prompt.token_ids + r.response, len(r.response), len(r.prompt.images))
+        turns = r.separate or [whole]  # a single turn has no history
+        assert len(turns) == r.turns == int(r.prompt.example.ground_truth)
+        assert sum(turn.n_sampled for turn in turns) == sum(r.response_mask)
         said = [token for token, produced in zip(r.response, r.response_mask, strict=True) if produced]
-        for k, turn in enumerate(r.separate):
+        for k, turn in enumerate(turns):
             before = [*r.prompt.example.messages, *r.messages[: 2 * k]]
             for i, message in enumerate(before):  # special tokens among what was sampled are text there
                 for token in processor.special_tokens_in([message]) if message["role"] == "assistant" else []:
@@ -246,6 +259,101 @@ def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
             assert r.rewards["overlong"] > -1 or len(r.response) == limit
             assert len(r.response) == limit or r.ended_by != "length"
     assert min(ends["room"], ends["length"]) > 3
+
+
+class Says(Engine):
+    """Each response is the next of its row's, with its end token."""
+
+    def __init__(self, processor, replies):
+        self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
+
+    def sample(self, responses, sampling):
+        while not responses.over:
+            for r in responses.take(0.05):
+                text = self.replies[r.prompt.example.uid].pop(0)
+                ids = [*self.processor.tokenizer.encode(text), self.processor.eos_ids[0]]
+                add_response(r, ids, [-1.0] * len(ids), self.processor, [0] * len(ids))
+                responses.added(r)
+
+
+def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
+    """Two that the template leaves alone, one of which shows images, and one that loses a thought after its second
+    turn: against the template's own text of the conversation."""
+    _, plain = loaded["qwen2_5_vl"]
+    processor = copy.copy(plain)
+    processor.tokenizer = copy.deepcopy(plain.tokenizer)
+    processor.tokenizer.chat_template = DROPS_THOUGHTS.replace("<think>\n{% endif %}", "{% endif %}")
+    envs = environments(Scripted, max_turns=5)
+    prompts = make_prompts(examples_of([3, 3, 2]), processor, start_of=envs.start_of)
+    replies = {"u0": ["one", "two", "three"], "u1": ["one", "<think>\nwhy\n</think>two", "three"], "u2": ["a", "b"]}
+    rollouts = Episodes(Says(processor, replies), envs, processor).generate(prompts, 1, Sampling(400))
+    decode = processor.tokenizer.decode
+    assert [len(r.separate) for r in rollouts] == [0, 3, 0] and any(r.images for r in rollouts)
+    for r in rollouts:
+        asked = [*r.prompt.example.messages, *r.messages[: 2 * r.turns - 2]]
+        written = processor.expand(processor.render(asked), r.prompt.images + r.images)
+        last = processor.tokenizer.encode(replies_of(r)[-1]) + [processor.eos_ids[0]]
+        if r.separate:
+            whole = r.prompt.token_ids + r.response
+            assert r.separate[2].ids == written + last and "why" not in decode(r.separate[2].ids)
+            assert [whole[: len(turn.ids)] == turn.ids for turn in r.separate] == [True, True, False]
+            assert [turn.n_sampled for turn in r.separate] == [
+                len(processor.tokenizer.encode(text)) + 1 for text in replies_of(r)]
+        else:
+            assert decode(r.prompt.token_ids + r.response) == decode(written + last)
+        assert sum(len(turn.trained) for turn, _ in turns_of(r, 0)) == sum(r.response_mask) == len(r.logprobs)
+
+
+def replies_of(r):
+    return [m["content"] for m in r.messages if m["role"] == "assistant"]
+
+
+# --- content parts, as rows have them ---
+
+
+RED, BLUE = (Image.new("RGB", (56, 56), colour) for colour in ("red", "blue"))
+
+
+class Parts(Scripted):
+    """A part has its own image, or stands for the next of the others."""
+
+    def reset(self, example):
+        self.turn = 0
+        return [{"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image", "image": RED},
+                                             {"type": "text", "text": " and? "}, {"type": "image"}]}], [png(BLUE)]
+
+    def step(self, response):
+        self.turn += 1
+        return Observation([{"role": "user", "content": [{"type": "image", "image": png(BLUE)},
+                                                         {"type": "text", "text": f"turn {self.turn}"}]},
+                            {"role": "user", "content": "<image>"}], [RED], done=self.turn == 2)
+
+
+class Marks(Parts):
+    def reset(self, example):
+        self.turn = 0
+        return "Look: <image> and? <image>", [RED, BLUE]
+
+    def step(self, response):
+        self.turn += 1
+        messages = [{"role": "user", "content": f"<image>turn {self.turn}"}, {"role": "user", "content": "<image>"}]
+        return Observation(messages, [BLUE, RED], done=self.turn == 2)
+
+
+def test_content_parts_are_marks_with_their_images(loaded):
+    (a,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Parts)
+    (b,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Marks)
+    assert a.ended_by == b.ended_by == "done" and a.turns == 2 and len(a.images) == 2
+    assert a.prompt.token_ids == b.prompt.token_ids and a.response == b.response and a.messages == b.messages
+    both = zip(a.prompt.images + a.images, b.prompt.images + b.images, strict=True)
+    assert all(torch.equal(x.pixel_values, y.pixel_values) for x, y in both)
+
+    class Path(Parts):
+        def step(self, response):
+            return Observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+
+    (r,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Path)
+    assert r.ended_by == "error" and "an image is str; expected a file's bytes, or PIL's Image" in r.failure_line
 
 
 # --- limits ---
@@ -473,16 +581,32 @@ class RaisesLater(Raises):
 @pytest.mark.parametrize("kind", [Raises, RaisesLater])
 def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
     """Also where nothing ever worked, which ends the run in one line."""
-    with pytest.raises(UserError, match=r"all 2 of the first .*: --env here raised KeyError: .*x1b\[2J'; mend the env"):
-        play(loaded, "qwen2_5_vl", [3], kind=kind)
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=kind)
+    with pytest.raises(UserError, match=r"all of the first .*: --env here raised KeyError: .*x1b\[2J'; correct that"):
+        first_batch(rollouts)
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
     assert "in deeper" in told and "\x1b" not in told
 
 
-def test_an_environment_that_never_worked_ends_the_run(loaded):
-    with pytest.raises(UserError, match="all 2 of the first episodes failed, as row 'u0': --env here .*; mend the env"):
-        play(loaded, "qwen2_5_vl", [3], kind=Never)
+def first_batch(rollouts, *others, rewards=None):
+    """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
+    rewards = rewards or Rewards(RewardConfig(reward_workers=0), played=True)
+    grading = rewards.begin(0)
+    grading.results(rollouts)
+    rewards.check_worked(grading, rollouts, lambda mine: [mine, *others])
+    return rewards
+
+
+def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
+    never = "all of the first responses failed, as row 'u0': --env here raised UserError: step returned NoneType"
+    for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
+        with pytest.raises(UserError, match=never):
+            first_batch(rollouts, *others)
+    rewards = first_batch(rollouts, None)
+    assert rewards.worked
+    first_batch(rollouts, rewards=rewards)  # later batches may fail
 
 
 @pytest.mark.parametrize(
@@ -541,8 +665,9 @@ def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch)
     monkeypatch.setattr(envs._play, "ANSWERING", envs._threads.Threads(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
-    with pytest.raises(UserError, match="all 10 of the first episodes failed"):
-        play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
+    with pytest.raises(UserError, match="all of the first responses failed, as .* took longer than --env-timeout"):
+        first_batch(rollouts)
     assert time.monotonic() - began < 20
 
 

@@ -412,7 +412,8 @@ def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     assert "[y/N]" not in done.stdout
 
 
-@pytest.mark.parametrize("case,match", [("no_run", "neither a run directory"), ("full_out", "is not empty")])
+@pytest.mark.parametrize("case,match", [("no_run", "neither a run directory"), ("full_out", "is not empty"),
+                                        ("empty", "neither a run directory")])
 def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
     out = tmp_path / "out"
     if case == "full_out":
@@ -423,8 +424,11 @@ def test_merge_refuses_what_it_cannot_do(case, match, toys, tmp_path):
         (checkpoint / "trainer.json").write_text("{}")
         (tmp_path / "run" / "run.json").write_text(json.dumps({"args": {"model": str(toys["qwen2_vl"])}}))
     source = tmp_path / "run" if case == "full_out" else toys["qwen2_vl"]
+    if case == "empty":
+        source = tmp_path / "empty"
+        source.mkdir()
     done = run([sys.executable, "merge_lora.py", source, "--out", out], check=False)
-    assert done.returncode == 1 and match in done.stderr
+    assert done.returncode == 1 and match in done.stderr and "--model" not in done.stderr
     assert not out.exists() or [p.name for p in out.iterdir()] == ["mine.txt"]
 
 

@@ -437,6 +437,12 @@ def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
     assert vllm_settings((), engine, world=1) == {}
 
 
+def test_settings_of_servers_need_no_vllm_here(monkeypatch):
+    """engines.serve --print, and a trainer whose servers are elsewhere."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert vllm_settings(["max_num_seqs=4", "x=y"], "server", world=1) == {"max_num_seqs": 4, "x": "y"}
+
+
 # --- whole runs, in process -----------------------------------------------------------------------------------------
 
 

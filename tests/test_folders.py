@@ -65,10 +65,10 @@ def by_command(command, folder, *more):
 
 @pytest.fixture
 def command(request, monkeypatch, tmp_path):
-    def found_at(path, flag=""):
+    def locate(path, flag=""):
         return "m", tmp_path, json.loads((tmp_path / "run.json").read_text())["args"]
 
-    monkeypatch.setattr(E, "found_at", found_at)  # its model need not be there
+    monkeypatch.setattr(E, "locate", locate)  # its model need not be there
     return request.param
 
 
@@ -125,7 +125,7 @@ def test_every_setting_that_is_text_was_decided():
             if parts_of(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
                 free |= {f.name} if f.metadata["from_run"]("x.py:y") else set()
     paths = {"model", "data", "eval_data", "image_root"}  # read as what they are, and sent nowhere
-    names = {"family_paths", "lora_targets", "prompt_key", "image_key", "answer_key", "data_source", "instruction"}
+    names = {"family_paths", "lora_targets", "algo_args", "prompt_key", "image_key", "answer_key", "data_source", "instruction"}
     judge = {"judge"}  # but template and key_env
     assert free == paths | names | judge | {"resume", "tis_mask"}
     assert all(hasattr(config, "env") or hasattr(config, "reward") for config in (EnvConfig, RewardConfig))

@@ -1,10 +1,12 @@
 """Processor, positions and the packed forward against transformers, one by one.   pytest tests/test_model.py"""
 
 import json
+import shutil
 from itertools import chain, pairwise
 
 import pytest
 import torch
+import transformers
 from conftest import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -402,6 +404,30 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
                 M.load_config(model, paths)
     finally:
         M.FAMILIES["qwen3_vl"] = row
+
+
+@pytest.mark.parametrize("path", ["model.visual", "model.visual.vision_model", "model.visual.vision_model.encoder"])
+def test_blocks_may_lie_deeper_in_the_tower_than_the_path(path):
+    """It always means the whole tower: what is frozen, sharded and adapted."""
+    config = transformers.AutoConfig.for_model("paddleocr_vl")
+    family = M.find_family(config, "x", (path, "model.language_model"))
+    assert (family.vision, family.vision_blocks) == ("model.visual", "vision_model.encoder.layers")
+    assert (family.language, family.blocks) == ("model.language_model", "layers")
+
+
+def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
+    supported = "supported are models that see images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
+    config = transformers.AutoConfig.for_model("llava")
+    with pytest.raises(UserError, match=rf"--model 'x' \(llava\): {supported}"):
+        M.find_family(config, "x", ("model.vision_tower.encoder", "model.language_model"))
+    shutil.copytree(toys["qwen2_5_vl"], tmp_path / "other")
+    file = next(f for f in (tmp_path / "other").iterdir() if f.name == "preprocessor_config.json")
+    settings = json.loads(file.read_text())
+    for kind in ("Glm4vImageProcessor", "CLIPImageProcessor"):  # GLM-4V's; LLaVA's, whose size has no longest_edge
+        size = settings["size"] if kind[0] == "G" else {"shortest_edge": 336}
+        file.write_text(json.dumps(settings | {"image_processor_type": kind, "size": size}))
+        with pytest.raises(UserError, match=f"its image processor is {kind[:5]}.*; {supported}"):
+            M.load_processor(str(tmp_path / "other"))
 
 
 def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):

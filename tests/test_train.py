@@ -487,7 +487,7 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
         [sys.executable, "train.py", *common, "--steps", 6, "--resume", "auto", "--train-vision", "all"], check=False
     )
     assert (
-        other.returncode == 1 and "other weights were trained there: --train-vision was none and is all" in other.stderr
+        other.returncode == 1 and "the checkpoint does not fit: --train-vision was none and is all" in other.stderr
     )
     mixed = run(
         [sys.executable, "train.py", *common, "--steps", 6, "--resume", tmp_path / "r/checkpoints/step_000002"],
@@ -788,7 +788,9 @@ CASES = [
     ("good", {"--lam": "1.5"}, "--lam 1.5: must be at least 0 and at most 1"),
     ("good", {"--kl-target": "0", "--kl-coef": "0.1"}, "--kl-target 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
-    ("good", {"--min-pixels": "4000000"}, "--min-pixels 4000000 is over --max-pixels"),
+    ("good", {"--min-pixels": "4000000"}, r"--min-pixels 4000000 is over --max-pixels [0-9]+ \(the model's own\)"),
+    ("good", {"--max-pixels": "100"}, r"--min-pixels [0-9]+ \(the model's own\) is over --max-pixels 100;"),
+    ("good", {"--algo-args": "value_klip=1"}, "--algo-args value_klip=1: no such key; nearest: value_clip"),
     (
         "good",
         {"--kl-coef": "0.1", "--kl-in": "reward"},
@@ -799,6 +801,8 @@ CASES = [
     ("good", {"--tis-cap": "0"}, "--tis-cap 0.0: must be above 0"),
     ("good", {"--tis-mask": "2,3"}, "--tis-mask '2,3': give LOW,HIGH around 1"),
     ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
+    ("good", {"--data": "{out}/goood.parquet"}, "no such file.*; nearest: good.parquet"),
+    ("good", {"--curriculum": "{out}/good.parqet"}, "--curriculum .*; nearest: good.parquet"),
     ("good", {"--answer-key": "answer"}, "no column 'answer'.*--answer-key"),
     ("good", {"--data-source": "chess"}, "'chess'.*--data-source"),
 ]
@@ -817,7 +821,7 @@ def test_mistakes_are_named_before_the_model_loads(data, change, match, toys, sh
         "--prompts-per-step": "2",
         "--max-prompt-tokens": "80",
         "--max-new-tokens": "4",
-    } | change
+    } | {name: value.format(out=tmp_path) for name, value in change.items()}
     try:
         with pytest.raises(ValueError, match=match):
             train.main(train.parse_args(" ".join(chain(*arguments.items())).split()))
@@ -825,6 +829,29 @@ def test_mistakes_are_named_before_the_model_loads(data, change, match, toys, sh
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, tmp_path):
+    """On the command line as it was typed; the run that is resumed has given the rest."""
+    new = f"--model m --data d --out {tmp_path} --steps 2 --warmup-steps=5".split()
+    monkeypatch.setattr(sys, "argv", ["train.py", *new])
+    cfg = train.parse_args(new)
+    told = "--warmup-steps 5 exceeds --steps 2: --steps 20, --group-size 8, --lr 1e-06, --clip-low 0.28"
+    assert train.say_origins(told, cfg) == told.replace("size 8", "size 8 (the default)").replace(
+        "--lr 1e-06", "--lr 1e-06 (the default)")
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "auto", "--steps", "2"])
+    cfg = replace(cfg, run=replace(cfg.run, resume="auto"))
+    told = "--warmup-steps 5 exceeds --steps 2"
+    assert train.say_origins(told, cfg) == "--warmup-steps 5 (from the run that is resumed) exceeds --steps 2"
+    monkeypatch.setattr(train, "main", lambda cfg: cfg.optim.check(cfg.model, cfg.run.steps))
+    with pytest.raises(UserError, match=r"--warmup-steps 5 \(from the run that is resumed\) exceeds --steps 2$"):
+        train.run(cfg)
+
+
+def test_all_that_is_missing_is_named_at_once():
+    with pytest.raises(UserError, match="--steps is missing.*--out is missing.*--model is missing.*--data is missing"):
+        train.parse_args([])
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):

@@ -190,13 +190,12 @@ def test_critic_warm_up_leaves_the_policy_as_it_is(critic_kind, toys, ctx):
 
 
 @pytest.mark.parametrize("critic_kind", ["head", "separate"])
-def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx, monkeypatch):
+def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
     """Rewards that the prompt determines: all of the return can be explained, and soon most of it is."""
-    monkeypatch.setattr(grpo, "VALUE_CLIP", 0.0)
     critic_lr = "3e-3" if critic_kind == "head" else "1e-3"
     cfg = parse(
         f"--algo ppo --critic {critic_kind} --critic-lr {critic_lr} --lr 1e-4 --gamma 1 --epochs 4 "
-        f"--critic-warmup-steps 9"
+        f"--critic-warmup-steps 9 --algo-args value_clip=none"
     )
     models = make_models(toys["qwen2_5_vl"], cfg)
     explained = []
@@ -382,6 +381,38 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
         assert pool.full()
 
 
+def test_algo_args_reach_the_losses_that_they_are_of(toys, ctx):
+    """Of one update from the same weights: the value head's gradient is proportional to value_coef; sapo's taus and the
+    clip against formulas written out."""
+    heads = []
+    for coef in (0.5, 2.0):
+        cfg = parse(f"--algo ppo --epochs 1 --algo-args value_coef={coef}")
+        models = make_models(toys["qwen2_5_vl"], cfg)
+        models.policy.value_head.weight.register_hook(lambda gradient: heads.append(gradient.double()))
+        one_update(cfg, ctx, models, make_rollouts([[1.0, 0.0, 0.5, 0.0]], length=4))
+    assert len(heads) == 2
+    torch.testing.assert_close(4 * heads[0], heads[1], rtol=1e-4, atol=1e-9)
+    assert heads[0].norm() > 0
+    logp, advantages = torch.tensor([0.3, -0.4, 0.2]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
+    algo = parse("--algo sapo --algo-args sapo_tau_positive=3 sapo_tau_negative=7").algo
+    loss, _ = grpo.policy_loss(logp, torch.zeros_like(logp), advantages, algo=algo)
+    for x, a, got in zip(logp.tolist(), advantages.tolist(), loss.tolist(), strict=True):
+        tau = 3 if a > 0 else 7
+        assert got == pytest.approx(-4 / tau * a / (1 + math.exp(-tau * (math.exp(x) - 1))))
+    assert parse("").algo.args == grpo.ALGO_ARGS
+    assert parse("--algo-args kl_horizon=50").algo.args["kl_horizon"] == 50
+
+
+@pytest.mark.parametrize("pair, told", [
+    ("value_coeff=1", "no such key; nearest: value_coef"), ("value_clip", "give a number"),
+    ("value_coef=none", "give a number"), ("kl_horizon=0", "give a finite number above 0"),
+    ("value_clip=nan", "give a finite number above 0"), ("sapo_tau_positive=inf", "give a finite number above 0"),
+])  # fmt: skip
+def test_wrong_algo_args_are_refused_before_a_model_loads(pair, told):
+    with pytest.raises(UserError, match=f"--algo-args {pair}: {told}"):
+        parse(f"--algo-args {pair}").algo.check()
+
+
 def test_presets_are_resolved_when_parsed_and_shown():
     algo = parse("--algo dapo --clip-low 0.1").algo
     assert (algo.clip_low, algo.clip_high, algo.sample_rounds, algo.truncated) == (0.1, 0.28, 10, "penalise")
@@ -389,7 +420,7 @@ def test_presets_are_resolved_when_parsed_and_shown():
     assert "algorithm dapo: " in shown and "--clip-low 0.1 instead of 0.2" in shown and "--clip-high 0.28," in shown
     assert algo.std == "group" and parse("--algo ppo").algo.std == "batch"
     ppo = parse("--algo ppo").algo
-    recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, grpo.VALUE_COEF, ppo.entropy_coef, ppo.gamma, ppo.lam)
+    recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, ppo.args["value_coef"], ppo.entropy_coef, ppo.gamma, ppo.lam)
     assert recipe == (4, 0.2, 0.2, 0.5, 0.01, 0.99, 0.95)
     for algo in grpo.PRESETS:
         parse(f"--algo {algo}").algo.check()

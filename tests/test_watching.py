@@ -37,12 +37,13 @@ from report.plots import band_of, grouped, run_curves, smoothed, thinned, watch
 from report.progress import Progress, following
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
+from report.thumbnails import image_tag
 from report.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.warnings import Warnings
 from reward import grader_stats
 from rewards.grading import Grading
 from rollout import Prompt, Rollout
-from tasks.shapes import shapes_rows
+from tasks.shapes import png, shapes_rows
 from utils import Context, Meter
 
 
@@ -131,6 +132,31 @@ def test_wandbs_tables_of_samples_have_images(tracked):
     assert sum(path.endswith(".png") for path in paths) == 8  # four prompts of two steps
     table = json.loads(min(file.parent.glob("files/media/table/*.json")).read_text())
     assert len(table["data"]) == 4 * 3 and {"response", "reward", "advantage", "image 1"} <= set(table["columns"])
+
+
+def test_trackers_get_the_images_that_came_in_episodes(tmp_path):
+    """A prompt's image, then two in the first of two episodes."""
+    colours = {"red": (255, 0, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+    red, blue, white = (Image.new("RGB", (56, 56), colour) for colour in colours)
+    example = SimpleNamespace(images=[png(red)], messages=[{"role": "user", "content": "<image>?"}])
+    of = {"text": "x", "finish_reason": "stop", "rewards": {"reward": 1.0}}
+    episodes = [of | {"images": [image_tag(blue), image_tag(white)]}, of | {"images": []}]
+    asked = (1, [{"uid": "u", "ground_truth": "1", "samples": episodes}], {"u": example})
+    shown, table = [], []
+
+    def add_image(name, image, step, dataformats):
+        shown.append((name, tuple(image[0, 0].tolist())))
+
+    board = SimpleNamespace(add_text=lambda *_: None, add_image=add_image)
+    TensorBoard.samples(SimpleNamespace(board=board), *asked)
+    assert shown == [(f"samples/0/{i}", pixel) for i, pixel in enumerate(colours.values())]
+    fake = SimpleNamespace(
+        Image=lambda image: image.getpixel((0, 0)),
+        Table=lambda columns: SimpleNamespace(add_data=lambda *row: table.append(dict(zip(columns, row, strict=True)))),
+    )
+    WandB.samples(SimpleNamespace(wandb=fake, run=SimpleNamespace(log=lambda row: None)), *asked)
+    images = [[row[f"image {i}"] for i in (1, 2, 3)] for row in table]
+    assert images == [list(colours.values()), [colours["red"], None, None]]
 
 
 def test_tensorboard_has_the_numbers_of_metrics_jsonl_once(tracked):
