@@ -33,9 +33,9 @@ NO_PLUG_INS = ("engines.choose", "engines.connect", "engines.self_test", "reward
 NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 388, "errors.py": 56, "eval.py": 361, "grpo.py": 417, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 384, "prepare_data.py": 440, "reward.py": 200, "rollout.py": 300, "train.py": 353,
-    "settings.py": 126, "utils.py": 160,
+    "demo.py": 388, "errors.py": 92, "eval.py": 361, "grpo.py": 431, "kernels.py": 432, "merge_lora.py": 138,
+    "model.py": 500, "packing.py": 384, "prepare_data.py": 478, "reward.py": 234, "rollout.py": 300, "train.py": 366,
+    "settings.py": 127, "utils.py": 183,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
@@ -146,7 +146,7 @@ def test_importing_a_script_does_nothing(name, tmp_path):
 def test_every_setting_has_help_and_is_used():
     settings = [field for group in fields(train.Config) for field in fields(group.type)]
     names = [field.name for field in settings]
-    assert 35 <= len(names) == len(set(names)) <= 97
+    assert 35 <= len(names) == len(set(names)) <= 98
     assert all(len(field.metadata["help"]) > 5 for field in settings)
     text = "".join((ROOT / name).read_text() for name in OURS)
     unread = [name for name in names if not re.search(rf"\.{name}\b(?! *=[^=])", text)]
