@@ -524,9 +524,8 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
         with suppress(OSError), left.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        draft = Path(folder, "draft")
-        lock = draft.open("wb")  # until the function ends
+    made = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    with made as folder, (draft := Path(folder, "draft")).open("wb") as lock:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         final = Path(folder, "final")

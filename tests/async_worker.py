@@ -54,8 +54,8 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def connect(cfg, rollout, models, processor, settings, ctx, out):
-    return StandIn(load_hf(cfg.model, models.dtype), processor, ctx.device)
+def connect(servers, path, hf, dtype, processor, settings, ctx, out, **more):
+    return StandIn(load_hf(path, dtype), processor, ctx.device)
 
 
 def recording(make_batch):

@@ -87,7 +87,6 @@ def into_turns(rollout: Rollout) -> Rollout:
     return replace(rollout, response=response, response_mask=mask, separate=turns)
 
 
-@grpo.loss("spread", per_token=False)
 def spread(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """A loss that is the tests' own: it couples tokens on policy, too."""
     _, index_K, count = rollout_K.unique(return_inverse=True, return_counts=True)
@@ -269,4 +268,5 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    grpo.loss("spread", per_token=False)(spread)
     run_script(main, lambda: None)

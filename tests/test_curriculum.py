@@ -272,7 +272,7 @@ def test_the_same_weights_evaluate_to_the_same_figure_whatever_step_they_were_sa
     run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], train, out, *more)])
     assert [row["eval/reward"] for row in rows(out)] == [2.0, 2.0, 2.0]
     assert [row["reward/mean"] for row in rows(out)[1:]] == [0.0, 1.0] and "curriculum/stage" not in rows(out)[1]
-    done = run([sys.executable, "eval.py", out / "checkpoints" / "step_000001", "--out", tmp_path / "e"])
+    done = run([sys.executable, "eval.py", out / "checkpoints" / "step_000001", "--out", tmp_path / "e", *more[-4:-2]])
     assert json.loads((tmp_path / "e" / "eval.json").read_text())["reward"] == 2.0
     assert "--curriculum none" in done.stdout and "unlike the run" not in done.stdout
 

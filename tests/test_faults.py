@@ -519,7 +519,7 @@ def score(response, example):
 
 def test_a_run_that_ended_before_its_first_step_does_not_block_its_folder(start, tmp_path):
     with pytest.raises(ZeroDivisionError):
-        start("return 1 / (2 - len(calls))", "--steps", 1)  # good when it is tried
+        start("return 1 / (3 - len(calls))", "--steps", 1)  # good when it is tried, on two responses
     assert (tmp_path / "out" / "run.json").is_file()
     start("return len(response)", "--steps", 1)
     with pytest.raises(UserError, match="already holds a run"):

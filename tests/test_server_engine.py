@@ -3,6 +3,7 @@ or weights change.   pytest tests/test_server_engine.py    Real servers: test_se
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -783,7 +784,8 @@ def evaluate(toys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
     monkeypatch.setattr(engines.server, "wire_of", lambda kind: Held)
-    monkeypatch.setattr(httpx2, "get", lambda *of, **more: SimpleNamespace(status_code=200))
+    healthy = contextlib.nullcontext(SimpleNamespace(status_code=200))
+    monkeypatch.setattr(httpx2, "stream", lambda *of, **more: healthy)
 
     def go(*given, url="http://one:1"):
         made.clear()
