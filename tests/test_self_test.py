@@ -86,9 +86,13 @@ def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
     arrived = dict(engine.hf.named_parameters())
     stale = {name: tensor.clone() for name, tensor in arrived.items()}
     with torch.no_grad():
-        tolerated = S.stale_tolerance(gap())
         with S.nudged(policy):
             engine.load_weights(full_parameters(policy))
+            rollouts = engine.generate(prompts, S.SAMPLES, rollout.Sampling(S.NEW_TOKENS, seed=3))
+            ours = S.trainer_logprobs(policy, packer, rollouts, 1.0)
+            with S.rounded(policy):
+                rounding = S.Gap(S.trainer_logprobs(policy, packer, rollouts, 1.0), ours).mean
+            tolerated = S.FLOOR + S.LIMIT * rounding
             assert gap() < 0.9 * tolerated
             for name, tensor in full_parameters(policy):
                 arrived[name].copy_(stale[name])
