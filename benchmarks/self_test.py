@@ -1,9 +1,9 @@
 """How often the self-test refuses a sound run, and how often it misses a fault of the weight sync.
 
-    OMP_NUM_THREADS=1 python benchmarks/self_test.py                          # random toys of all families, bf16 and fp32
-    OMP_NUM_THREADS=1 python benchmarks/self_test.py demo/start demo/final    # models that were trained
+    OMP_NUM_THREADS=1 python benchmarks/self_test.py                        # random toys of all families, bf16 and fp32
+    OMP_NUM_THREADS=1 python benchmarks/self_test.py demo/start demo/final  # models that were trained
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/self_test.py --lora-rank 8
-    OMP_NUM_THREADS=1 python benchmarks/self_test.py --short                  # seconds
+    OMP_NUM_THREADS=1 python benchmarks/self_test.py --short                # seconds
 
 Policy and engine are built as train.py builds them. Each seed draws other samples and other faults:
 sound     nothing is wrong
@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--task", default="shapes", help="whose pictures and questions are the prompts")
     parser.add_argument("--train-vision", choices=("none", "merger", "tower", "all"))
     parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--hidden", type=int, default=128, help="width of random toys; vLLM on a CPU: Qwen3.5 wants 256")
+    parser.add_argument("--hidden", type=int, default=128, help="width of random toys (vLLM, qwen3_5, CPU: 256)")
     parser.add_argument("--families", nargs="+", default=sorted(FAMILIES, reverse=True), choices=tuple(FAMILIES))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--short", action="store_true", help="one family, two seeds")
