@@ -46,6 +46,7 @@ NUDGE = 0.5
 STRIDE = 31
 
 OTHER_ENGINE = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
+NOT_SENT = "a sync does not bring all weights to their places, or the engine computes another function"
 NO_FAMILY = "this model is no such family as model.FAMILIES lists"
 
 
@@ -207,7 +208,7 @@ def self_test(
         (f"engine ({type(engine).__name__}) and trainer", both, TOLERANCE[engine.dtype], OTHER_ENGINE),
         ("the trainer and transformers' own forward", plain, limit, NO_FAMILY),
         ("packed and separate samples", packed, limit, f"try another --attn than {policy.attention}"),
-        ("engine and trainer under new weights", synced, limit, "a sync does not bring all weights to their places"),
+        ("engine and trainer under new weights", synced, limit, f"{NOT_SENT}; {OTHER_ENGINE}"),
     )
     failures = check_positions(policy, prompts)
     for what, gap, tolerated, advice in checks:
