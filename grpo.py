@@ -304,17 +304,18 @@ def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon:
 class Loss:
     function: Callable
     per_token: bool = True  # no token's loss depends on another token; otherwise it is given whole rollouts
+    by_advantage: bool = True  # no gradient where the advantage is 0: such responses are not computed
 
 
 LOSSES: dict[str, Loss] = {}
 
 
-def loss(name: str, per_token: bool = True) -> Callable:
-    """Decorator: --loss NAME minimises this."""
+def loss(name: str, **properties: bool) -> Callable:
+    """Decorator: --loss NAME minimises this, with these properties of `Loss`."""
 
     def register(function: Callable) -> Callable:
         assert name not in LOSSES, f"loss {name!r} is there already"
-        LOSSES[name] = Loss(function, per_token)
+        LOSSES[name] = Loss(function, **properties)
         return function
 
     return register
@@ -633,7 +634,8 @@ class Algorithm:
         need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
         need(size > 1 or self.sample_rounds == 1,
              f"--group-size {size}: --sample-rounds {self.sample_rounds} looks for unequal rewards; use at least 2")
-        need(std != "group" or how.grouped, f"--norm-std group: {adv} knows no groups; use batch or none")
+        need(std != "group" or (how.grouped and not how.per_token),
+             f"--norm-std group: {adv} does not give each sample of a group one advantage; use batch or none")
         need(std != "group" or not self.kl_in_reward,
              f"--kl-in reward with --norm-std group (--kl-coef {kl_coef}): where the answers of a group earn the same, "
              f"penalties of any size would become advantages of 1; use --norm-std batch or none, or --kl-in loss")
@@ -672,7 +674,8 @@ def may_train(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Alg
     counted = [algo.counts(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # a group's advantages need those that are not counted, too
         return [True] * len(counted)
-    if not ADVANTAGES[algo.adv].grouped or algo.needs_reference or algo.entropy_coef > 0:
+    how, by_advantage = ADVANTAGES[algo.adv], LOSSES[algo.loss].by_advantage
+    if how.per_token or not (how.grouped and by_advantage) or algo.needs_reference or algo.entropy_coef > 0:
         return counted
     moves = group_advantages(rewards_PG, algo.adv, "none", graded_PG=~rewards_PG.isnan()).flatten() != 0
     return [bool(m) and c for m, c in zip(moves, counted, strict=True)]

@@ -54,7 +54,7 @@ from report.metrics import measure_tokens, measure_values, rollout_metrics, upda
 from report.progress import Progress, comparing, training
 from report.trackers import check_trackers
 from reward import RewardConfig, Rewards, give_rewards
-from rewards.curriculum import Curriculum, Memory
+from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.custom import absolute_files
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
 from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
@@ -357,6 +357,7 @@ def main(cfg: Config) -> None:
     eval_set = load(cfg.data.eval_data) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
     curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
+    _, final_stage = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
     rewards.try_out(ctx.main, curriculum.stages())
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
     check_shared(out, {"--data": train_set, "--eval-data": eval_set}, ctx)
@@ -391,7 +392,7 @@ def main(cfg: Config) -> None:
     interrupt.arm(saver.save_and_tell, log.end)
     engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    more = {"stage": curriculum.last(), "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
+    more = {"stage": final_stage, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())

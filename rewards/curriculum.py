@@ -100,7 +100,7 @@ def stage_of(specs: Sequence[StageSpec], number: int) -> Stage:
 
 
 def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
-    """Return the last stage with its first step, for evaluations outside of a run."""
+    """Return the last stage, for which evaluations grade so that their figures compare, and its first step."""
     specs = read_specs(file, {task_name(example.data_source) for example in examples})
     return specs[-1].first_step, stage_of(specs, -1)
 
@@ -223,10 +223,6 @@ class Curriculum:
     def stages(self) -> list[tuple[int, Stage]]:
         """Each with its first step."""
         return [(spec.first_step, stage_of(self.specs, i)) for i, spec in enumerate(self.specs)]
-
-    def last(self) -> Stage:
-        """For evaluations: the same at all steps, so that their figures compare."""
-        return stage_of(self.specs, -1)
 
     def _described(self, number: int) -> str:
         spec, n = self.specs[number], sum(len(of) for of, _ in self.shares[number])

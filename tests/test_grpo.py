@@ -121,3 +121,15 @@ def test_advantages_of_a_step_leave_out_rewards_that_failed(algo):
     assert torch.allclose(found[trained], without, atol=1e-12) and found.isfinite().all()
     reasons = ["stop" if c else "error" for c in counted]
     assert grpo.may_train(rewards_PG, reasons, chosen) == ([True] * 6 if chosen.kl_in_reward else counted)
+
+
+def test_what_a_users_method_needs_is_computed(monkeypatch):
+    """An advantage per token is not 0 because a response earned 0; a loss may have a gradient without an advantage."""
+    rewards_PG, reasons = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.5] * 4]), ["stop"] * 8
+    monkeypatch.setitem(grpo.ADVANTAGES, "steps", grpo.Advantage(grpo.over_group_mean, "none", per_token=True))
+    monkeypatch.setitem(grpo.LOSSES, "anchored", grpo.Loss(grpo.clip, by_advantage=False))
+    by_step, anchored = grpo.Algorithm(adv="steps", group_size=4), grpo.Algorithm(loss="anchored", group_size=4)
+    assert grpo.may_train(rewards_PG, reasons, by_step) == grpo.may_train(rewards_PG, reasons, anchored) == [True] * 8
+    assert grpo.may_train(rewards_PG, reasons, grpo.Algorithm(group_size=4)) == [True] * 4 + [False] * 4
+    with pytest.raises(UserError, match="--norm-std group: --adv steps does not give each sample"):
+        grpo.Algorithm(adv="steps", norm_std="group").check()

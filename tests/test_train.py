@@ -754,7 +754,7 @@ CASES = [
     ("good", {"--clip-low": "1"}, "--clip-low 1.0: must be below 1, except with --loss cispo"),
     ("good", {"--algo": "ppo", "--loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae"),
     ("good", {"--algo": "rloo", "--epochs": "2"}, "--loss reinforce is right for one update a step only.*--loss clip"),
-    ("good", {"--algo": "ppo", "--norm-std": "group"}, "--norm-std group: --adv gae knows no groups"),
+    ("good", {"--algo": "ppo", "--norm-std": "group"}, "--norm-std group: --adv gae does not give each"),
     ("good", {"--kl-target": "0.1"}, "--kl-target 0.1 .* --kl-coef 0.0"),
     ("good", {"--ref-every": "5"}, "--ref-every 5 refreshes a reference that only --kl-coef"),
     ("good", {"--gamma": "1.5"}, "--gamma 1.5: must be at least 0 and at most 1"),
