@@ -26,22 +26,20 @@ import torch
 from engines.transfer import make_transfer
 from engines.vllm import asked_of
 from engines.wire import Answer, Ask, Cut, Lost, Server, find_kind
-from errors import Interrupted, UserError, need
+from errors import UserError, need
 from model import Processor
 from rollout import (
     NOT_FINITE,
     WAIT,
     Engine,
-    Prompt,
     Responses,
     Rollout,
     Sampling,
     Weights,
     add_response,
-    begun,
     difference,
 )
-from utils import Context, NamedTensors, derive_seed, in_thread
+from utils import Context, NamedTensors, derive_seed
 
 # Each request has a connection of its own: one that was kept may just have been closed by the server
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -153,21 +151,6 @@ class ServerEngine(Engine):
 
     def usable(self) -> list[Server]:
         return [server for url, server in self.servers.items() if url not in self.lost]
-
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Future]:
-        """n rollouts of each prompt, begun at once; a handle for each, whose result() is the finished Rollout."""
-        handles = [Future() for _ in range(len(prompts) * n)]
-        rollouts = begun(prompts, n)
-        at = {id(rollout): handle for rollout, handle in zip(rollouts, handles, strict=True)}
-        responses = Responses(rollouts, sampling, lambda rollout: at[id(rollout)].set_result(rollout))
-
-        def over(sampled: Future) -> None:
-            for handle in handles:
-                if not handle.done():
-                    handle.set_exception(sampled.exception() or Interrupted(0, "the run was asked to end"))
-
-        in_thread(partial(self.sample, responses, sampling), "submitted").add_done_callback(over)
-        return handles
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:
         """Each response is a request of its own. May be called from several threads at once."""

@@ -219,12 +219,6 @@ class SGLangServer(Server):
         ranks = [rank["checksums"] for rank in answer["ranks"]]
         return {name: "-".join(rank[name] for rank in ranks) for name in ranks[0]}
 
-    async def sleep(self) -> None:
-        await self.post("/release_memory_occupation")
-
-    async def wake(self) -> None:
-        await self.post("/resume_memory_occupation")
-
 
 def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
     """Of /generate."""
@@ -276,7 +270,7 @@ CPU = (
     "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
 ).split()
 AS_THEY_COME = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  # images have the size that is seen
-CUDA = ["--mem-fraction-static", "0.6", "--enable-memory-saver", "--enable-weights-cpu-backup"]
+CUDA = ["--mem-fraction-static", "0.6"]
 
 
 def sglang_command(

@@ -160,13 +160,6 @@ class Server:
         """Of its parameters."""
         raise NotImplementedError
 
-    async def sleep(self) -> None:
-        """Give memory back, until `wake`."""
-        raise NotImplementedError
-
-    async def wake(self) -> None:
-        raise NotImplementedError
-
 
 async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
     """vllm or sglang, by what it answers."""

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from engines.server import ServerEngine
 from engines.transfer import Group, read_file
 from engines.vllm_server import answer_of
 from engines.wire import Answer, Cut, Lost, Server
-from errors import Interrupted, UserError
+from errors import UserError
 from model import ModelConfig
 from rollout import Prompt, Sampling
 from utils import Context, derive_seed, in_thread
@@ -265,35 +266,15 @@ def test_two_threads_sample_at_once(connect):
     assert {r.prompt.uid for r in a} == {"a"} and {r.prompt.uid for r in b} == {"b"}
 
 
-def test_handles_of_submitted_prompts(connect):
-    engine, servers = connect(2)
-    servers[1].delay = 0.5  # the second prompt's
-    handles = engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM))
-    assert len(handles) == 4
-    first = handles[0].result(10)
-    assert not handles[3].done()
-    hurry(servers)
-    rollouts = [first, *(handle.result(10) for handle in handles[1:])]
-    assert [(r.prompt.uid, r.sample) for r in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert_whole(rollouts)
-    for server in servers:
-        server.dead = True
-    for handle in engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM)):
-        with pytest.raises(UserError, match="none is left"):
-            handle.result(10)
-
-
 def test_a_run_that_is_asked_to_end(connect):
     engine, servers = connect(2)
     hurry(servers, 0.5)
     ended = threading.Event()
     engine.interrupted = ended.is_set
-    handles = engine.submit(prompts_of("a", "b"), 3, Sampling(40))  # 20 seconds
+    call = in_thread(partial(engine.generate, prompts_of("a", "b"), 3, Sampling(40)), "run")  # 20 seconds
     wait_until(lambda: servers[0].busy + servers[1].busy == 6)
     ended.set()
-    for handle in handles:
-        with pytest.raises(Interrupted):
-            handle.result(5.0)
+    assert not any(rollout.response for rollout in call.result(5.0))
     wait_until(lambda: servers[0].cancelled + servers[1].cancelled == 6)
     assert [server.in_flight for server in servers] == [0, 0] and not engine.asked and not engine.lost
 
@@ -783,7 +764,7 @@ def evaluate(toys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
     monkeypatch.setattr(engines.server, "wire_of", lambda kind: Held)
-    monkeypatch.setattr(httpx2, "get", lambda *of, **more: SimpleNamespace(status_code=200))
+    monkeypatch.setattr(httpx2, "stream", lambda *of, **more: nullcontext(SimpleNamespace(status_code=200)))
 
     def go(*given, url="http://one:1"):
         made.clear()

@@ -352,14 +352,10 @@ def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play
     play(what)
 
 
-def test_sleep_and_what_it_is_asked_afterwards(running, mixed, play):
+def test_what_it_refuses(running, mixed, play):
     prompts = make_prompts(mixed[:2], running.processor)
 
     async def what(trainer):
-        await trainer.server.sleep()
-        await trainer.server.wake()
-        pairs = await trainer.asked(prompts)
-        check(running.hf, trainer, pairs, pairs[0][1].labels[0])
         with pytest.raises(UserError, match="--sync gloo"):
             await trainer.server.suits("adapter")
         with pytest.raises(UserError, match="/generate answered 400"):
