@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from engines.transfer import Meta
+from engines.transfer import Meta, read_file
 from engines.wire import Answer, Ask, Lost, Server, data_uri
 from errors import UserError, need
 from model import Processor
@@ -192,11 +192,10 @@ class SGLangServer(Server):
         with tempfile.TemporaryDirectory(dir=folder, prefix="sglang-") as copy:
             names = []
             for file in files:
-                header, start = read_header(Path(folder) / file)
-                entries = [name for name in header if name != "__metadata__"]
-                new = dict(zip(entries, self.known(entries), strict=True))
-                write_renamed(Path(folder) / file, Path(copy) / Path(file).name, header, start, new)
-                names += new.values()
+                tensors = dict(read_file(Path(folder) / file))
+                known = self.known(list(tensors))
+                save_file(dict(zip(known, tensors.values(), strict=True)), Path(copy) / Path(file).name)
+                names += known
             asked = {"model_path": copy, "load_format": "safetensors", "flush_cache": False}
             await self._take("/update_weights_from_disk", asked)
         self._sent(names)
@@ -207,10 +206,7 @@ class SGLangServer(Server):
             raise Lost(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
         await self.post("/end_weight_update")
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        await self.forget()
-
-    async def forget(self) -> None:
-        """Keys and values of old weights. It does so only if nothing runs; salts keep those that are left apart."""
+        # keys and values of old weights, if nothing runs; salts keep those that are left apart
         async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.seconds):
             pass
 
@@ -239,26 +235,6 @@ def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
     for span in info.get("weight_versions") or []:
         labels[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
     return Answer(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Files of safetensors under other names: 8 bytes with the header's length, the header as JSON, then all tensors' bytes
-
-
-def read_header(file: Path) -> tuple[dict, int]:
-    """And where the tensors begin."""
-    with file.open("rb") as opened:
-        n = int.from_bytes(opened.read(8), "little")
-        return json.loads(opened.read(n)), 8 + n
-
-
-def write_renamed(file: Path, to: Path, header: dict, start: int, names: dict[str, str]) -> None:
-    text = json.dumps({names.get(name, name): entry for name, entry in header.items()}).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("rb") as old, to.open("wb") as new:
-        new.write(len(text).to_bytes(8, "little") + text)
-        old.seek(start)
-        shutil.copyfileobj(old, new, 16 << 20)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

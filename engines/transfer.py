@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -56,7 +57,7 @@ def join(backend: str, address: str, port: int, rank: int, world: int, name: str
     return group
 
 
-def read_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def read_file(path: str | Path) -> NamedTensors:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dict
             yield name, file.get_tensor(name)
@@ -111,7 +112,10 @@ class Transfer:
     """One way to bring weights to servers. `engine` is the ServerEngine, whose event loop speaks to them.
 
     `send` is called on all processes of the trainer, because gathering shards is; rank 0 alone speaks. What goes
-    wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again."""
+    wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again.
+
+    A way has two methods that `send` calls on rank 0: open(servers) makes a new group of these servers, and
+    bring(tensors, servers, label) brings them the tensors, and returns the metrics of that."""
 
     bucket_bytes = 512 << 20  # handed over at once
 
@@ -128,8 +132,8 @@ class Transfer:
         """Pause the servers, bring them all weights (`whole`) or what is trained, name them, go on."""
         self.failed = {}
         self.whole = whole
-        given = weights(not whole)
-        tensors = iter(given)
+        self.given = weights(not whole)
+        tensors = iter(self.given)  # the one pass over it that all processes make together
         stats: dict[str, float] = {}
         if self.engine.ctx.main:
             self.members = []
@@ -137,7 +141,7 @@ class Transfer:
             if whole and not self.failed:
                 self.open(servers)
             if not self.failed:
-                stats = self.bring(given, tensors, servers, label)
+                stats = self.bring(tensors, servers, label)
             if whole and not self.failed:
                 self.compare(servers)
             if not self.failed:
@@ -150,21 +154,22 @@ class Transfer:
             pass
         return stats
 
-    def good(self, servers: Sequence[Any]) -> list[Any]:
-        return [server for server in servers if server.url not in self.failed]
-
     def on_each(self, servers: Sequence[Any], call: Callable[[Any], Coroutine]) -> dict[str, Any]:
         """At once; the answers of those that gave one, by url."""
-        return self.collect(servers, [self.engine.start(call(server)) for server in servers])
-
-    def collect(self, servers: Sequence[Any], futures: Sequence[Future]) -> dict[str, Any]:
+        futures = {server.url: self.engine.start(call(server)) for server in servers}
         answers = {}
-        for server, future in zip(servers, futures, strict=True):
+        for url, future in futures.items():
             try:
-                answers[server.url] = future.result()
+                answers[url] = future.result()
             except (Lost, UserError) as error:
-                self.failed.setdefault(server.url, str(error))
+                self.failed.setdefault(url, str(error))
         return answers
+
+    def ranks(self, servers: Sequence[Any]) -> dict[Any, int]:
+        """Return the first rank in the transfer group of each server's workers, and of None how many there are in all;
+        the trainer has rank 0."""
+        counts = [self.engine.workers[server.url] for server in servers]
+        return dict(zip([*servers, None], accumulate(counts, initial=1), strict=True))
 
     def compare(self, servers: Sequence[Any]) -> None:
         """Servers that got the same must hold the same."""
@@ -176,15 +181,6 @@ class Transfer:
             same_layout = a.keys() == b.keys() and self.engine.workers[url] == self.engine.workers[urls[0]]
             need(not (differ and same_layout), f"--servers {urls[0]} and {url} hold other weights after the same were "
                  f"sent, first in {differ[:1]}; they must run one version with the same settings")
-
-    def open(self, servers: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
-        """`tensors` is the one pass over `given` that all processes make together."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the group, if there is one."""
@@ -207,18 +203,15 @@ class Group(Transfer):
     def open(self, servers: Sequence[Any]) -> None:
         self.close()
         self.groups += 1
-        address = master_address(servers)
+        ranks = self.ranks(servers)
         joining = {
-            "address": address,
+            "address": master_address(servers),
             "port": free_port(),
-            "world": 1 + sum(self.engine.workers[server.url] for server in servers),
+            "world": ranks[None],
             "name": f"{self.engine.run}-{self.groups}",
             "seconds": self.patience,
         }
-        rank, futures = 1, []
-        for server in servers:
-            futures.append(self.engine.start(server.join(self.backend, joining, rank)))
-            rank += self.engine.workers[server.url]
+        futures = [self.engine.start(server.join(self.backend, joining, ranks[server])) for server in servers]
         mine = in_thread(partial(join, self.backend, rank=0, **joining), "transfer")
         if self.wait(servers, futures, mine):
             self.group = mine.result()
@@ -257,9 +250,7 @@ class Group(Transfer):
                 errors[server.url] = str(error)
         return errors
 
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
         calls = n_bytes = 0
         self.on_each(servers, lambda server: server.begin_update())
         for bucket in buckets(tensors, self.bucket_bytes):
@@ -294,9 +285,7 @@ class Disk(Transfer):
     def open(self, servers: Sequence[Any]) -> None:
         self.on_each(servers, lambda server: server.join("disk", None, 0))
 
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
         files, n_bytes = [], 0
         with kept_while(self.folder / label, "--sync disk") as folder:
             folder.mkdir(parents=True)
@@ -318,7 +307,7 @@ class Source:
     """The weights of one sync, as vLLM's transfer reads them: WeightSource."""
 
     given: Any
-    tensors: Iterator[tuple[str, torch.Tensor]]
+    tensors: NamedTensors
 
     def metadata(self) -> list[Any]:
         """Names, dtypes and shapes, of nothing that is gathered yet."""
@@ -342,21 +331,17 @@ class Native(Transfer):
 
         self.close()
         self.servers = list(servers)
-        world = 1 + sum(self.engine.workers[server.url] for server in servers)
-        info = NCCLTrainerInitInfo(master_address(servers), free_port(), world, rank=0)
+        info = NCCLTrainerInitInfo(master_address(servers), free_port(), self.ranks(servers)[None], rank=0)
         self.source = Source()
         self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
 
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
         self.servers = list(servers)
-        self.source.given, self.source.tensors = given, tensors
+        self.source.given, self.source.tensors = self.given, tensors
         try:
             self.native.send_weights()
         except (RuntimeError, Lost) as error:
-            for server in self.good(servers):
-                self.failed[server.url] = f"the transfer broke: {error}"
+            self.failed = {server.url: f"the transfer broke: {error}" for server in servers} | self.failed
         if not self.failed:
             self.on_each(servers, lambda server: server.name_weights(label))
         return {"sync/calls": 1.0, "sync/bytes": float(self.source.n_bytes)}
@@ -368,25 +353,22 @@ class Native(Transfer):
 
     # what vLLM's end calls: VLLMWeightSyncClient
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        rank, futures = init_info["rank_offset"], []
-        for server in self.servers:
-            info = {"how": "nccl", "info": init_info | {"rank_offset": rank}}
-            futures.append(self.engine.start(server.start_transfer(info)))
-            rank += self.engine.workers[server.url]
-        self._all(futures)
+        ranks = self.ranks(self.servers)
+        info = {server: init_info | {"rank_offset": rank} for server, rank in ranks.items()}
+        self._all(lambda server: server.start_transfer({"how": "nccl", "info": info[server]}))
 
     def start_weight_update(self) -> None:
-        self._all([self.engine.start(server.begin_update()) for server in self.servers])
+        self._all(lambda server: server.begin_update())
 
     def update_weights(self, update_info: dict) -> None:
-        self._all([self.engine.start(server.send_update(update_info)) for server in self.servers])
+        self._all(lambda server: server.send_update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all([self.engine.start(server.end_update(weight_version)) for server in self.servers])
+        self._all(lambda server: server.end_update(weight_version))
 
-    def _all(self, futures: Sequence[Future]) -> None:
+    def _all(self, call: Callable[[Any], Coroutine]) -> None:
         """vLLM's end must hear of a failure, or it would broadcast to nobody."""
-        self.collect(self.servers, futures)
+        self.on_each(self.servers, call)
         if self.failed:
             raise RuntimeError("; ".join(f"{url}: {why}" for url, why in self.failed.items()))
 
@@ -408,7 +390,8 @@ class Adapter(Transfer):
             self.save(folder)
             n_bytes = sum(file.stat().st_size for file in folder.iterdir())
             self.on_each(servers, lambda server: server.pause(self.engine.in_flight))
-            self.on_each(self.good(servers), lambda server: server.load_adapter(str(folder), label))
+            if not self.failed:
+                self.on_each(servers, lambda server: server.load_adapter(str(folder), label))
             if not self.failed:
                 self.on_each(servers, lambda server: server.resume())
         self.members = [] if self.failed else [server.url for server in servers]
