@@ -76,6 +76,9 @@ class Fake(Server):
         self.asks, self.done, self.busy, self.sampled, self.cancelled = [], 0, 0, 0, 0
         self.holds, self.updates = {}, []  # its tensors; names of those that each update brought
 
+    async def suits(self, sync):
+        pass
+
     async def alive(self, seconds=5.0):
         return not self.dead and not self.silent
 
@@ -657,8 +660,7 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
             raise RuntimeError("timed out waiting for send")
 
     monkeypatch.setattr(group, "broadcast", broadcast)
-    given = weights(1.0)
-    group.bring(given, iter(given), servers, "run-2")
+    group.bring(weights(1.0), servers, "run-2")
     assert group.failed == blamed
     loop.call_soon_threadsafe(loop.stop)
 
