@@ -73,11 +73,11 @@ class LocalServers:
                     raise UserError(f"--serve: the server {url} {why}; it said: {last_words(log)} (all of it: {log})")
                 time.sleep(0.5)
 
-    def stop(self, seconds: float = 15.0) -> None:
+    def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 15.0
         for process in self.processes:
             try:
                 process.wait(max(0.1, end - time.monotonic()))

@@ -125,14 +125,6 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
     return []
 
 
-class Gap:
-    """Mean and largest |difference| of two computations of the same log-probabilities."""
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor):
-        self.mean = (a - b).abs().mean().item()
-        self.max = (a - b).abs().max().item()
-
-
 @torch.no_grad()
 def self_test(
     policy: Policy,
@@ -163,22 +155,23 @@ def self_test(
         theirs = torch.cat([torch.tensor(r.logprobs) for r in rollouts])
         return rollouts, theirs, torch.cat([compute([r]) for r in rollouts])
 
+    # |differences| of the same log-probabilities, computed in two ways
     rollouts, theirs, ours = sample()
-    both = Gap(theirs, ours)
-    packed = Gap(compute(rollouts), ours)
+    both = (theirs - ours).abs()
+    packed = (compute(rollouts) - ours).abs()
     plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
-    plain = Gap(torch.cat(plain), ours)
+    plain = (torch.cat(plain) - ours).abs()
     with nudged(policy):
         sync()
         rollouts_nudged, theirs, ours = sample()
     sync()
-    synced = Gap(theirs, ours)
-    moved = Gap(torch.cat([compute([r]) for r in rollouts_nudged]), ours)
+    synced = (theirs - ours).abs()
+    moved = (torch.cat([compute([r]) for r in rollouts_nudged]) - ours).abs().mean()
 
-    tolerance, stale = TOLERANCE[engine.dtype], stale_tolerance(both.mean)
+    tolerance, stale = TOLERANCE[engine.dtype], stale_tolerance(both.mean().item())
     # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what.
     # Rounding hides such mistakes in bfloat16, but not from what it makes of engine and trainer themselves.
-    common = min(tolerance, 1e-4 + 3 * both.mean)
+    common = min(tolerance, 1e-4 + 3 * both.mean().item())
     checks = (
         (f"engine ({type(engine).__name__}) and trainer", both, tolerance, OTHER_ENGINE),
         ("the trainer and transformers' own forward", plain, common, NO_FAMILY),
@@ -187,16 +180,16 @@ def self_test(
     )
     failures = check_positions(policy, prompts)
     for what, gap, tolerated, advice in checks:
-        if not gap.mean <= tolerated:  # a NaN is not
-            differ = f"differ by {gap.mean:.2e} nats a token on average, {gap.max:.2e} at most"
+        if not gap.mean() <= tolerated:  # a NaN is not
+            differ = f"differ by {gap.mean():.2e} nats a token on average, {gap.max():.2e} at most"
             failures.append(f"log-probabilities of {what} {differ}, where {tolerated:.0e} is tolerated; {advice}")
-    if not moved.mean > 3 * stale:
-        failures.append(f"new weights moved log-probabilities by {moved.mean:.2e} only, which says nothing of the sync")
+    if not moved > 3 * stale:
+        failures.append(f"new weights moved log-probabilities by {moved:.2e} only, which says nothing of the sync")
 
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, [f"{line} (rank {dist.get_rank()})" for line in failures])
     failed = "; ".join(sum(everywhere, []))
     need(not failed, f"self-test before the first step (--no-self-test trains all the same): {failed}")
     told = f"{len(prompts)} prompts ({sum(len(p.images) > 0 for p in prompts)} with images) tokenised the same"
-    measured = ", of ".join(f"{what} {gap.mean:.1e}" for what, gap, *_ in checks)
-    return f"self-test: {told}; |dlogp| of {measured}, which moved them by {moved.mean:.1e}"
+    measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
+    return f"self-test: {told}; |dlogp| of {measured}, which moved them by {moved:.1e}"

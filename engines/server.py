@@ -23,8 +23,10 @@ from typing import Any
 import httpx2
 import torch
 
+from engines.sglang_server import SGLangServer
 from engines.transfer import make_transfer
 from engines.vllm import asked_of
+from engines.vllm_server import VLLMServer
 from engines.wire import Answer, Ask, Cut, Lost, Server, find_kind
 from errors import UserError, need
 from model import Processor
@@ -48,14 +50,7 @@ MOST_FRUITLESS = 6  # answers in a row without a token, before their server is l
 FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
 
 
-def wire_of(kind: str) -> type[Server]:
-    if kind == "sglang":
-        from engines.sglang_server import SGLangServer
-
-        return SGLangServer
-    from engines.vllm_server import VLLMServer
-
-    return VLLMServer
+WIRES = {wire.kind: wire for wire in (VLLMServer, SGLangServer)}
 
 
 class ServerEngine(Engine):
@@ -119,7 +114,7 @@ class ServerEngine(Engine):
         need(len(set(kinds)) == 1, f"--servers must be of one kind: {told}; leave some out")
         servers = {}
         for url in urls:
-            servers[url] = wire_of(kinds[0])(url, self.http, self.seconds, processor.eos_ids, banned)
+            servers[url] = WIRES[kinds[0]](url, self.http, self.seconds, processor.eos_ids, banned)
         limits = self.wait_for([self._limits(server, sync) for server in servers.values()])
         self.workers = dict(zip(urls, [n for _, n in limits], strict=True))  # processes, of each server
         for url, (longest, _) in zip(urls, limits, strict=True):

@@ -115,7 +115,7 @@ class Transfer:
     wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again.
 
     A way has two methods that `send` calls on rank 0: open(servers) makes a new group of these servers, and
-    bring(tensors, servers, label) brings them the tensors, and returns the metrics of that."""
+    bring(tensors, servers, label) brings them the tensors, and returns how many calls and bytes that took."""
 
     bucket_bytes = 512 << 20  # handed over at once
 
@@ -141,7 +141,8 @@ class Transfer:
             if whole and not self.failed:
                 self.open(servers)
             if not self.failed:
-                stats = self.bring(tensors, servers, label)
+                calls, n_bytes = self.bring(tensors, servers, label)
+                stats = {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
             if whole and not self.failed:
                 self.compare(servers)
             if not self.failed:
@@ -250,7 +251,7 @@ class Group(Transfer):
                 errors[server.url] = str(error)
         return errors
 
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
         calls = n_bytes = 0
         self.on_each(servers, lambda server: server.begin_update())
         for bucket in buckets(tensors, self.bucket_bytes):
@@ -265,7 +266,7 @@ class Group(Transfer):
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
         if not self.failed:
             self.on_each(servers, lambda server: server.end_update(label))
-        return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
+        return calls, n_bytes
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -285,7 +286,7 @@ class Disk(Transfer):
     def open(self, servers: Sequence[Any]) -> None:
         self.on_each(servers, lambda server: server.join("disk", None, 0))
 
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
         files, n_bytes = [], 0
         with kept_while(self.folder / label, "--sync disk") as folder:
             folder.mkdir(parents=True)
@@ -300,7 +301,7 @@ class Disk(Transfer):
                 await server.end_update(label)
 
             self.on_each(servers, load)
-        return {"sync/calls": float(len(files)), "sync/bytes": float(n_bytes)}
+        return len(files), n_bytes
 
 
 class Source:
@@ -335,7 +336,7 @@ class Native(Transfer):
         self.source = Source()
         self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
 
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
         self.servers = list(servers)
         self.source.given, self.source.tensors = self.given, tensors
         try:
@@ -344,7 +345,7 @@ class Native(Transfer):
             self.failed = {server.url: f"the transfer broke: {error}" for server in servers} | self.failed
         if not self.failed:
             self.on_each(servers, lambda server: server.name_weights(label))
-        return {"sync/calls": 1.0, "sync/bytes": float(self.source.n_bytes)}
+        return 1, self.source.n_bytes
 
     def close(self) -> None:
         if self.native is not None:

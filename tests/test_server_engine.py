@@ -156,7 +156,7 @@ def connect(monkeypatch, tmp_path):
         return "vllm"
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Fake)
+    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Fake})
 
     def make(n, rank=0, urls=None, **more):
         more = {"vocab_size": 100, "banned": [99], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
@@ -765,7 +765,7 @@ def evaluate(toys, monkeypatch, tmp_path):
             made.append(self)
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Held)
+    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Held})
     monkeypatch.setattr(httpx2, "stream", lambda *of, **more: nullcontext(SimpleNamespace(status_code=200)))
 
     def go(*given, url="http://one:1"):
