@@ -63,7 +63,6 @@ class SGLangServer(Server):
     health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
 
-    tensor_parallel = 1
     takes_hashes = True  # of images
     group = ""  # that it is in
     names: frozenset[str] = frozenset()  # of its own parameters and buffers, since it joined
@@ -78,10 +77,9 @@ class SGLangServer(Server):
         need(sizes == (1, 1),
              f"--servers {self.url}: with dp_size and pp_size {sizes} SGLang takes no weights; start a server for each "
              "replica, with tensor parallelism alone")
-        self.tensor_parallel = info["tp_size"]
         model = await self.request("GET", "/model_info")
         self.takes_hashes = model["model_type"] not in BY_BYTES
-        return info["context_length"] or info["max_req_input_len"], self.tensor_parallel
+        return info["context_length"] or info["max_req_input_len"], info["tp_size"]
 
     async def generate(self, ask: Ask) -> Answer:
         need(ask.top_p == 1, f"--top-p {ask.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")

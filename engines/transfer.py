@@ -114,8 +114,8 @@ class Transfer:
     `send` is called on all processes of the trainer, because gathering shards is; rank 0 alone speaks. What goes
     wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again.
 
-    A way has two methods that `send` calls on rank 0: open(servers) makes a new group of these servers, and
-    bring(tensors, servers, label) brings them the tensors, and returns how many calls and bytes that took."""
+    A way has two methods that `send` calls on rank 0: open() makes a new group of `servers`, and
+    bring(tensors, label) brings them the tensors, and returns how many calls and bytes that took."""
 
     bucket_bytes = 512 << 20  # handed over at once
 
@@ -131,22 +131,23 @@ class Transfer:
     ) -> dict[str, float]:
         """Pause the servers, bring them all weights (`whole`) or what is trained, name them, go on."""
         self.failed = {}
+        self.servers = servers
         self.whole = whole
         self.given = weights(not whole)
         tensors = iter(self.given)  # the one pass over it that all processes make together
         stats: dict[str, float] = {}
         if self.engine.ctx.main:
             self.members = []
-            self.on_each(servers, lambda server: server.pause(self.engine.in_flight))
+            self.on_each(lambda server: server.pause(self.engine.in_flight))
             if whole and not self.failed:
-                self.open(servers)
+                self.open()
             if not self.failed:
-                calls, n_bytes = self.bring(tensors, servers, label)
+                calls, n_bytes = self.bring(tensors, label)
                 stats = {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
             if whole and not self.failed:
-                self.compare(servers)
+                self.compare()
             if not self.failed:
-                self.on_each(servers, lambda server: server.resume())
+                self.on_each(lambda server: server.resume())
             if self.failed:
                 self.close()
             else:
@@ -155,9 +156,9 @@ class Transfer:
             pass
         return stats
 
-    def on_each(self, servers: Sequence[Any], call: Callable[[Any], Coroutine]) -> dict[str, Any]:
-        """At once; the answers of those that gave one, by url."""
-        futures = {server.url: self.engine.start(call(server)) for server in servers}
+    def on_each(self, call: Callable[[Any], Coroutine]) -> dict[str, Any]:
+        """Of the servers, at once; the answers of those that gave one, by url."""
+        futures = {server.url: self.engine.start(call(server)) for server in self.servers}
         answers = {}
         for url, future in futures.items():
             try:
@@ -166,15 +167,15 @@ class Transfer:
                 self.failed.setdefault(url, str(error))
         return answers
 
-    def ranks(self, servers: Sequence[Any]) -> dict[Any, int]:
+    def ranks(self) -> dict[Any, int]:
         """Return the first rank in the transfer group of each server's workers, and of None how many there are in all;
         the trainer has rank 0."""
-        counts = [self.engine.workers[server.url] for server in servers]
-        return dict(zip([*servers, None], accumulate(counts, initial=1), strict=True))
+        counts = [self.engine.workers[server.url] for server in self.servers]
+        return dict(zip([*self.servers, None], accumulate(counts, initial=1), strict=True))
 
-    def compare(self, servers: Sequence[Any]) -> None:
+    def compare(self) -> None:
         """Servers that got the same must hold the same."""
-        sums = self.on_each(servers, lambda server: server.checksums())
+        sums = self.on_each(lambda server: server.checksums())
         urls = list(sums)
         for url in urls[1:]:
             a, b = sums[urls[0]], sums[url]
@@ -201,26 +202,26 @@ class Group(Transfer):
         """Seconds that members wait for one another."""
         return max(self.engine.seconds / 4, min(self.engine.seconds, 5.0))
 
-    def open(self, servers: Sequence[Any]) -> None:
+    def open(self) -> None:
         self.close()
         self.groups += 1
-        ranks = self.ranks(servers)
+        ranks = self.ranks()
         joining = {
-            "address": master_address(servers),
+            "address": master_address(self.servers),
             "port": free_port(),
             "world": ranks[None],
             "name": f"{self.engine.run}-{self.groups}",
             "seconds": self.patience,
         }
-        futures = [self.engine.start(server.join(self.backend, joining, ranks[server])) for server in servers]
+        futures = [self.engine.start(server.join(self.backend, joining, ranks[server])) for server in self.servers]
         mine = in_thread(partial(join, self.backend, rank=0, **joining), "transfer")
-        if self.wait(servers, futures, mine):
+        if self.wait(futures, mine):
             self.group = mine.result()
 
-    def wait(self, servers: Sequence[Any], futures: Sequence[Future], mine: Future) -> bool:
+    def wait(self, futures: Sequence[Future], mine: Future) -> bool:
         """Until all are over, this process's part too. False if any failed; `failed` then has those to blame: who says
         nothing or is gone, else who failed before its patience was over."""
-        asked = dict(zip(servers, futures, strict=True))
+        asked = dict(zip(self.servers, futures, strict=True))
         parts = (mine, *futures)
         end = time.monotonic() + self.patience
         while not all(map(Future.done, parts)) and not any(part.done() and part.exception() for part in parts):
@@ -234,11 +235,11 @@ class Group(Transfer):
         silent = {server.url: "no answer while weights came" for server, future in asked.items() if not future.done()}
         if not errors and not silent and why is None:
             return True
-        alive = self.engine.wait_for([server.alive() for server in servers])
-        gone = [server.url for server, answers in zip(servers, alive, strict=True) if not answers]
+        alive = self.engine.wait_for([server.alive() for server in self.servers])
+        gone = [server.url for server, answers in zip(self.servers, alive, strict=True) if not answers]
         guilty = silent | {url: errors[url] for url in gone if url in errors} or first or errors
         broke = f"the transfer group broke (does another run use it?): {why}"
-        self.failed |= guilty or {server.url: broke for server in servers}
+        self.failed |= guilty or {server.url: broke for server in self.servers}
         return False
 
     def errors(self, asked: dict[Any, Future]) -> dict[str, str]:
@@ -251,21 +252,21 @@ class Group(Transfer):
                 errors[server.url] = str(error)
         return errors
 
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
         calls = n_bytes = 0
-        self.on_each(servers, lambda server: server.begin_update())
+        self.on_each(lambda server: server.begin_update())
         for bucket in buckets(tensors, self.bucket_bytes):
             if self.failed:
                 break
             metas = [meta_of(name, tensor) for name, tensor in bucket]
             crc = [checksum(tensor) for _, tensor in bucket] if self.whole else None
-            futures = [self.engine.start(server.update(metas, crc)) for server in servers]
+            futures = [self.engine.start(server.update(metas, crc)) for server in self.servers]
             mine = in_thread(partial(self.broadcast, [tensor for _, tensor in bucket]), "transfer")
-            self.wait(servers, futures, mine)
+            self.wait(futures, mine)
             calls += 1
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
         if not self.failed:
-            self.on_each(servers, lambda server: server.end_update(label))
+            self.on_each(lambda server: server.end_update(label))
         return calls, n_bytes
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -283,10 +284,10 @@ class Group(Transfer):
 class Disk(Transfer):
     """By safetensors files in a folder that all servers see."""
 
-    def open(self, servers: Sequence[Any]) -> None:
-        self.on_each(servers, lambda server: server.join("disk", None, 0))
+    def open(self) -> None:
+        self.on_each(lambda server: server.join("disk", None, 0))
 
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
         files, n_bytes = [], 0
         with kept_while(self.folder / label, "--sync disk") as folder:
             folder.mkdir(parents=True)
@@ -300,15 +301,38 @@ class Disk(Transfer):
                 await server.update_from_disk(str(folder), files)
                 await server.end_update(label)
 
-            self.on_each(servers, load)
+            self.on_each(load)
         return len(files), n_bytes
 
 
-class Source:
-    """The weights of one sync, as vLLM's transfer reads them: WeightSource."""
+class Native(Transfer):
+    """By vLLM's own NCCL transfer, packed. Its trainer's end reads the weights from this object (WeightSource), and
+    speaks to all servers through it (VLLMWeightSyncClient)."""
 
-    given: Any
-    tensors: NamedTensors
+    native: Any = None
+
+    def open(self) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        self.close()
+        info = NCCLTrainerInitInfo(master_address(self.servers), free_port(), self.ranks()[None], rank=0)
+        self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
+
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
+        self.tensors = tensors
+        try:
+            self.native.send_weights()
+        except (RuntimeError, Lost) as error:
+            self.failed = {server.url: f"the transfer broke: {error}" for server in self.servers} | self.failed
+        if not self.failed:
+            self.on_each(lambda server: server.name_weights(label))
+        return 1, self.n_bytes
+
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.shutdown()
+            self.native = None
 
     def metadata(self) -> list[Any]:
         """Names, dtypes and shapes, of nothing that is gathered yet."""
@@ -320,41 +344,8 @@ class Source:
             self.n_bytes += tensor.nbytes
             yield name, tensor
 
-
-class Native(Transfer):
-    """By vLLM's own NCCL transfer, packed; its trainer's end speaks to all servers through this object."""
-
-    native: Any = None
-
-    def open(self, servers: Sequence[Any]) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        self.close()
-        self.servers = list(servers)
-        info = NCCLTrainerInitInfo(master_address(servers), free_port(), self.ranks(servers)[None], rank=0)
-        self.source = Source()
-        self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
-
-    def bring(self, tensors: NamedTensors, servers: Sequence[Any], label: str) -> tuple[int, int]:
-        self.servers = list(servers)
-        self.source.given, self.source.tensors = self.given, tensors
-        try:
-            self.native.send_weights()
-        except (RuntimeError, Lost) as error:
-            self.failed = {server.url: f"the transfer broke: {error}" for server in servers} | self.failed
-        if not self.failed:
-            self.on_each(servers, lambda server: server.name_weights(label))
-        return 1, self.source.n_bytes
-
-    def close(self) -> None:
-        if self.native is not None:
-            self.native.shutdown()
-            self.native = None
-
-    # what vLLM's end calls: VLLMWeightSyncClient
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        ranks = self.ranks(self.servers)
+        ranks = self.ranks()
         info = {server: init_info | {"rank_offset": rank} for server, rank in ranks.items()}
         self._all(lambda server: server.start_transfer({"how": "nccl", "info": info[server]}))
 
@@ -369,7 +360,7 @@ class Native(Transfer):
 
     def _all(self, call: Callable[[Any], Coroutine]) -> None:
         """vLLM's end must hear of a failure, or it would broadcast to nobody."""
-        self.on_each(self.servers, call)
+        self.on_each(call)
         if self.failed:
             raise RuntimeError("; ".join(f"{url}: {why}" for url, why in self.failed.items()))
 
@@ -384,17 +375,18 @@ class Adapter(Transfer):
         self, weights: Callable[[bool], NamedTensors], servers: Sequence[Any], whole: bool, label: str
     ) -> dict[str, float]:
         self.failed = {}
+        self.servers = servers
         if not self.engine.ctx.main:
             self.save(self.folder / label)
             return {}
         with kept_while(self.folder / label, "--sync adapter") as folder:
             self.save(folder)
             n_bytes = sum(file.stat().st_size for file in folder.iterdir())
-            self.on_each(servers, lambda server: server.pause(self.engine.in_flight))
+            self.on_each(lambda server: server.pause(self.engine.in_flight))
             if not self.failed:
-                self.on_each(servers, lambda server: server.load_adapter(str(folder), label))
+                self.on_each(lambda server: server.load_adapter(str(folder), label))
             if not self.failed:
-                self.on_each(servers, lambda server: server.resume())
+                self.on_each(lambda server: server.resume())
         self.members = [] if self.failed else [server.url for server in servers]
         return {"sync/calls": 1.0, "sync/bytes": float(n_bytes)}
 

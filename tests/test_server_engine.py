@@ -653,6 +653,7 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
         server.patience, server.all_take = lambda: 0.3, lambda: set(does) == {"takes"}
     group = Group(engine, tmp_path)
     group.whole = False
+    group.servers = servers
 
     def broadcast(tensors):
         if set(does) != {"takes"}:
@@ -660,7 +661,7 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
             raise RuntimeError("timed out waiting for send")
 
     monkeypatch.setattr(group, "broadcast", broadcast)
-    group.bring(weights(1.0), servers, "run-2")
+    group.bring(weights(1.0), "run-2")
     assert group.failed == blamed
     loop.call_soon_threadsafe(loop.stop)
 
