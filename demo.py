@@ -437,21 +437,29 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     sh("eval", *greedy, "--baseline", start, "--ablate", "blank", "--out", out / "eval")
     after = json.loads((out / "eval" / "eval.json").read_text())
     [before], metric = after["baselines"], after["metric"]
-    summary = {"task": task, "metric": metric, "seed": seed, "family": family}
-    summary |= {"n_test": after["n"], "steps": plan.steps}
-    summary |= {"accuracy_before": before[metric], "accuracy_after": after[metric]}
-    if "turns" in after:
-        summary |= {"turns_before": before["turns"], "turns_after": after["turns"]}
     blank = after["reliance"]["blank"][metric]
-    summary |= {"blank_image_accuracy": blank, "train_seconds": round(seconds["train"], 1)}
-    summary |= {"by_answer_type": {kind: found[metric] for kind, found in after["by_answer_type"].items()}}
-    summary |= {"stage_seconds": {stage: round(spent, 1) for stage, spent in seconds.items()}}
+    turns = {"turns_before": before["turns"], "turns_after": after["turns"]} if "turns" in after else {}
+    seconds = {stage: round(spent, 1) for stage, spent in seconds.items()}
+    summary = {
+        "task": task,
+        "metric": metric,
+        "seed": seed,
+        "family": family,
+        "n_test": after["n"],
+        "steps": plan.steps,
+        "accuracy_before": before[metric],
+        "accuracy_after": after[metric],
+        **turns,
+        "blank_image_accuracy": blank,
+        "train_seconds": seconds["train"],
+        "by_answer_type": {kind: found[metric] for kind, found in after["by_answer_type"].items()},
+        "stage_seconds": seconds,
+    }
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_curve(run, summary["blank_image_accuracy"], out / "curve.png", task, metric)
-    moved = f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} after {plan.steps} RL steps"
-    moved += f"; with blank ones {summary['blank_image_accuracy']:.3f}"
+        draw_curve(run, blank, out / "curve.png", task, metric)
+    moved = f"{before[metric]:.3f} -> {after[metric]:.3f} after {plan.steps} RL steps; with blank ones {blank:.3f}"
     print(f"\n{task}: {metric} on {after['n']} unseen images: {moved}")
     if short:
         print("--short only shows that each stage runs; so few steps are not meant to learn anything")
@@ -468,7 +476,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for q in (model, warm, run):
         q.add_argument("--out", type=Path, required=True, help="folder to write")
         q.add_argument("--seed", type=int, default=0, help="of weights, images and sampling")
-    for q in (model, warm, run):
         q.add_argument("--task", default="shapes", help="whose toys to learn from: any whose file draws scenes")
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")

@@ -21,6 +21,9 @@ from errors import UserError, need
 from model import Processor
 from utils import end_with_parent
 
+# What torchrun tells its processes, of which a server is none
+TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def server_command(
     engine: str, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], host: str, port: int,
@@ -45,11 +48,8 @@ class LocalServers:
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[int] = ()) -> None:
         """What it says goes to a file, its command to a .txt next to it. `gpus`: those that it may use."""
-        environment = os.environ | environment
-        for name in [name for name in environment if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_"))]:
-            del environment[name]
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of torchrun, which is not its own
-            environment.pop(name, None)
+        own = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+        environment = own | environment
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,11 @@ class LocalServers:
                     raise UserError(f"--serve: the server {url} {why}; it said: {last_words(log)} (all of it: {log})")
                 time.sleep(0.5)
 
-    def stop(self, seconds: float = 15.0) -> None:
+    def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 15.0
         for process in self.processes:
             try:
                 process.wait(max(0.1, end - time.monotonic()))

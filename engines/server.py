@@ -23,25 +23,25 @@ from typing import Any
 import httpx2
 import torch
 
+from engines.sglang_server import SGLangServer
 from engines.transfer import make_transfer
 from engines.vllm import asked_of
+from engines.vllm_server import VLLMServer
 from engines.wire import Answer, Ask, Cut, Lost, Server, find_kind
-from errors import Interrupted, UserError, need
+from errors import UserError, need
 from model import Processor
 from rollout import (
     NOT_FINITE,
     WAIT,
     Engine,
-    Prompt,
     Responses,
     Rollout,
     Sampling,
     Weights,
     add_response,
-    begun,
     difference,
 )
-from utils import Context, NamedTensors, derive_seed, in_thread
+from utils import Context, NamedTensors, derive_seed
 
 # Each request has a connection of its own: one that was kept may just have been closed by the server
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -50,14 +50,7 @@ MOST_FRUITLESS = 6  # answers in a row without a token, before their server is l
 FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
 
 
-def wire_of(kind: str) -> type[Server]:
-    if kind == "sglang":
-        from engines.sglang_server import SGLangServer
-
-        return SGLangServer
-    from engines.vllm_server import VLLMServer
-
-    return VLLMServer
+WIRES = {wire.kind: wire for wire in (VLLMServer, SGLangServer)}
 
 
 class ServerEngine(Engine):
@@ -121,7 +114,7 @@ class ServerEngine(Engine):
         need(len(set(kinds)) == 1, f"--servers must be of one kind: {told}; leave some out")
         servers = {}
         for url in urls:
-            servers[url] = wire_of(kinds[0])(url, self.http, self.seconds, processor.eos_ids, banned)
+            servers[url] = WIRES[kinds[0]](url, self.http, self.seconds, processor.eos_ids, banned)
         limits = self.wait_for([self._limits(server, sync) for server in servers.values()])
         self.workers = dict(zip(urls, [n for _, n in limits], strict=True))  # processes, of each server
         for url, (longest, _) in zip(urls, limits, strict=True):
@@ -153,21 +146,6 @@ class ServerEngine(Engine):
 
     def usable(self) -> list[Server]:
         return [server for url, server in self.servers.items() if url not in self.lost]
-
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[Future]:
-        """n rollouts of each prompt, begun at once; a handle for each, whose result() is the finished Rollout."""
-        handles = [Future() for _ in range(len(prompts) * n)]
-        rollouts = begun(prompts, n)
-        at = {id(rollout): handle for rollout, handle in zip(rollouts, handles, strict=True)}
-        responses = Responses(rollouts, sampling, lambda rollout: at[id(rollout)].set_result(rollout))
-
-        def over(sampled: Future) -> None:
-            for handle in handles:
-                if not handle.done():
-                    handle.set_exception(sampled.exception() or Interrupted(0, "the run was asked to end"))
-
-        in_thread(partial(self.sample, responses, sampling), "submitted").add_done_callback(over)
-        return handles
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:
         """Each response is a request of its own. May be called from several threads at once."""

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from engines.transfer import Meta
+from engines.transfer import Meta, read_file
 from engines.wire import Answer, Ask, Lost, Server, data_uri
 from errors import UserError, need
 from model import Processor
@@ -63,7 +63,6 @@ class SGLangServer(Server):
     health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
 
-    tensor_parallel = 1
     takes_hashes = True  # of images
     group = ""  # that it is in
     names: frozenset[str] = frozenset()  # of its own parameters and buffers, since it joined
@@ -78,10 +77,9 @@ class SGLangServer(Server):
         need(sizes == (1, 1),
              f"--servers {self.url}: with dp_size and pp_size {sizes} SGLang takes no weights; start a server for each "
              "replica, with tensor parallelism alone")
-        self.tensor_parallel = info["tp_size"]
         model = await self.request("GET", "/model_info")
         self.takes_hashes = model["model_type"] not in BY_BYTES
-        return info["context_length"] or info["max_req_input_len"], self.tensor_parallel
+        return info["context_length"] or info["max_req_input_len"], info["tp_size"]
 
     async def generate(self, ask: Ask) -> Answer:
         need(ask.top_p == 1, f"--top-p {ask.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")
@@ -192,11 +190,10 @@ class SGLangServer(Server):
         with tempfile.TemporaryDirectory(dir=folder, prefix="sglang-") as copy:
             names = []
             for file in files:
-                header, start = read_header(Path(folder) / file)
-                entries = [name for name in header if name != "__metadata__"]
-                new = dict(zip(entries, self.known(entries), strict=True))
-                write_renamed(Path(folder) / file, Path(copy) / Path(file).name, header, start, new)
-                names += new.values()
+                tensors = dict(read_file(Path(folder) / file))
+                known = self.known(list(tensors))
+                save_file(dict(zip(known, tensors.values(), strict=True)), Path(copy) / Path(file).name)
+                names += known
             asked = {"model_path": copy, "load_format": "safetensors", "flush_cache": False}
             await self._take("/update_weights_from_disk", asked)
         self._sent(names)
@@ -207,10 +204,7 @@ class SGLangServer(Server):
             raise Lost(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
         await self.post("/end_weight_update")
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        await self.forget()
-
-    async def forget(self) -> None:
-        """Keys and values of old weights. It does so only if nothing runs; salts keep those that are left apart."""
+        # keys and values of old weights, if nothing runs; salts keep those that are left apart
         async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.seconds):
             pass
 
@@ -218,12 +212,6 @@ class SGLangServer(Server):
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks = [rank["checksums"] for rank in answer["ranks"]]
         return {name: "-".join(rank[name] for rank in ranks) for name in ranks[0]}
-
-    async def sleep(self) -> None:
-        await self.post("/release_memory_occupation")
-
-    async def wake(self) -> None:
-        await self.post("/resume_memory_occupation")
 
 
 def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
@@ -248,26 +236,6 @@ def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files of safetensors under other names: 8 bytes with the header's length, the header as JSON, then all tensors' bytes
-
-
-def read_header(file: Path) -> tuple[dict, int]:
-    """And where the tensors begin."""
-    with file.open("rb") as opened:
-        n = int.from_bytes(opened.read(8), "little")
-        return json.loads(opened.read(n)), 8 + n
-
-
-def write_renamed(file: Path, to: Path, header: dict, start: int, names: dict[str, str]) -> None:
-    text = json.dumps({names.get(name, name): entry for name, entry in header.items()}).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("rb") as old, to.open("wb") as new:
-        new.write(len(text).to_bytes(8, "little") + text)
-        old.seek(start)
-        shutil.copyfileobj(old, new, 16 << 20)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # How one is started
 
 
@@ -276,7 +244,7 @@ CPU = (
     "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
 ).split()
 AS_THEY_COME = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  # images have the size that is seen
-CUDA = ["--mem-fraction-static", "0.6", "--enable-memory-saver", "--enable-weights-cpu-backup"]
+CUDA = ["--mem-fraction-static", "0.6"]
 
 
 def sglang_command(

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -56,7 +57,7 @@ def join(backend: str, address: str, port: int, rank: int, world: int, name: str
     return group
 
 
-def read_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def read_file(path: str | Path) -> NamedTensors:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dict
             yield name, file.get_tensor(name)
@@ -111,7 +112,10 @@ class Transfer:
     """One way to bring weights to servers. `engine` is the ServerEngine, whose event loop speaks to them.
 
     `send` is called on all processes of the trainer, because gathering shards is; rank 0 alone speaks. What goes
-    wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again."""
+    wrong with a server is put into `failed`, url -> why; then nobody samples before all of it was done again.
+
+    A way has two methods that `send` calls on rank 0: open() makes a new group of `servers`, and
+    bring(tensors, label) brings them the tensors, and returns how many calls and bytes that took."""
 
     bucket_bytes = 512 << 20  # handed over at once
 
@@ -127,21 +131,23 @@ class Transfer:
     ) -> dict[str, float]:
         """Pause the servers, bring them all weights (`whole`) or what is trained, name them, go on."""
         self.failed = {}
+        self.servers = servers
         self.whole = whole
-        given = weights(not whole)
-        tensors = iter(given)
+        self.given = weights(not whole)
+        tensors = iter(self.given)  # the one pass over it that all processes make together
         stats: dict[str, float] = {}
         if self.engine.ctx.main:
             self.members = []
-            self.on_each(servers, lambda server: server.pause(self.engine.in_flight))
+            self.on_each(lambda server: server.pause(self.engine.in_flight))
             if whole and not self.failed:
-                self.open(servers)
+                self.open()
             if not self.failed:
-                stats = self.bring(given, tensors, servers, label)
+                calls, n_bytes = self.bring(tensors, label)
+                stats = {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
             if whole and not self.failed:
-                self.compare(servers)
+                self.compare()
             if not self.failed:
-                self.on_each(servers, lambda server: server.resume())
+                self.on_each(lambda server: server.resume())
             if self.failed:
                 self.close()
             else:
@@ -150,25 +156,26 @@ class Transfer:
             pass
         return stats
 
-    def good(self, servers: Sequence[Any]) -> list[Any]:
-        return [server for server in servers if server.url not in self.failed]
-
-    def on_each(self, servers: Sequence[Any], call: Callable[[Any], Coroutine]) -> dict[str, Any]:
-        """At once; the answers of those that gave one, by url."""
-        return self.collect(servers, [self.engine.start(call(server)) for server in servers])
-
-    def collect(self, servers: Sequence[Any], futures: Sequence[Future]) -> dict[str, Any]:
+    def on_each(self, call: Callable[[Any], Coroutine]) -> dict[str, Any]:
+        """Of the servers, at once; the answers of those that gave one, by url."""
+        futures = {server.url: self.engine.start(call(server)) for server in self.servers}
         answers = {}
-        for server, future in zip(servers, futures, strict=True):
+        for url, future in futures.items():
             try:
-                answers[server.url] = future.result()
+                answers[url] = future.result()
             except (Lost, UserError) as error:
-                self.failed.setdefault(server.url, str(error))
+                self.failed.setdefault(url, str(error))
         return answers
 
-    def compare(self, servers: Sequence[Any]) -> None:
+    def ranks(self) -> dict[Any, int]:
+        """Return the first rank in the transfer group of each server's workers, and of None how many there are in all;
+        the trainer has rank 0."""
+        counts = [self.engine.workers[server.url] for server in self.servers]
+        return dict(zip([*self.servers, None], accumulate(counts, initial=1), strict=True))
+
+    def compare(self) -> None:
         """Servers that got the same must hold the same."""
-        sums = self.on_each(servers, lambda server: server.checksums())
+        sums = self.on_each(lambda server: server.checksums())
         urls = list(sums)
         for url in urls[1:]:
             a, b = sums[urls[0]], sums[url]
@@ -176,15 +183,6 @@ class Transfer:
             same_layout = a.keys() == b.keys() and self.engine.workers[url] == self.engine.workers[urls[0]]
             need(not (differ and same_layout), f"--servers {urls[0]} and {url} hold other weights after the same were "
                  f"sent, first in {differ[:1]}; they must run one version with the same settings")
-
-    def open(self, servers: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
-        """`tensors` is the one pass over `given` that all processes make together."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the group, if there is one."""
@@ -204,29 +202,26 @@ class Group(Transfer):
         """Seconds that members wait for one another."""
         return max(self.engine.seconds / 4, min(self.engine.seconds, 5.0))
 
-    def open(self, servers: Sequence[Any]) -> None:
+    def open(self) -> None:
         self.close()
         self.groups += 1
-        address = master_address(servers)
+        ranks = self.ranks()
         joining = {
-            "address": address,
+            "address": master_address(self.servers),
             "port": free_port(),
-            "world": 1 + sum(self.engine.workers[server.url] for server in servers),
+            "world": ranks[None],
             "name": f"{self.engine.run}-{self.groups}",
             "seconds": self.patience,
         }
-        rank, futures = 1, []
-        for server in servers:
-            futures.append(self.engine.start(server.join(self.backend, joining, rank)))
-            rank += self.engine.workers[server.url]
+        futures = [self.engine.start(server.join(self.backend, joining, ranks[server])) for server in self.servers]
         mine = in_thread(partial(join, self.backend, rank=0, **joining), "transfer")
-        if self.wait(servers, futures, mine):
+        if self.wait(futures, mine):
             self.group = mine.result()
 
-    def wait(self, servers: Sequence[Any], futures: Sequence[Future], mine: Future) -> bool:
+    def wait(self, futures: Sequence[Future], mine: Future) -> bool:
         """Until all are over, this process's part too. False if any failed; `failed` then has those to blame: who says
         nothing or is gone, else who failed before its patience was over."""
-        asked = dict(zip(servers, futures, strict=True))
+        asked = dict(zip(self.servers, futures, strict=True))
         parts = (mine, *futures)
         end = time.monotonic() + self.patience
         while not all(map(Future.done, parts)) and not any(part.done() and part.exception() for part in parts):
@@ -240,11 +235,11 @@ class Group(Transfer):
         silent = {server.url: "no answer while weights came" for server, future in asked.items() if not future.done()}
         if not errors and not silent and why is None:
             return True
-        alive = self.engine.wait_for([server.alive() for server in servers])
-        gone = [server.url for server, answers in zip(servers, alive, strict=True) if not answers]
+        alive = self.engine.wait_for([server.alive() for server in self.servers])
+        gone = [server.url for server, answers in zip(self.servers, alive, strict=True) if not answers]
         guilty = silent | {url: errors[url] for url in gone if url in errors} or first or errors
         broke = f"the transfer group broke (does another run use it?): {why}"
-        self.failed |= guilty or {server.url: broke for server in servers}
+        self.failed |= guilty or {server.url: broke for server in self.servers}
         return False
 
     def errors(self, asked: dict[Any, Future]) -> dict[str, str]:
@@ -257,24 +252,22 @@ class Group(Transfer):
                 errors[server.url] = str(error)
         return errors
 
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
         calls = n_bytes = 0
-        self.on_each(servers, lambda server: server.begin_update())
+        self.on_each(lambda server: server.begin_update())
         for bucket in buckets(tensors, self.bucket_bytes):
             if self.failed:
                 break
             metas = [meta_of(name, tensor) for name, tensor in bucket]
             crc = [checksum(tensor) for _, tensor in bucket] if self.whole else None
-            futures = [self.engine.start(server.update(metas, crc)) for server in servers]
+            futures = [self.engine.start(server.update(metas, crc)) for server in self.servers]
             mine = in_thread(partial(self.broadcast, [tensor for _, tensor in bucket]), "transfer")
-            self.wait(servers, futures, mine)
+            self.wait(futures, mine)
             calls += 1
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
         if not self.failed:
-            self.on_each(servers, lambda server: server.end_update(label))
-        return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
+            self.on_each(lambda server: server.end_update(label))
+        return calls, n_bytes
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -291,12 +284,10 @@ class Group(Transfer):
 class Disk(Transfer):
     """By safetensors files in a folder that all servers see."""
 
-    def open(self, servers: Sequence[Any]) -> None:
-        self.on_each(servers, lambda server: server.join("disk", None, 0))
+    def open(self) -> None:
+        self.on_each(lambda server: server.join("disk", None, 0))
 
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
         files, n_bytes = [], 0
         with kept_while(self.folder / label, "--sync disk") as folder:
             folder.mkdir(parents=True)
@@ -310,15 +301,38 @@ class Disk(Transfer):
                 await server.update_from_disk(str(folder), files)
                 await server.end_update(label)
 
-            self.on_each(servers, load)
-        return {"sync/calls": float(len(files)), "sync/bytes": float(n_bytes)}
+            self.on_each(load)
+        return len(files), n_bytes
 
 
-class Source:
-    """The weights of one sync, as vLLM's transfer reads them: WeightSource."""
+class Native(Transfer):
+    """By vLLM's own NCCL transfer, packed. Its trainer's end reads the weights from this object (WeightSource), and
+    speaks to all servers through it (VLLMWeightSyncClient)."""
 
-    given: Any
-    tensors: Iterator[tuple[str, torch.Tensor]]
+    native: Any = None
+
+    def open(self) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        self.close()
+        info = NCCLTrainerInitInfo(master_address(self.servers), free_port(), self.ranks()[None], rank=0)
+        self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
+
+    def bring(self, tensors: NamedTensors, label: str) -> tuple[int, int]:
+        self.tensors = tensors
+        try:
+            self.native.send_weights()
+        except (RuntimeError, Lost) as error:
+            self.failed = {server.url: f"the transfer broke: {error}" for server in self.servers} | self.failed
+        if not self.failed:
+            self.on_each(lambda server: server.name_weights(label))
+        return 1, self.n_bytes
+
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.shutdown()
+            self.native = None
 
     def metadata(self) -> list[Any]:
         """Names, dtypes and shapes, of nothing that is gathered yet."""
@@ -330,63 +344,23 @@ class Source:
             self.n_bytes += tensor.nbytes
             yield name, tensor
 
-
-class Native(Transfer):
-    """By vLLM's own NCCL transfer, packed; its trainer's end speaks to all servers through this object."""
-
-    native: Any = None
-
-    def open(self, servers: Sequence[Any]) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        self.close()
-        self.servers = list(servers)
-        world = 1 + sum(self.engine.workers[server.url] for server in servers)
-        info = NCCLTrainerInitInfo(master_address(servers), free_port(), world, rank=0)
-        self.source = Source()
-        self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
-
-    def bring(
-        self, given: NamedTensors, tensors: Iterator[tuple[str, torch.Tensor]], servers: Sequence[Any], label: str
-    ) -> dict[str, float]:
-        self.servers = list(servers)
-        self.source.given, self.source.tensors = given, tensors
-        try:
-            self.native.send_weights()
-        except (RuntimeError, Lost) as error:
-            for server in self.good(servers):
-                self.failed[server.url] = f"the transfer broke: {error}"
-        if not self.failed:
-            self.on_each(servers, lambda server: server.name_weights(label))
-        return {"sync/calls": 1.0, "sync/bytes": float(self.source.n_bytes)}
-
-    def close(self) -> None:
-        if self.native is not None:
-            self.native.shutdown()
-            self.native = None
-
-    # what vLLM's end calls: VLLMWeightSyncClient
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        rank, futures = init_info["rank_offset"], []
-        for server in self.servers:
-            info = {"how": "nccl", "info": init_info | {"rank_offset": rank}}
-            futures.append(self.engine.start(server.start_transfer(info)))
-            rank += self.engine.workers[server.url]
-        self._all(futures)
+        ranks = self.ranks()
+        info = {server: init_info | {"rank_offset": rank} for server, rank in ranks.items()}
+        self._all(lambda server: server.start_transfer({"how": "nccl", "info": info[server]}))
 
     def start_weight_update(self) -> None:
-        self._all([self.engine.start(server.begin_update()) for server in self.servers])
+        self._all(lambda server: server.begin_update())
 
     def update_weights(self, update_info: dict) -> None:
-        self._all([self.engine.start(server.send_update(update_info)) for server in self.servers])
+        self._all(lambda server: server.send_update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all([self.engine.start(server.end_update(weight_version)) for server in self.servers])
+        self._all(lambda server: server.end_update(weight_version))
 
-    def _all(self, futures: Sequence[Future]) -> None:
+    def _all(self, call: Callable[[Any], Coroutine]) -> None:
         """vLLM's end must hear of a failure, or it would broadcast to nobody."""
-        self.collect(self.servers, futures)
+        self.on_each(call)
         if self.failed:
             raise RuntimeError("; ".join(f"{url}: {why}" for url, why in self.failed.items()))
 
@@ -401,16 +375,18 @@ class Adapter(Transfer):
         self, weights: Callable[[bool], NamedTensors], servers: Sequence[Any], whole: bool, label: str
     ) -> dict[str, float]:
         self.failed = {}
+        self.servers = servers
         if not self.engine.ctx.main:
             self.save(self.folder / label)
             return {}
         with kept_while(self.folder / label, "--sync adapter") as folder:
             self.save(folder)
             n_bytes = sum(file.stat().st_size for file in folder.iterdir())
-            self.on_each(servers, lambda server: server.pause(self.engine.in_flight))
-            self.on_each(self.good(servers), lambda server: server.load_adapter(str(folder), label))
+            self.on_each(lambda server: server.pause(self.engine.in_flight))
             if not self.failed:
-                self.on_each(servers, lambda server: server.resume())
+                self.on_each(lambda server: server.load_adapter(str(folder), label))
+            if not self.failed:
+                self.on_each(lambda server: server.resume())
         self.members = [] if self.failed else [server.url for server in servers]
         return {"sync/calls": 1.0, "sync/bytes": float(n_bytes)}
 

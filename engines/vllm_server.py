@@ -240,9 +240,3 @@ class VLLMServer(Server):
 
     async def checksums(self) -> dict[str, str]:
         return (await self.post("/weight_checker", {"action": "checksum"}))["checksums"]
-
-    async def sleep(self) -> None:
-        await self.post("/sleep", level="1")
-
-    async def wake(self) -> None:
-        await self.post("/wake_up")

@@ -54,8 +54,28 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """Everything is async, runs in one event loop, and raises Lost where the server is to blame, UserError where what
-    was asked is. `banned`: ids that are never sampled; `eos`: ids that end a response."""
+    """What all servers have in common. `banned`: ids that are never sampled; `eos`: ids that end a response.
+
+    A subclass says how its server is asked, in coroutines of one event loop that raise Lost where the server is to
+    blame, UserError where what was asked is:
+
+    suits(sync)                     UserError if it was not started for weights that come by --sync
+    limits() -> tuple[int, int]     the most tokens of a sequence, and how many processes of it take part in a broadcast
+    generate(ask: Ask) -> Answer
+    pause(mode)                     sample nothing. Running responses: keep them for `resume`; abort them, which answers
+                                    what there is; or wait until they are over
+    resume()
+    join(how, group, rank_offset)   be ready for weights by gloo or nccl, as ranks rank_offset, rank_offset + 1, ... of
+                                    a group (the arguments of transfer.join, without the rank); or by disk, without a
+                                    group. What comes first are all weights
+    begin_update()
+    update(metas, crc)              take these tensors (transfer.Meta) from the group, in this order. Over once it has
+                                    them; `crc`: checksums to compare them with, or None
+    update_from_disk(folder, files) take the safetensors files of a folder that both sides see
+    end_update(label)               what is sampled from now on is of the weights with this label
+    load_adapter(folder, label)     the same, of an adapter (PEFT's format) in a folder that both sides see
+    checksums() -> dict[str, str]   of its parameters
+    """
 
     kind: ClassVar[str]
     health: ClassVar[str] = "/health"  # what it answers as long as it lives
@@ -110,62 +130,6 @@ class Server:
                 return answer.status_code == 200
         except httpx2.HTTPError:
             return False
-
-    # --- what a wire format has to say ---
-
-    async def suits(self, sync: str) -> None:
-        """UserError if it was not started for weights that come by --sync."""
-
-    async def limits(self) -> tuple[int, int]:
-        """The most tokens of a sequence, and how many processes of it take part in a broadcast of weights."""
-        raise NotImplementedError
-
-    async def generate(self, ask: Ask) -> Answer:
-        raise NotImplementedError
-
-    async def pause(self, mode: str) -> None:
-        """Sample nothing. Running responses: keep them for `resume`; abort them, which answers what there is; or wait
-        until they are over."""
-        raise NotImplementedError
-
-    async def resume(self) -> None:
-        raise NotImplementedError
-
-    async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
-        """Be ready for weights by gloo or nccl, as ranks rank_offset, rank_offset + 1, ... of a group (the arguments of
-        transfer.join, without the rank); or by disk. What comes first are all weights."""
-        raise NotImplementedError
-
-    async def begin_update(self) -> None:
-        raise NotImplementedError
-
-    async def update(self, metas: Sequence[tuple], crc: Sequence[int] | None) -> None:
-        """Take these tensors (transfer.Meta) from the group, in this order. Over once it has them; `crc`: checksums to
-        compare them with."""
-        raise NotImplementedError
-
-    async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
-        """Take the safetensors files of a folder that both sides see."""
-        raise NotImplementedError
-
-    async def end_update(self, label: str) -> None:
-        """What is sampled from now on is of the weights with this label."""
-        raise NotImplementedError
-
-    async def load_adapter(self, folder: str, label: str) -> None:
-        """The same, of an adapter (PEFT's format) in a folder that both sides see."""
-        raise NotImplementedError
-
-    async def checksums(self) -> dict[str, str]:
-        """Of its parameters."""
-        raise NotImplementedError
-
-    async def sleep(self) -> None:
-        """Give memory back, until `wake`."""
-        raise NotImplementedError
-
-    async def wake(self) -> None:
-        raise NotImplementedError
 
 
 async def find_kind(url: str, http: httpx2.AsyncClient) -> str:

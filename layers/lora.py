@@ -4,8 +4,7 @@ Reads and writes PEFT's adapter format.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,18 +71,6 @@ def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
     return hf
 
 
-@contextmanager
-def without_adapters(module: nn.Module) -> Iterator[None]:
-    layers = lora_layers(module).values()
-    for layer in layers:
-        layer.off = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.off = False
-
-
 class AdaptersOff:
     """The policy as it was before its adapters learnt: a reference without weights of its own."""
 
@@ -91,8 +78,14 @@ class AdaptersOff:
         self.policy = policy
 
     def __call__(self, *args):
-        with without_adapters(self.policy):
+        layers = lora_layers(self.policy).values()
+        for layer in layers:
+            layer.off = True
+        try:
             return self.policy(*args)
+        finally:
+            for layer in layers:
+                layer.off = False
 
 
 @torch.no_grad()

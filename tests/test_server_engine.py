@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from engines.server import ServerEngine
 from engines.transfer import Group, read_file
 from engines.vllm_server import answer_of
 from engines.wire import Answer, Cut, Lost, Server
-from errors import Interrupted, UserError
+from errors import UserError
 from model import ModelConfig
 from rollout import Prompt, Sampling
 from utils import Context, derive_seed, in_thread
@@ -75,6 +76,9 @@ class Fake(Server):
         self.epoch = 0  # grows with each abort
         self.asks, self.done, self.busy, self.sampled, self.cancelled = [], 0, 0, 0, 0
         self.holds, self.updates = {}, []  # its tensors; names of those that each update brought
+
+    async def suits(self, sync):
+        pass
 
     async def alive(self, seconds=5.0):
         return not self.dead and not self.silent
@@ -153,7 +157,7 @@ def connect(monkeypatch, tmp_path):
         return "vllm"
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Fake)
+    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Fake})
 
     def make(n, rank=0, urls=None, **more):
         more = {"vocab_size": 100, "banned": [99], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
@@ -266,35 +270,15 @@ def test_two_threads_sample_at_once(connect):
     assert {r.prompt.uid for r in a} == {"a"} and {r.prompt.uid for r in b} == {"b"}
 
 
-def test_handles_of_submitted_prompts(connect):
-    engine, servers = connect(2)
-    servers[1].delay = 0.5  # the second prompt's
-    handles = engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM))
-    assert len(handles) == 4
-    first = handles[0].result(10)
-    assert not handles[3].done()
-    hurry(servers)
-    rollouts = [first, *(handle.result(10) for handle in handles[1:])]
-    assert [(r.prompt.uid, r.sample) for r in rollouts] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert_whole(rollouts)
-    for server in servers:
-        server.dead = True
-    for handle in engine.submit(prompts_of("a", "b"), 2, Sampling(ROOM)):
-        with pytest.raises(UserError, match="none is left"):
-            handle.result(10)
-
-
 def test_a_run_that_is_asked_to_end(connect):
     engine, servers = connect(2)
     hurry(servers, 0.5)
     ended = threading.Event()
     engine.interrupted = ended.is_set
-    handles = engine.submit(prompts_of("a", "b"), 3, Sampling(40))  # 20 seconds
+    call = in_thread(partial(engine.generate, prompts_of("a", "b"), 3, Sampling(40)), "run")  # 20 seconds
     wait_until(lambda: servers[0].busy + servers[1].busy == 6)
     ended.set()
-    for handle in handles:
-        with pytest.raises(Interrupted):
-            handle.result(5.0)
+    assert not any(rollout.response for rollout in call.result(5.0))
     wait_until(lambda: servers[0].cancelled + servers[1].cancelled == 6)
     assert [server.in_flight for server in servers] == [0, 0] and not engine.asked and not engine.lost
 
@@ -670,6 +654,7 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
         server.patience, server.all_take = lambda: 0.3, lambda: set(does) == {"takes"}
     group = Group(engine, tmp_path)
     group.whole = False
+    group.servers = servers
 
     def broadcast(tensors):
         if set(does) != {"takes"}:
@@ -677,8 +662,7 @@ def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypat
             raise RuntimeError("timed out waiting for send")
 
     monkeypatch.setattr(group, "broadcast", broadcast)
-    given = weights(1.0)
-    group.bring(given, iter(given), servers, "run-2")
+    group.bring(weights(1.0), "run-2")
     assert group.failed == blamed
     loop.call_soon_threadsafe(loop.stop)
 
@@ -783,9 +767,8 @@ def evaluate(toys, monkeypatch, tmp_path):
             made.append(self)
 
     monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "wire_of", lambda kind: Held)
-    healthy = contextlib.nullcontext(SimpleNamespace(status_code=200))
-    monkeypatch.setattr(httpx2, "stream", lambda *of, **more: healthy)
+    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Held})
+    monkeypatch.setattr(httpx2, "stream", lambda *of, **more: nullcontext(SimpleNamespace(status_code=200)))
 
     def go(*given, url="http://one:1"):
         made.clear()
