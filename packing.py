@@ -146,6 +146,13 @@ class Batch:
         return sorted({self.rollouts[i].prompt.uid for i in rollouts})
 
 
+def dense_mask(end_T: Tensor) -> Tensor:
+    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
+    against."""
+    position_T = torch.arange(len(end_T), device=end_T.device)
+    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Packing
 
@@ -395,44 +402,47 @@ DIVISIONS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in ra
 
 
 def balance(
-    costs: list[float], k: int, sizes: list[int] | None = None, max_size: int | None = None
+    costs: list[float], k: int, cap: float | None = None, sizes: list[int] | None = None, max_size: int | None = None
 ) -> list[list[int]]:
     """Partition the indices of `costs` into k bins so that the largest total cost is small. Every index is in one bin,
     a bin's indices ascend, and bins are empty only where there are fewer items than bins. Deterministic.
 
-    `max_size` bounds a bin's total of `sizes` (say tokens, where costs are FLOPs) and is never exceeded: ValueError for
-    an item that exceeds it alone, and where no partition is found. One is wherever k >= bins_needed(sizes, max_size).
+    `cap` bounds a bin's cost and `max_size` its total of `sizes` (say tokens, where costs are FLOPs). Neither is ever
+    exceeded: ValueError for an item that exceeds one alone, and where no partition is found. Without `cap` one is found
+    wherever k >= bins_needed(sizes, max_size).
 
     Starts from longest first (Graham 1969) and, unless that ends even, from best fit of the largest; see `even_out`.
     """
     if k < 1 or (sizes is None) != (max_size is None) or (sizes is not None and len(sizes) != len(costs)):
         got = f"k={k}, {len(costs)} costs, {'no' if sizes is None else len(sizes)} sizes, max_size={max_size}"
         raise ValueError(f"balance: got {got}; need k >= 1, and a size for each cost if there is a max_size, else none")
+    cap = np.inf if cap is None else cap
     room = np.inf if max_size is None else max_size
-    cost_N = checked("cost", costs)
-    size_N = checked("size", [0] * len(costs) if sizes is None else sizes, room)
+    cost_N = checked("cost", costs, "cap", cap)
+    size_N = checked("size", [0] * len(costs) if sizes is None else sizes, "max_size", room)
     target = (1 + 5e-4) * max(cost_N.max(initial=0.0), cost_N.sum() / k)  # 5e-4 over what is possible at best will do
     best: tuple[float, list[list[int]]] = (np.inf, [])
     for load_N in (cost_N, -size_N):
         bin_N = place(load_N, size_N, k, room) if best[0] > target else None
         if bin_N is not None:
             best = min(best, even_out(bin_N, cost_N, size_N, k, room, target))
-    if not best[1]:
-        items = f"{len(costs)} items of size {size_N.sum():.12g}"
-        raise ValueError(f"balance: found no way to put {items} into {k} bins of max_size {room}; use more or raise it")
+    if not best[1] or best[0] > cap:
+        items = f"{len(costs)} items of cost {cost_N.sum():.12g} and size {size_N.sum():.12g}"
+        bounds = f"cost <= {cap} and size <= {room}"
+        raise ValueError(f"balance: found no way to put {items} into {k} bins of {bounds}; use more bins or raise them")
     return best[1]
 
 
 def bins_needed(sizes: Sequence[int], max_size: int) -> int:
     """How few bins of `max_size` hold items of these sizes, by best fit of the largest first."""
-    size_N = checked("size", sizes, max_size)
+    size_N = checked("size", sizes, "max_size", max_size)
     return len(np.unique(place(-size_N, size_N, len(sizes), max_size)))
 
 
-def checked(what: str, values: Sequence[float], limit: float = np.inf) -> np.ndarray:
+def checked(what: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
     for i, value in enumerate(values):
         if not (math.isfinite(value) and 0 <= value <= limit):
-            raise ValueError(f"balance: item {i} has {what} {value:.12g}, not in 0 to {limit}; correct one of them")
+            raise ValueError(f"balance: item {i} has {what} {value:.12g}, not in 0 to {bound} {limit}; raise {bound}?")
     return np.asarray(values, dtype=np.float64)
 
 

@@ -41,32 +41,34 @@ def test_every_index_once_and_no_worse_than_greedy_promises(costs, k):
 
 
 @settings(max_examples=150, deadline=None)
-@given(ITEMS, st.integers(1, 12), st.floats(1.0, 2.0))
-def test_the_bound_is_never_exceeded(items, k, slack):
+@given(ITEMS, st.integers(1, 12), st.floats(1.0, 2.0), st.floats(1.0, 2.0))
+def test_bounds_are_never_exceeded(items, k, slack, slack_size):
     costs, sizes = [c for c, _ in items], [s for _, s in items]
-    max_size = int(max(max(sizes), sum(sizes) / k) * slack)
+    cap = max(max(costs), sum(costs) / k) * slack
+    max_size = int(max(max(sizes), sum(sizes) / k) * slack_size)
     try:
-        bins = balance(costs, k, sizes, max_size)
+        bins = balance(costs, k, cap, sizes, max_size)
     except ValueError as error:
         assert "found no way" in str(error)
         return
     check(costs, k, bins)
-    assert top(sizes, bins) <= max_size
+    assert top(costs, bins) <= cap and top(sizes, bins) <= max_size
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), min_size=2, max_size=40), st.integers(2, 6))
-def test_a_roomy_bound_always_succeeds(items, k):
+def test_roomy_bounds_always_succeed(items, k):
     costs, sizes = [c for c, _ in items], [s for _, s in items]
     max_size = sum(sizes) // k + max(sizes)  # greedy cannot fail: some bin is at or below the mean
-    assert top(sizes, balance(costs, k, sizes, max_size)) <= max_size
+    assert top(sizes, balance(costs, k, None, sizes, max_size)) <= max_size
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"costs": [1, 1], "k": 2, "sizes": [3, 9], "max_size": 8}, ("item 1", "size 9", "0 to 8")),
-        ({"costs": [3, 3, 3], "k": 2, "sizes": [3, 3, 3], "max_size": 5}, ("3 items", "size 9", "2 bins", "size 5")),
+        ({"costs": [1, 7, 2], "k": 2, "cap": 5}, ("item 1", "cost 7", "cap 5", "raise")),
+        ({"costs": [1, 1], "k": 2, "sizes": [3, 9], "max_size": 8}, ("item 1", "size 9", "max_size 8")),
+        ({"costs": [3, 3, 3], "k": 2, "cap": 5}, ("3 items", "cost 9", "2 bins", "<= 5", "more bins")),
         ({"costs": [1, float("nan")], "k": 2}, ("item 1", "nan")),
         ({"costs": [1, -1], "k": 2}, ("item 1", "-1")),
         ({"costs": [1], "k": 0}, ("k=0",)),
@@ -99,7 +101,7 @@ def test_tiny_instances_are_near_the_optimum():
 def test_tight_sizes_are_met_where_costs_disagree():
     # The costly items are small: by cost alone the large ones would share a bin.
     costs, sizes = [9, 9, 1, 1, 1, 1], [1, 1, 8, 8, 4, 4]
-    bins = balance(costs, 2, sizes, 13)
+    bins = balance(costs, 2, None, sizes, 13)
     assert top(sizes, bins) <= 13 and top(costs, bins) == 11
 
 
@@ -152,7 +154,7 @@ def test_bins_needed_are_nearly_the_fewest_and_enough_for_balance():
             check(costs, k, bins)
             assert top(sizes, bins) <= 12
     assert 0 <= extra <= 4
-    with pytest.raises(ValueError, match="item 1 has size 13, not in 0 to 12"):
+    with pytest.raises(ValueError, match="item 1 has size 13, .*max_size 12"):
         bins_needed([3, 13], 12)
 
 

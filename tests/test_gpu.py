@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from parity_worker import make_prompts, make_rollouts
 from test_kernels import LOSSES, columns, reference, tokens_of
-from test_packing import dense_mask
 
 import grpo
 import kernels
@@ -23,7 +22,7 @@ from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss, linear_logprob
 from layers.attention import PackedAttention
 from model import Policy, load_hf
-from packing import Batch, MicroBatch, Packer, TokenBatch, token_batch
+from packing import Batch, MicroBatch, Packer, TokenBatch, dense_mask, token_batch
 from parallel.models import Models
 from parallel.sharding import shard
 from rollout import Rollout, written

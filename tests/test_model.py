@@ -10,7 +10,6 @@ import transformers
 from conftest import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_packing import dense_mask
 
 import demo
 import model as M
@@ -18,7 +17,7 @@ import parallel.sharding as sharding
 from errors import UserError
 from grpo import Algorithm, PolicyLoss
 from layers.attention import PackedAttention, resolve_attention
-from packing import Packer, token_batch
+from packing import Packer, dense_mask, token_batch
 from rollout import Prompt, Rollout
 
 QUESTION = "What is this odd thing, and why? "

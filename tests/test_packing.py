@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from errors import UserError
 from layers.attention import PackedAttention
-from packing import Batch, FlopRates, Packer, TokenBatch, token_batch
+from packing import Batch, FlopRates, Packer, TokenBatch, dense_mask, token_batch
 from rollout import Prompt, Rollout, Turn, written
 
 IMAGE = 7  # the image token
@@ -18,12 +18,6 @@ IMAGE = 7  # the image token
 
 def image(key, n):
     return SimpleNamespace(key=key, n_tokens=n, grid_thw=(1, 2, 2 * n))
-
-
-def dense_mask(end_T):
-    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition in packing.MicroBatch."""
-    position_T = torch.arange(len(end_T), device=end_T.device)
-    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
 
 
 @st.composite
