@@ -3,7 +3,6 @@ or weights change.   pytest tests/test_server_engine.py    Real servers: test_se
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import re
