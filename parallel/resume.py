@@ -25,8 +25,10 @@ def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[s
     if resume == "no":
         return {}
     path = Path(resume if resume != "auto" else out or ".")
-    if checkpoints := complete_checkpoints(path):
-        return settings_of_run(known, run_args(checkpoints[-1]), given, path)
+    checkpoints = complete_checkpoints(path)
+    if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # or it ended before its first checkpoint
+        run = run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
+        return settings_of_run(known, run, given, path)
     need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one"
          + nearest_path(path))
     missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)

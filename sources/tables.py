@@ -34,6 +34,7 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
     Of a folder with shards of several splits only those of `split` are taken.
     """
     name = str(path)
+    need(path, "--input is missing: the files to read")
     if isinstance(path, list | tuple):
         files = list(chain.from_iterable(data_files(p, split) for p in path))
     elif "," in name and not os.path.exists(name):

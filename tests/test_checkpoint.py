@@ -557,6 +557,15 @@ def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):
             find_start(start_args(toys["qwen2_5_vl"], tmp_path / "out", given))
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_keeps_its_settings(toys, tmp_path):
+    settings = {"model": str(toys["qwen2_5_vl"]), "data": "d", "steps": 7, "lr": 3e-4}
+    (tmp_path / "run.json").write_text(json.dumps({"args": settings}))
+    cfg = train.parse_args(["--out", str(tmp_path), "--resume", "auto", "--steps", "9"])
+    assert (cfg.run.steps, cfg.optim.lr, cfg.data.data) == (9, 3e-4, "d")
+    with pytest.raises(UserError, match="no checkpoint in --out .*new, and a new run needs --model --data --steps"):
+        train.parse_args(["--out", str(tmp_path / "new"), "--resume", "auto"])
+
+
 def test_imports_run_one_way():
     for name in ("rollout.py", "model.py", "utils.py", "errors.py"):
         nodes = ast.walk(ast.parse((ROOT / name).read_text()))
