@@ -394,6 +394,9 @@ NAME += r"[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{[ △{]*\w+[ }]*\}|\w))?°?)"
 NAMES = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
 NAMES += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
 NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)(?:{NAMES})|")
+POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
+# On the left of an equation: what names its right side, as `f(3)` and `\cos 2θ`, rather than being worth something.
+FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
 LIST = re.compile(" ?; ?|,? and ")  # between the values of a list, besides commas
 WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+")
 CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
@@ -487,8 +490,9 @@ def strip_names(text: str) -> tuple[set[str], list[str]]:
     names = set()
     while left and NAME.fullmatch(left[0]):
         name = re.sub(r"\\frac ?\{(.*?)\} ?\{", r"\1/", left.pop(0))
+        name = POINT_NAMES.sub(lambda found: min(found[0], found[0][::-1]), name)  # AB is BA
         name = re.sub(r"m? ?∠|[△ {}()|°]", "", name)
-        names.add("/".join(min(part, part[::-1]) for part in name.split("/")))  # AB is BA
+        names.add(name)
     return names - {""}, [*left, last]
 
 
@@ -510,6 +514,9 @@ def same(prediction: str, truth: str, as_text: bool = True) -> bool:
         if len(truths) > 1 and prediction.startswith("\\{") and prediction.endswith("\\}"):  # a set for a list
             items = members(prediction[2:-2], separator)
         if len(items) > 1 or len(truths) > 1:
+            named = len({tuple(strip_names(t)[0]) for t in truths}) > 1 and not any(strip_names(i)[0] for i in items)
+            if named and len(items) == len(truths) and all(strip_names(t)[0] for t in truths):
+                return all(map(again, items, truths))  # values without names come in the order of the names
             return len(items) == len(truths) and all_paired([[again(item, t) for t in truths] for item in items])
 
     (items, signs), (truths, true_signs) = split(prediction, "<>≤≥≠"), split(truth, "<>≤≥≠")
@@ -528,8 +535,7 @@ def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]
         prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
     (names, items), (true_names, truths) = strip_names(prediction), strip_names(truth)
     if len(truths) > 1:
-        comparable = prediction.count("=") == truth.count("=") and "≈" not in prediction
-        return comparable and same_to_math_verify(prediction, truth)
+        return same_sides(prediction, truth, again)
     if names and true_names and not names & true_names:
         return False
     if items == [prediction] and truths == [truth]:
@@ -537,6 +543,26 @@ def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]
     by_unit = {without_unit(item)[1]: item for item in items}
     agree = all(again(item, truths[0]) for item in items)
     return agree and all(again(a, b) for a, b in permutations(by_unit.values(), 2))
+
+
+def same_sides(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
+    """Whether an answer is the right side of `f(3) = 32`, or an equation that is a multiple of `2x + 3y = 6`.
+
+    A truth without letters, as `2+3=5`, asks for nothing, and no answer equals it but its own text.
+    """
+    (items, _), (sides, _) = split(prediction, "="), split(truth, "=")
+    if len(sides) != 2 or not re.search(r"(?<![A-Za-z\\])[A-Za-zα-ω]", truth):
+        return False
+    if FUNCTION.search(sides[0]):
+        items = items[1:] if items[0].replace(" ", "") == sides[0].replace(" ", "") else items
+        return bool(items) and all(again(item, sides[1]) for item in items)
+    if len(items) != 2:
+        return False
+    one, other = (f"({left}-({right}))" for left, right in (items, sides))
+    # Of letters that are lengths a multiple has one ratio everywhere, and is nowhere 0.
+    ratios = [evaluate(f"{one}/{other}", point) for point in POINTS]
+    first = ratios[0]
+    return bool(first) and all(r is not None and abs(r - first) <= CLOSE * abs(first) for r in ratios)
 
 
 def same_rounded(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:

@@ -145,7 +145,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     if not isinstance(text, str) or truth is None:
         return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    truth = {"1": "True", "0": "False"}.get(str(truth), truth) if statement is not None else truth
+    truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth) if statement is not None else truth
     if statement is not None and unwrap_truth(str(truth)).lower() not in ("true", "false"):
         return f"label is {truth!r:.80}, expected True or False"
     stem = str(record.get("identifier", "")).rpartition("-")[0]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, unwrap_truth, weighted
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, grader_stats, register, unwrap_truth, weighted
 from tasks._tables import any_rows
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
@@ -168,7 +168,7 @@ END = ".,!?;:"  # of a word in a sentence
 NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
 LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
-LEAD += r"(?: (?:is|would be|should be) ?:?| ?:) ?"
+LEAD += r"(?: (?:is|would be|should be) ?:?| ?:| (?=\([a-z]\))) ?"
 LEAD += r"|i (?:can |do |would |will )?(?:see|count|saw|counted|think|believe|say|choose|pick) )"
 LEAD = re.compile(LEAD)
 TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|right)"
@@ -184,6 +184,7 @@ OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-
 CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
+FORMULA = re.compile(r"(?!.*(?<![a-z\\])[a-z]{2})(?=.*[-+<>≤≥=()\[\]^/]).+")  # `x - 1`, `(1, 2)`, `a-`; no `t-shirt`
 BRACKETS = re.compile(r"^[(\[]([^()\[\]]+)[)\]]$")
 LABELLED = re.compile(r"([a-z' ]+): ([a-z0-9.,-]+)")
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
@@ -491,6 +492,8 @@ def same(text: str, truth: str, asked: Asked) -> bool:
 
 def same_text(text: str, truth: str) -> bool:
     """Equal after normalising: as they are, with `t-shirt`, `tshirt` and `t shirt` as one, or as lists in any order."""
+    if FORMULA.fullmatch(truth):
+        return as_written(text) == as_written(truth)
     one, other = normal(text), normal(truth)
     if one == other != "":
         return True
@@ -501,6 +504,12 @@ def same_text(text: str, truth: str) -> bool:
         return all(len(word) > 2 for word in words + wanted) or "-" in text + truth  # `base ball`, but not `gr ay`
     items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
     return items[0] == items[1] and len(items[1]) > 1
+
+
+def as_written(formula: str) -> str:
+    """A cleaned formula without its spaces, the braces of single characters and brackets around one value."""
+    text = re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d) | (?!\d)", "", formula.replace("–", "-")))
+    return text if "," in text else BRACKETS.sub(r"\1", text)
 
 
 def placed(text: str) -> tuple[str, str]:
@@ -637,7 +646,10 @@ def tolerance_of(example: Any) -> tuple[Decimal, Decimal]:
 
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
-    """Return whether one of the references, written as an answer, is right."""
+    """Return whether one of the references, written as an answer, is right; none of an object or a hole in the data."""
+    if isinstance(from_json(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
+        grader_stats["bad_truth"] += 1
+        return False
     return any(earned(reference)["accuracy"] for reference in references(truth))
 
 
@@ -673,7 +685,10 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
     said = clean(answer)
     readings = [read_as(text, asked) for text in glossed(said if choices else without_label(said, asked.counting))]
-    hits = sum(all(any(is_right(text, truth) for text in texts) for texts in readings) for truth in truths)
+    hits = 0
+    for truth in truths:  # the brackets of a formula say something
+        texts_of = [read_as(said, asked)] if FORMULA.fullmatch(truth) and not choices else readings
+        hits += all(any(is_right(text, truth) for text in texts) for texts in texts_of)
     accuracy = min(hits / max(1, min(3, len(truths))), 1.0)
     return weighted(accuracy, only_box(response, answer))
 
@@ -733,8 +748,11 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
     the answer becomes the letter of one. Raises UserError with the reason."""
     answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices", record.get("options")))
     if isinstance(answer, list):  # VQA's own are {"answer": ..., "answer_id": ...}
+        people = any(isinstance(a, dict) for a in answer)
         answer = [unwrap_truth(str(a.get("answer", "") if isinstance(a, dict) else a)) for a in answer]
         need(answer, "the answer is an empty list")
+        if len(answer) == 2 and not people:  # two forms of one answer, as MMMU's: each is right by itself
+            answer = answer * 3
     row = {"data_source": "vqa", **record, answer_key: answer}
     if kind := row.pop("type", None):
         row.setdefault("answer_type", kind)
@@ -762,11 +780,16 @@ def letter_of(answer: object, choices: list) -> str:
     """Return the letter of the choice that an answer names by its letter, its text or, as ScienceQA's, an integer among
     texts, its place from 0. Raises UserError if it names two, or none."""
     text, names = clean(unwrap_truth(str(answer))), list(map(str, choices))
-    by_text = {i for i, choice in enumerate(names) if normal(text) == normal(clean(choice))}
+    by_text = {i for i, choice in enumerate(names) if text == clean(choice)}
+    by_text = by_text or {i for i, choice in enumerate(names) if normal(text) == normal(clean(choice))}
     by_place = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
     by_place |= {answer} if type(answer) is int and names == choices else set()
     named = by_text | {i for i in by_place if 0 <= i < len(choices)}
+    if not named and (found := choice_of(text, names)) is not None:  # `(B)`, `B. blue`
+        named = {found}
     told = f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one"
+    if len(by_text) == len(by_place) == 1:
+        told += f" (its text is {LETTERS[min(by_text)]}, its place is {LETTERS[min(by_place)]})"
     need(len(named) == 1, told)
     return LETTERS[named.pop()]
 

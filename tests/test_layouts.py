@@ -109,21 +109,21 @@ def test_scienceqa(tmp_path):
     found = prepared(tmp_path, "vqa", table(tmp_path / "s.parquet", rows))
     assert [e.ground_truth for e in found] == ["A", "C", "B", "A", "C"] and is_right(found[1], "2 kg")
     assert content(found[0]) == "<image>Which 0?\nA. West\nB. a magnet\nC. 2 kg" and content(found[3])[:5] == "Which"
-    with pytest.raises(UserError, match="answer 1 names 2 of the choices 1, 2; give the letter or text of one"):
+    with pytest.raises(UserError, match="answer 1 names 2 of .* 1, 2; give the .* .its text is A, its place is B"):
         prepared(tmp_path, "vqa", table(tmp_path / "s.parquet", scienceqa([1], ["1", "2"])))
     with pytest.raises(UserError, match="answer 3 names 0 of the choices"):
         prepared(tmp_path, "vqa", table(tmp_path / "s.parquet", scienceqa([3], ["left", "right"])))
 
 
 def test_nlvr2_with_labels_of_1_and_0(tmp_path):
-    labels = [1, 0, "1", "0", True]
+    labels = [1, 0, "1", "0", True, 1.0, 0.0]
     rows = [{"sentence": f"It is {i}.", "label": label, "left_image": "a.png", "right_image": "b.png"}
             for i, label in enumerate(labels)]  # fmt: skip
     for name in ("a.png", "b.png"):
         Image.new("RGB", (30, 30)).save(tmp_path / name)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = prepared(tmp_path, "nlvr2", tmp_path / "pairs.jsonl")
-    assert [e.ground_truth for e in found] == ["True", "False", "True", "False", "True"]
+    assert [e.ground_truth for e in found] == ["True", "False", "True", "False", "True", "True", "False"]
     assert is_right(found[1], "false") and not is_right(found[1], "true")
 
 

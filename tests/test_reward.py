@@ -89,6 +89,15 @@ def test_response_scores_as_in_verl(row):
 # --- answers ------------------------------------------------------------------------------------------------------
 
 RIGHT = """
+32 | f(3)=32
+f(3) = 2^5 | f(3)=32
+-\\frac{7}{25} | \\cos 2\\theta = -\\frac{7}{25}
+\\cos 2\\theta = -0.28 | \\cos 2\\theta = -\\frac{7}{25}
+4x + 6y = 12 | 2x+3y=6
+3, 2 | x=3, y=2
+y=2, x=3 | x=3, y=2
+-3, 3 | x=3, x=-3
+BA:CD = 2:3 | AB:DC=2:3
 5√3 | 5 \\sqrt { 3 }
 16π | 16 \\pi
 48° | 48
@@ -259,6 +268,19 @@ B. 60 | B. 60
 \\sin(\\theta) | \\sin \\theta
 """
 WRONG = """
+f(3)=33 | f(3)=32
+f(6)=64 | f(3)=32
+2=3 | f(3)=32
+33 | f(3)=32
+2=3 | \\cos 2\\theta = -\\frac{7}{25}
+\\cos 2\\theta = \\frac{7}{25} | \\cos 2\\theta = -\\frac{7}{25}
+\\sin 2\\theta = -\\frac{7}{25} | \\cos 2\\theta = -\\frac{7}{25}
+1=1 | 2+3=5
+1=2 | \\sqrt{2}=1.414
+0=0 | 2x+3y=6
+2x+3y=7 | 2x+3y=6
+2, 3 | x=3, y=2
+y:x = 2:3 | x:y = 2:3
 \\sin 30 | 30
 \\sin A = \\frac{5}{13} = \\frac{12}{13} | \\frac{5}{13}
 4 \\text{ and } 7 | 4
@@ -462,6 +484,11 @@ def test_right(prediction, truth):
 @pytest.mark.parametrize("prediction, truth", pairs(WRONG))
 def test_wrong(prediction, truth):
     assert not geometry.grade_geometry(f"<think>a</think> \\boxed{{{prediction}}}", truth)
+
+
+@pytest.mark.parametrize("truth, answerable", [("f(3)=32", True), ("2x+3y=6", True), ("2+3=5", False)])
+def test_an_equation_without_letters_is_no_truth(truth, answerable):
+    assert geometry.same_answer(truth, truth, as_text=False) == answerable
 
 
 HOLES = ["None", "none", "", " ", "NaN", "°", "\\circ", "-", "?", "\\%", "\\text{ cm}", "square feet", "\\text{}"]

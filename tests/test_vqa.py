@@ -133,6 +133,7 @@ made of wood ; It is made of wood. ; wooden bus | wood
 B ; b ; (B) ; B. ; B) ; (b). ; Option B ; option b. ; B. blue ; B) Blue ; (B) blue ; B: blue ; B - blue ; b blue | B
 [B] ; Answer B | B
 The correct option is B ; the correct choice is (B) blue ; choice b | B
+Option (B) ; Answer (B) ; Choice (B) ; Option (B) blue | B
 blue ; Blue. ; The answer is B ; The answer is (B). ; Answer: B ; it is blue ; **B** ; \\text{B} ; \\text{(B)} | B
 A ; red ; A. red ; a | A
 C ; a dog ; dog ; C. a dog ; C. dog ; dogs | C
@@ -319,6 +320,31 @@ def test_tolerance(answer, tolerance, right):
 def test_a_tolerance_that_is_none_is_refused(tolerance):
     with pytest.raises(UserError, match="row 'row-7': tolerance is .*; write a number such as 0.5, or a share"):
         accuracy("3", "3", tolerance=tolerance)
+
+
+def test_formulas_are_compared_as_written():
+    wrong = {"-1/2": "1/2", "x+1": "x-1", "x > 2": "x < 2", "(-1, 4)": "(4,-1)", "(1,2)": "12", "A-": "A+"}
+    for truth, other in wrong.items():
+        assert accuracy(other, truth, "Which is it?") == 0.0, other
+        for answer in (truth, truth.replace(" ", ""), f"${truth}$", f"The answer is {truth}.", truth.replace("-", "−")):
+            assert accuracy(answer, truth, "Which is it?") == 1.0, answer
+    assert accuracy("3", "(3)", "Which?") == accuracy("t shirt", "t-shirt", "Which?") == 1.0
+
+
+def test_two_forms_of_an_answer_are_each_right(tmp_path):
+    (found,) = written(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
+    assert [reward.score(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("truth", ["nan", "NULL", '{"answer": 3}', '["nan", "null"]'])
+def test_truths_that_say_nothing_are_refused(truth):
+    with pytest.raises(UserError, match="nothing could equal the ground_truth .*it says nothing"):
+        reward.check_tasks([example(truth)])
+
+
+@pytest.mark.parametrize("answer", ["(B)", "B. x-1", "Option B", "x-1"])
+def test_a_choice_is_named_as_answers_name_it(answer):
+    assert vqa.letter_of(answer, ["x+1", "x-1"]) == "B"
 
 
 def test_choices_of_a_column_or_of_the_question():
