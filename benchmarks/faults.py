@@ -53,7 +53,7 @@ SCRIPTS = {"train.py": train, "eval.py": eval_script, "merge_lora.py": merge_lor
 # A reward that differs within groups, and misbehaves when its process is told to
 REWARD = """
 import os, pathlib, time
-calls = -(os.environ.get("RANK", "0") == "0")  # rank 0 tries it once
+calls = -2 * (os.environ.get("RANK", "0") == "0")  # rank 0 tries it on two responses
 def score(response, example):
     global calls
     calls += 1

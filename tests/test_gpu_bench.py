@@ -41,7 +41,7 @@ def test_all_parts_run_on_a_cpu(tmp_path):
     ]
     assert status == {1: "ok", 2: "ok", 3: "ok", 4: "ok", 5: "no CUDA"}, errors
     assert (
-        data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"] and "--toy" in data["command"]
+        data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"] and "--short" in data["command"]
     )
     tests, runs, head, update, syncs = (part["rows"] for part in data["parts"])
     assert sum(row["passed"] for row in tests) > 15 and all(row["failed"] == 0 for row in tests)
