@@ -28,7 +28,7 @@ from engines.transfer import make_transfer
 from engines.vllm import asked_of
 from engines.vllm_server import VLLMServer
 from engines.wire import Answer, Ask, Cut, Lost, Server, find_kind
-from errors import UserError, need
+from errors import UserError, describe_error, need
 from model import Processor
 from rollout import (
     NOT_FINITE,
@@ -207,6 +207,11 @@ class ServerEngine(Engine):
                 if not (isinstance(error, Cut) and server not in cut and await server.alive()):
                     self._lose(server, str(error))
                 cut.add(server)
+                continue
+            except UserError:
+                raise
+            except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:  # JSON of another form
+                self._lose(server, f"its answer cannot be read: {describe_error(error)}")
                 continue
             if numbers and max(numbers) < self._version(ask.salt):
                 self._lose(server, "it still has the weights of an earlier sync")

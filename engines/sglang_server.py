@@ -231,7 +231,10 @@ def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
     logprobs = [pair[0] for pair in pairs]
     labels = [info["weight_version"]] * len(tokens)
     for span in info.get("weight_versions") or []:
-        labels[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+        start, end = span["start"], span["end"]
+        if not 0 <= start <= end <= len(tokens):
+            raise Lost(f"/generate answered with a version of weights for tokens {start:.3g} to {end:.3g}")
+        labels[start:end] = [span["version"]] * (end - start)
     return Answer(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
 
 

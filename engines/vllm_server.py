@@ -85,7 +85,10 @@ def answer_of(answer: dict, model: str) -> Answer:
         raise ValueError("log-probabilities are of other tokens")
     labels: list[str] = []
     for span in choice["weight_versions"] or []:
-        labels += [span["version"]] * (span["end"] - span["start"])
+        count = span["end"] - span["start"]
+        if not 0 <= count <= len(tokens):
+            raise ValueError(f"a version of weights for {count:.3g} of {len(tokens)} tokens")
+        labels += [span["version"]] * count
     labels = labels if model == POLICY else [model] * len(tokens)
     if len(labels) != len(tokens):
         raise ValueError(f"{len(labels)} of {len(tokens)} tokens have a version of weights")

@@ -126,9 +126,10 @@ class Server:
     async def alive(self, seconds: float = 5.0) -> bool:
         """Does it answer at all?"""
         try:
-            async with self.http.stream("GET", self.url + self.health, timeout=min(seconds, self.seconds)) as answer:
+            limit = min(seconds, self.seconds)  # of the whole answer
+            async with asyncio.timeout(limit), self.http.stream("GET", self.url + self.health, timeout=limit) as answer:
                 return answer.status_code == 200
-        except httpx2.HTTPError:
+        except (httpx2.HTTPError, TimeoutError):
             return False
 
 
@@ -136,10 +137,10 @@ async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
     """vllm or sglang, by what it answers."""
     for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
         try:
-            async with http.stream("GET", url + path, timeout=10.0) as answer:
+            async with asyncio.timeout(10.0), http.stream("GET", url + path, timeout=10.0) as answer:
                 if answer.status_code == 200:
                     return kind
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, TimeoutError) as error:
             raise UserError(
                 f"--servers {url}: {type(error).__name__}: is a server there? `python -m engines.serve` starts one"
             ) from error

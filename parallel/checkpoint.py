@@ -105,7 +105,7 @@ def read_trainer(checkpoint: Path) -> dict:
 
 def run_args(checkpoint: Path) -> dict:
     """The arguments of a checkpoint's run; none where there is no run.json around it."""
-    file = checkpoint.resolve().parent.parent / "run.json"
+    file = Path(os.path.abspath(checkpoint)).parent.parent / "run.json"  # `checkpoints` may be a link
     remedy = "; remove it, and --resume goes on with the flags that are given"
     if not file.is_file():
         return {}

@@ -47,6 +47,8 @@ def try_lock(file: Any) -> bool:
 def read_rows(path: Path) -> list[dict]:
     """Return the rows of a metrics.jsonl; a last line that was cut off is none."""
     with refusing(OSError, f"{path} cannot be read; move it away"):
+        if path.is_fifo():
+            raise OSError("it is a pipe, which may never end")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):

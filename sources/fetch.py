@@ -41,7 +41,8 @@ def is_public(address: str) -> bool:
 
 def check_literal(host: str) -> None:
     """Raise ValueError if a host that a proxy will look up is a private IP address in any spelling, or localhost."""
-    public = not re.search(r"(^|\.)localhost\.?$", host)
+    host = host.rstrip(".")
+    public = not re.search(r"(^|\.)localhost$|[%\0]", host)
     with suppress(socket.gaierror):  # a name
         [found, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
         public = is_public(found[4][0])

@@ -27,8 +27,9 @@ import eval as evaluation
 import model as M
 from engines.connect import ServerConfig
 from engines.server import ServerEngine
+from engines.sglang_server import read_answer
 from engines.transfer import Group, read_file
-from engines.vllm_server import answer_of
+from engines.vllm_server import POLICY, answer_of
 from engines.wire import Answer, Cut, Lost, Server
 from errors import UserError
 from model import ModelConfig
@@ -819,3 +820,27 @@ def test_a_run_that_trained_on_servers_asks_for_them(evaluate, toys, tmp_path):
     assert evaluation.parse_args([*given, "--rollout", "hf"]).rollout == "hf"
     with pytest.raises(UserError, match="--servers http://one:1.*: for servers, but the engine is --rollout hf"):
         evaluate(toys["qwen2_5_vl"], "--rollout", "hf")
+
+
+@pytest.mark.parametrize("start, end", [(0, 4 * 10**8), (0, 10**30), (5, 3), (0.5, 2), (None, 2)])
+def test_a_version_for_more_tokens_than_there_are_costs_no_memory(start, end):
+    span = {"version": "r-1", "start": start, "end": end}
+    content = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]
+    choice = {"token_ids": [5, 6], "logprobs": {"content": content}, "weight_versions": [span], "finish_reason": "stop"}
+    with pytest.raises((TypeError, ValueError)):
+        answer_of({"choices": [choice], "prompt_token_ids": [1]}, POLICY)
+    info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5], [-1.0, 6]], "weight_version": "r-1"}
+    with pytest.raises((Lost, TypeError)):
+        read_answer({"meta_info": info | {"weight_versions": [span]}, "output_ids": [5, 6]}, [6], None)
+
+
+def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
+    engine, servers = connect(2)
+    original = servers[1].generate
+
+    async def odd(ask):
+        return (await original(ask))._replace(prompt_ids=5)
+
+    servers[1].generate = odd
+    engine.generate(prompts_of("a", "b", "c", "d"), 2, Sampling(ROOM))
+    assert f"{URLS[1]} is left out: its answer cannot be read: TypeError" in capsys.readouterr().out
