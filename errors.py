@@ -35,7 +35,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return "; nearest: A, B" with the names next to a path that is wrong, or "" if there are none."""
+    """Return "; nearest: A, B" with the most similar names in the folder of a wrong path, or "" if there are none."""
     folder = Path(path).parent
     return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
 
@@ -69,14 +69,14 @@ CALLERS = re.compile(rf"{ROOT}/(rewards/|envs/_)|/asyncio/|/concurrent/|<frozen 
 
 
 def printable(text: object, length: int = 600, keep: str = "") -> str:
-    """Return a text as it may go to a terminal: no control characters but `keep`, and not endless."""
+    """Return a text that is safe to print: without control characters other than `keep`, cut after `length`."""
     text = str(text)
     cut = f"... ({len(text)} characters)" if len(text) > length else ""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text[:length]) + cut
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its text, which is code of the user's too."""
+    """Return the type of an exception and the first line of its text, even if the user's __str__ fails."""
     text = traceback.format_exception_only(error)[0].removeprefix("errors.")
     return printable(text.strip().partition("\n")[0], 300)
 
@@ -91,8 +91,8 @@ def users_traceback(error: BaseException) -> str:
 
 
 class LossyFile(io.FileIO):
-    """An output file that drops what cannot be written, as its reader is gone or its disk full: no run ends by that,
-    and metrics.jsonl has what matters."""
+    """An output file that drops what cannot be written because its reader is gone or its disk is full. So no run ends
+    for that reason; metrics.jsonl has what matters."""
 
     def write(self, data: bytes) -> int | None:
         with suppress(OSError):

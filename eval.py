@@ -6,9 +6,9 @@
     python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy comes from seeing?
     python eval.py --watch out/a out/b --out out/curves         # the curves of several runs over each other
 
-Of a run it takes the settings that it was trained with (code and servers excepted: --reward, --env and --judge-url are
-given again), and says which are others, so that its figure is the training's eval/accuracy. Writes eval.json,
-predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
+For a run the defaults are the settings that it was trained with, except code and servers: give --reward, --env and
+--judge-url again. The output lists the settings that differ; if none do, the figure is the training's eval/accuracy.
+Writes eval.json, predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
 """
 
 import json
@@ -90,8 +90,8 @@ class EvalConfig(AsTrained, ConnectionConfig):
     samples: int = setting(1, "K, responses per example", least=1)
     temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
     top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed, but server for a run that "
-                           "trained on servers", choices=ENGINES)
+    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed (default: auto, or server "
+                           "for a run that trained on servers)", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")
     seed: int = setting(0, "of sampling")
 
@@ -120,7 +120,7 @@ class Evaluation:
     sampling: Sampling
     samples: int = 1  # of each example
     blank: bool = False  # white images instead of the examples' own
-    # What rewards are given: a run's last stage and step, so that a model scores the same whenever it was saved
+    # Passed to rewards: a run's last stage and step, so that a model's score does not depend on when it was saved
     stage: Stage = Stage()
     step: int = 0
     stop: Callable[[], object] = lambda: False  # the same on all ranks: ends it before the next chunk, with no records

@@ -303,7 +303,7 @@ def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon:
 @dataclass(frozen=True)
 class Loss:
     function: Callable
-    per_token: bool = True  # no token's loss depends on another token; otherwise it is given whole rollouts
+    per_token: bool = True  # False: a token's loss may depend on others of its rollout, so it gets whole rollouts
     by_advantage: bool = True  # no gradient where the advantage is 0: such responses are not computed
 
 
@@ -365,7 +365,7 @@ def reinforce(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 
 
 def response_means(x_K: torch.Tensor, rollout_K: torch.Tensor) -> torch.Tensor:
-    """Return at each token the mean of x over its rollout, differentiable; its tokens may stand anywhere."""
+    """Return for each token the mean of x over its rollout, whose tokens need not be contiguous; differentiable."""
     _, index_K, count = rollout_K.unique(return_inverse=True, return_counts=True)
     return (torch.zeros_like(x_K[: len(count)]).index_add(0, index_K, x_K) / count)[index_K]
 
@@ -436,7 +436,7 @@ class PolicyLoss:
 
     @property
     def per_token(self) -> bool:
-        """May a block of tokens end anywhere? Otherwise it holds whole rollouts."""
+        """Whether a block of tokens may end anywhere; if not, it holds whole rollouts."""
         return LOSSES[self.algo.loss].per_token and self.algo.tis_mask is None
 
     def __call__(
@@ -519,7 +519,7 @@ def token_weights(
 NORM_STD = ("group", "batch", "none")
 ALGO_ARGS: dict[str, float | None] = {  # --algo-args KEY=VALUE: parameters of one method, and their defaults
     "value_coef": 0.5,  # weight of the value loss
-    "value_clip": 0.2,  # values are clipped to this around the old ones; none: they are not
+    "value_clip": 0.2,  # values are clipped to within this of the old ones; none: no clipping
     "sapo_tau_positive": 1.0,  # as published
     "sapo_tau_negative": 1.05,
     "kl_horizon": 10_000.0,  # samples in which an adaptive coefficient can change by about a fifth; arXiv:1909.08593

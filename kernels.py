@@ -93,10 +93,10 @@ def fused_policy_loss(
     """The loss of K tokens, differentiable in hidden and weight; and, without gradient, their logp_K and entropy_K.
 
     `loss` is a grpo.PolicyLoss or any other callable: loss(logp_R, entropy_R, tokens_R) returns the weighted loss of
-    each row, first of what it returns. loss.per_token says whether a row's loss depends on that row alone; if not, it
-    is given whole rollouts, told apart by tokens.rollout: all rows of a rollout are here, and stand together. `tokens`
-    holds what else it reads, a row per token, on hidden's device: a packing.TokenBatch, or anything that a slice gives
-    rows of.
+    each row, first of what it returns. If loss.per_token is true, a row's loss depends on that row alone. If not, the
+    loss is called with whole rollouts: all rows of a rollout are here and contiguous, and tokens.rollout says which
+    rollout a row belongs to. `tokens` holds what else the loss reads, a row per token, on hidden's device: a
+    packing.TokenBatch, or anything that a slice gives rows of.
     The rest is as for linear_logprob. The gradient is made in the forward: call backward at most once.
     """
     _check("fused_policy_loss", hidden_KH, weight_VH, targets_K, temperature)
@@ -169,8 +169,8 @@ class _FusedPolicyLoss(torch.autograd.Function):
 
 
 def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
-    """Return the rows whose losses are evaluated together: a block; or, where the loss couples the tokens of a
-    rollout, as many whole rollouts as a block holds, or one rollout that is longer than that."""
+    """Return the slices of rows whose losses are evaluated together: the blocks; or, if the loss couples the tokens of
+    a rollout, as many whole rollouts as fit into a block, or one rollout that is longer than a block."""
     if loss.per_token or len(blocks) < 2:
         return blocks
     groups = []
@@ -189,8 +189,8 @@ def rollout_bounds(rollout_K: Tensor) -> list[int]:
 
 
 class TangentLoss:
-    """A sum over tokens that has the value and the gradients of another loss at given log-probabilities and entropies:
-    its tangent there. So a loss that couples tokens can train on micro-batches that hold parts of rollouts."""
+    """The tangent of another loss at given log-probabilities and entropies: a sum over tokens with the same value and
+    gradients there. It lets a loss that couples tokens train on micro-batches that hold parts of rollouts."""
 
     per_token = True
 
@@ -200,7 +200,7 @@ class TangentLoss:
 
 
 def loss_and_gradients(loss: Callable, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor, ...]:
-    """Return the loss of some rows, and its gradients in their logp and entropy: vectors, whatever the vocabulary."""
+    """Return the loss of some rows and its gradients with respect to their logp and entropy, a number per row each."""
     with torch.enable_grad():
         inputs = logp_R.detach().requires_grad_(), entropy_R.detach().requires_grad_()
         total = loss(*inputs, tokens_R)[0].sum()

@@ -188,7 +188,7 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
         part, _, last = name.rpartition(".")
         if isinstance(module, nn.ModuleList) and len(module):
             blocks.setdefault(part, last)
-    tower = ".".join(vision.split(".")[:2])  # the whole of it, also where a part of it is named
+    tower = ".".join(vision.split(".")[:2])  # the whole tower, even if a part of it is named
     inner = next((part for part in blocks if f"{part}.".startswith(f"{vision}.")), vision)
     for dotted in (inner, language):
         there = f"no list of blocks there; there are in {', '.join(list(blocks)[:4])}"

@@ -55,8 +55,8 @@ class TokenBatch:
         return len(self.rollout)
 
     def fill(self, rows: Tensor, **columns: Tensor | None) -> None:
-        """Set some rows of columns. A column that was not there is made, with NaN in its other rows; a column that is
-        given as None is left out."""
+        """Set some rows of the given columns. A column that does not exist yet is created, with NaN in its other rows;
+        a column given as None is skipped."""
         for name, values in columns.items():
             if values is not None:
                 if getattr(self, name) is None:
@@ -98,7 +98,7 @@ class MicroBatch:
     The tokens that continue the one at k are positions k + 1 to end_T[k] - 1, so query q sees key k exactly if
     k <= q < end_T[k]: one integer per token holds the whole mask. Trained token j has id target_K[j], is predicted by
     the hidden state at source_K[j], and is row token_index_K[j] of the TokenBatch. Rows ascend, so the tokens of a
-    rollout stand together, also where its turns are sequences of their own.
+    rollout are contiguous, even if its turns are separate sequences.
     """
 
     ids_T: Tensor  # int64, as all here
@@ -170,8 +170,8 @@ class Packer:
     def pack(
         self, rollouts: Sequence[Any], chosen: Sequence[int] | None = None, agree: Callable[[int], int] = lambda n: n
     ) -> list[MicroBatch]:
-        """Micro-batches of the chosen rollouts (default: all), each sequence in exactly one. The turns of a rollout
-        that are sequences of their own may be in several.
+        """Micro-batches of the chosen rollouts (default: all), each sequence in exactly one. Turns that are
+        separate sequences may be in different ones.
 
         There are as few as best-fit decreasing needs, or `agree(needed)` of them: the largest number over all ranks, as
         collectives must match. Where there are fewer groups than that, the rest hold one token and train nothing.

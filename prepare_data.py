@@ -101,7 +101,7 @@ class Raw:
     root: File = Path()  # where relative image paths start
     name: str = ""  # tells its file from others in uids
     place: tuple[ImageTable, int, int] | None = None  # where its images stay
-    marked: bool = False  # its prompt had images and no marks, and was given them
+    marked: bool = False  # marks were added to its prompt, which had images but no marks
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class ReadingConfig:
     data_source: str | None = setting(None, "task of all rows, e.g. geo3k, whatever the rows themselves say")
     instruction: str = setting("", "text behind prompts that lack it; the name of a task stands for that task's text")
     bad_rows: str = setting("error", "what to do with unreadable rows", choices=("error", "skip"))
-    image_root: str | None = setting(None, "folder where the paths of images start, and which none may leave (default: "
-                                     "they start at the file's own folder, and may name any file)", metavar="DIR")
+    image_root: str | None = setting(None, "folder that image paths are relative to and may not leave (default: "
+                                     "the file's own folder, and paths may name any file)", metavar="DIR")
 
     # Settings only of making a file, see FileConfig
     split = None
@@ -184,7 +184,7 @@ class TaskConfig(FileConfig):
 
 @dataclass(frozen=True)
 class FoundConfig(TaskConfig):
-    """Training on files as they were found"""
+    """Settings to train on files that are not in our format"""
 
     fetch = None
 
@@ -447,8 +447,9 @@ def read_examples(
 
 
 def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
-    """Return how the source of a task (--data-source, or vqa) reads files without a prompt column: datasets of the hub
-    have question, image and answer. None if --prompt-key names a column, or the source's own is missing."""
+    """Return the settings with which a task's source reads files without a prompt column, such as datasets of the hub
+    with question, image and answer; the task is --data-source, or vqa. Return None if the files have a prompt column
+    (`prompt` or --prompt-key), or lack the one that the task reads by default."""
     task = find_tasks().get(reading.data_source or "vqa")
     defaults, columns = getattr(task, "DEFAULTS", {}), parquet_columns(files[0])
     if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
@@ -520,7 +521,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     extras: list[dict] = []
-    for left in path.parent.glob(f".{escape(path.name)}.*/draft"):  # a process that is killed leaves it, not its lock
+    for left in path.parent.glob(f".{escape(path.name)}.*/draft"):  # left by a killed process, unlocked
         with suppress(OSError), left.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)
@@ -529,7 +530,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         final = Path(folder, "final")
-        # rows until a page's size is looked at: else all images of a group are one
+        # rows between checks of a page's size: by default all images of a row group would share one page
         pages = {"write_batch_size": 8, "write_page_checksum": True}
         with pq.ParquetWriter(draft, SCHEMA, **pages) as writer:
             for group in row_groups(examples):
@@ -569,7 +570,7 @@ def find_tasks() -> dict[str, ModuleType]:
 
 
 def instruction_of(text: str) -> str:
-    """Return what --instruction stands for: that of the task of this name, or else the text itself."""
+    """Return the text of --instruction: the instruction of the task with that name, or else the text itself."""
     load_tasks()
     return (text in TASKS and TASKS[text].instruction) or text
 
@@ -627,7 +628,7 @@ def make_file(source: str, cfg: FileConfig) -> None:
     template_columns(cfg.prompt_template)
     bad: list[str] = []
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
-    # rows without a task of ours need a reward of the user's
+    # rows of tasks that are not built in are graded by the user's own reward
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
     with writing(Path(cfg.out), f"--out {cfg.out}"):
         count = write_examples(good_rows(raws, cfg, bad, cfg.limit, check), cfg.out)

@@ -76,7 +76,7 @@ Answerable = Callable[[str, Callable[[str], dict[str, float]]], bool]
 
 
 def full_marks(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
-    """Return whether the truth itself is right; a reward without a part "accuracy" only has to be without errors."""
+    """Return whether the truth, given as the answer, has accuracy 1; a reward without "accuracy" only must not fail."""
     return earned(truth).get("accuracy", 1.0) == 1.0
 
 
@@ -176,9 +176,9 @@ WRAPPED = re.compile(WRAPPED, re.DOTALL | re.IGNORECASE)
 
 
 def unwrap_truth(truth: str) -> str:
-    r"""Return a truth without what stands around all of it: thinking, `<answer>` tags, `\boxed{}`, `$...$`, `\(...\)`.
+    r"""Return a truth without what wraps all of it: thinking, `<answer>` tags, `\boxed{}`, `$...$`, `\(...\)`.
 
-    One that is not wrapped, or holds nothing, stays as it is.
+    A truth that is not wrapped, or whose wrapping is empty, is returned unchanged.
     """
     text = truth.strip()
     box = BOX.match(text)
@@ -275,7 +275,7 @@ class Rewards:
         return own in self.functions or (own is None and (self.played or len(self.graders(example)) > 0))
 
     def check(self, examples: Sequence[Any]) -> dict[str, int]:
-        """Return the number of rows of each task, after `check_tasks` of those that their tasks' own rewards grade."""
+        """Check the rows that their tasks' own rewards grade (`check_tasks`). Return the number of rows per task."""
         rows = check_tasks(examples, self.graded_elsewhere)
         for example in examples:
             self.first.setdefault(task_name(example.data_source), example)
@@ -346,7 +346,7 @@ def uncounted() -> Iterator[None]:
     grader_stats.update(before)
 
 
-FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # of answers, as instructions and prompts ask for them
+FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # how instructions and prompts ask for a form of answer
 REASONS = {  # of grader_stats
     "no_box": "its braces do not match",
     "bad_truth": "it says nothing",
@@ -359,8 +359,8 @@ REASONS = {  # of grader_stats
 def check_tasks(
     examples: Iterable[Any], graded_elsewhere: Callable[[Any], bool] = lambda example: False
 ) -> dict[str, int]:
-    """Return the number of rows of each task. Raise UserError for a row whose own truth, written as an answer, does not
-    earn full marks, and as `score` does. Rows that something else than their task's own reward grades are not checked.
+    """Return the number of rows of each task. Raise UserError if a row's truth, given as the answer, does not earn full
+    marks, or if `score` raises it. Rows that their task's own reward does not grade are not checked.
     """
     rows = Counter()
     for example in examples:

@@ -41,7 +41,7 @@ def never(value: Any) -> bool:
 
 
 def plain_pair(pair: Any) -> bool:
-    """Return whether a KEY=VALUE has a number, true or false for its value, which name no code, file or server."""
+    """Return whether the value of a KEY=VALUE is a number, true or false, and so names no code, file or server."""
     return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))
 
 
@@ -56,9 +56,9 @@ def setting(
     **bounds: float,
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
-    `bounds`: least, above, most, below. `from_run`: which values (of a tuple: each of them) a run's folder, which may
-    be a stranger's, can bring along; see settings_of_run. `part_of`: the setting without which this one means
-    nothing."""
+    `bounds`: least, above, most, below. `from_run` says whether a value (of a tuple: each item) may be taken from a
+    run's folder, which may be a stranger's; see settings_of_run. `part_of` is the setting without which this one has no
+    effect."""
     more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
     return field(default=default, kw_only=True, metadata=more | {"from_run": from_run, "part_of": part_of})
 
@@ -165,8 +165,9 @@ def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
 def settings_of_run(
     known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
 ) -> dict[str, Any]:
-    """Return what a run's run.json has of the `known` settings, for a command whose `given` settings win over them.
-    Raise UserError for what a folder must not bring along (code, servers, names of secrets) and `given` lacks."""
+    """Return the `known` settings that a run's run.json has, as defaults of a command that was `given` others. Raise
+    UserError if it has some that must not come from a folder (code, servers, names of secrets) and `given` lacks
+    them."""
     kept, withheld = {}, []
     for f in known:
         left_out = f.metadata["part_of"] in given and given[f.metadata["part_of"]] is None
@@ -177,8 +178,8 @@ def settings_of_run(
         withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
     told = " ".join(flag_text(f.name, run[f.name]) for f in withheld)
     without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
-    need(not withheld, f"{where} was trained with {told}. What names code, servers, secrets or missing files is not "
-         f"taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
+    need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
+         f"not taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
     return kept
 
 

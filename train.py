@@ -286,8 +286,8 @@ def update_policy(
 def tangent_columns(
     models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config
 ) -> torch.Tensor:
-    """Return what kernels.TangentLoss reads of each token, (N, 3). Where micro-batches hold parts of rollouts, a loss
-    that couples the tokens of a rollout needs a forward over all of them before the first backward."""
+    """Return what kernels.TangentLoss reads of each token, (N, 3). If micro-batches hold parts of rollouts, a loss that
+    couples the tokens of a rollout needs a forward over all micro-batches before the first backward."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
@@ -457,7 +457,7 @@ def main(cfg: Config) -> None:
 
 
 def say_origins(message: str, cfg: Config) -> str:
-    """Return a message with the origin of each "--flag value" in it whose flag was not given."""
+    """Add to each "--flag value" in a message where the value comes from, if the flag was not given."""
     given = {word.partition("=")[0] for word in sys.argv}
     new = cfg.run.resume == "no" or (cfg.run.resume == "auto" and not Path(cfg.run.out, "checkpoints").exists())
     origin = "the default" if new else "from the run that is resumed"

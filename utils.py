@@ -191,8 +191,8 @@ def use_utf8() -> None:
 
 
 def tell_once(text: str) -> int:
-    """Print an error, and leave it where torchrun takes the end of its report from. Return the exit code: 0 if another
-    process of this torchrun has printed the same, so that torchrun reports that one alone."""
+    """Print an error, and write it to the file that torchrun shows at the end of its report. Return the exit code: 0 if
+    another process of this torchrun has already printed the same error, so that torchrun reports only that process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         try:

@@ -40,7 +40,7 @@ class ConnectionConfig:
 class ServerConfig(ConnectionConfig):
     """Servers in training"""
 
-    serve: int = setting(0, "instead of --servers: start and stop so many of vLLM's on this machine", least=0)
+    serve: int = setting(0, "instead of --servers: number of vLLM servers to start and stop on this machine", least=0)
     async_steps: int = setting(0, "K: sample up to K batches ahead of the update, with weights up to K updates old",
                                least=0)
     in_flight: str = setting("abort", "responses that a sync meets: go on with old keys and values; stop, and go on "
@@ -74,7 +74,7 @@ class ServerConfig(ConnectionConfig):
                 plain = parts.scheme in ("http", "https") and parts.hostname and parts.port
             need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
             told = f"--servers {url}: no server answers there; `python -m engines.serve` starts one"
-            more = {"timeout": 30.0, "trust_env": False}  # of its answer the status is all that is read
+            more = {"timeout": 30.0, "trust_env": False}  # only the answer's status is read
             with refusing(httpx2.HTTPError, told), httpx2.stream("GET", f"{url.rstrip('/')}/health", **more) as answer:
                 need(answer.status_code == 200, f"{told} (/health says {answer.status_code})")
 
@@ -91,8 +91,8 @@ def connect(
     lora_rank: int = 0,
     **more: Any,
 ) -> Engine:
-    """Return the engine of --rollout server; with --serve rank 0 starts servers of `path` first, which end with it.
-    `more` is for ServerEngine."""
+    """Return the engine of --rollout server. With --serve, rank 0 first starts servers of the model at `path`; they end
+    when it ends. `more` is passed to ServerEngine."""
     for left in (out / "sync").glob("*") if ctx.main else ():  # of a run that was killed in the middle of a sync
         shutil.rmtree(left, ignore_errors=True)
     urls, adapter = list(servers.servers), lora_rank if servers.sync == "adapter" else 0

@@ -71,7 +71,7 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
     need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
     need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
-    if importlib.util.find_spec("vllm") is None:  # the server checks its own
+    if importlib.util.find_spec("vllm") is None:  # not installed here: the server checks them
         return settings
     set_environment()
     from vllm import EngineArgs
@@ -93,7 +93,7 @@ def engine_arguments(
     size = processor.image_processor.size
     arguments = dict(
         model=path,
-        load_format="safetensors",  # never pickles, to which vLLM turns where there are none
+        load_format="safetensors",  # never pickles, which vLLM reads if there are no safetensors
         dtype=str(dtype).removeprefix("torch."),
         max_num_seqs=256,
         max_num_batched_tokens=8192,

@@ -96,7 +96,7 @@ class Server:
     async def request(self, method: str, path: str, **more: Any) -> Any:
         timeout, data = httpx2.Timeout(self.seconds, connect=min(30.0, self.seconds)), bytearray()
         try:
-            # Of the whole answer: the client's own time limit is for each piece of it
+            # Limits the whole answer; the client's own timeout applies to each piece of it
             async with asyncio.timeout(self.seconds), self.http.stream(
                 method, self.url + path, timeout=timeout, **more
             ) as answer:

@@ -147,8 +147,8 @@ def decoded(data: bytes) -> Image.Image:
 
 
 def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
-    """Return a text, or messages of role and content, as messages of texts with <image> marks, and the images of these.
-    Contents may be lists of parts, as in rows."""
+    """Return (messages, images) of what an environment said: a text, or a list of {role, content} whose contents may be
+    lists of parts, as in rows, becomes messages whose contents are texts with <image> marks."""
     many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
     need(many, f"images are {type(images).__name__}; expected a list of images")
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages

@@ -1,8 +1,8 @@
 """Episodes: the policy's responses in turn with what an environment says, for any engine.
 
 The tokens of an episode are never written anew. Turn k + 1 goes on from turn k's prompt, the tokens that were sampled,
-and the chat template's tokens for what the environment said. Where the template would make something else of what was
-said before (one that drops thoughts, say), each turn of that episode is a sequence of its own: Rollout.separate.
+and the chat template's tokens for what the environment said. If the template would
+change earlier turns (drop thoughts, say), each turn of that episode is a separate sequence: Rollout.separate.
 
 Environments answer in threads, or in one event loop if their methods are `async`; an episode goes on as soon as its own
 has answered. The name begins with _ because it is no environment.
@@ -93,11 +93,11 @@ class Episodes:
         self.processor = processor
         self.separate = processor.rewrites_history()
         if self.separate:
-            print0("the chat template may rewrite what was said before: the turns of an episode where it does are "
-                   "sequences of their own")
+            print0("the chat template may rewrite earlier turns; an episode in which it does is trained as separate "
+                   "sequences, one per turn")
 
     def rewritten(self, said: Sequence[int], written: Sequence[int]) -> bool:
-        """Return whether the text of what was said differs from what the chat template writes of it."""
+        """Return whether the conversation as it was said differs, as text, from what the chat template makes of it."""
         return self.processor.tokenizer.decode(said) != self.processor.tokenizer.decode(written)
 
     def generate(
@@ -145,8 +145,8 @@ class Play(Responses):
         return all(episode.rollout.ended_by for episode in self.episodes)
 
     def room(self, rollout: Rollout) -> int:
-        """Return how many tokens the next response may have. The limit is on all that was said after the prompt, and
-        on each turn that is a sequence of its own: a template may write more than was said."""
+        """Return how many tokens the next response may have. The limit holds for the whole episode after its prompt,
+        and for each turn that is a separate sequence, since a template may write more than was said."""
         own = self.episode_of[id(rollout)].rollout
         said = len(own.response) + (len(rollout.response) if rollout is not own else 0)
         sequence = len(rollout.prompt.token_ids) - len(own.prompt.token_ids) + len(rollout.response)

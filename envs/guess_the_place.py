@@ -1,7 +1,7 @@
 """Guess the place: after each guess the policy is told how far away, and in which direction, the place is.
 
 For rows of tasks/geospot.py whose truth has lat and lon. The episode ends with a guess that is near enough; the last
-guess is graded as geospot's, with all parts or by a curriculum's options for `guess_the_place`.
+guess is graded like an answer of geospot: all parts, unless a curriculum has options for `guess_the_place`.
 
 The toy: geospot's map, on which country and region can be seen and the city cannot: that is found by asking.
 """

@@ -14,7 +14,7 @@ from report.files import read_rows
 from report.summary import best_evaluation
 from settings import flag_of, settings_of_run
 
-# A checkpoint does not fit a run where these differ: its weights are others', its place in the data is in batches
+# A checkpoint does not fit a run where these differ: its weights, or its position in the data (counted in batches)
 FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 
 
@@ -29,7 +29,7 @@ def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[s
     if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # or it ended before its first checkpoint
         run = run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
         return settings_of_run(known, run, given, path)
-    need(resume == "auto", f"--resume {resume}: neither no nor auto nor a complete checkpoint nor a run that has one"
+    need(resume == "auto", f"--resume {resume}: expected no, auto, a complete checkpoint or a run that has one"
          + nearest_path(path))
     missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")

@@ -71,7 +71,7 @@ class Rounds:
             step = state.step + ahead
             wanted = step < self.cfg.run.steps and stage_of(step) == stage_of(state.step)
             if wanted and position + ahead not in self.begun:
-                # With --sample-rounds a step may take several, so which step takes one sampled ahead is not known yet
+                # With --sample-rounds a step may take several batches, so the step of one sampled ahead is unknown yet
                 known = ahead == 0 or self.cfg.algo.sample_rounds == 1
                 self.begun[position + ahead] = self._begin(state, step, position + ahead, known)
         if position == state.position:

@@ -176,7 +176,7 @@ def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
 
 
 def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
-    """Return for which of n tokens this process computes the head: whole rollouts where the loss couples tokens."""
+    """Return which of n tokens this process computes the head for: whole rollouts if the loss couples tokens."""
     per_token = loss is None or loss.per_token
     cuts = torch.tensor(range(n + 1) if per_token else rollout_bounds(tokens.rollout))
     wanted = torch.tensor([n * group.rank() // group.size(), n * (group.rank() + 1) // group.size()])

@@ -108,8 +108,8 @@ def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
 
 
 def named_rewards(records: Sequence[dict], metric: str) -> dict[str, dict]:
-    """Return the mean of each named reward but the metric over the n examples that have it; TASK/NAME of several
-    tasks."""
+    """Return the mean of each named reward except the metric, over the n examples that have it. With several tasks the
+    names are TASK/NAME."""
     several = len({record["task"] for record in records}) > 1
     scores = defaultdict(list)
     for record in records:
@@ -174,13 +174,13 @@ def grouped(records: Sequence[dict], metric: str) -> dict:
 
 
 def described(scores: Sequence[float], name: str) -> dict:
-    """Return n, the mean and its interval, of scores of that name."""
+    """Return n, the mean of the scores as `name`, and its interval."""
     return {"n": len(scores), name: fmean(scores), f"{name}_ci95": interval(scores)}
 
 
 def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> dict:
-    """Compare with another model on the same examples: the difference of the metric, by bootstrap over examples, which
-    were gained and which were lost, and the exact test of whether that may be chance."""
+    """Compare with another model on the same examples. Return the difference of the metric with its interval (bootstrap
+    over examples), the examples gained and lost, and an exact test of whether these may be chance."""
     assert [r["uid"] for r in records] == [r["uid"] for r in baseline], "a paired comparison needs the same examples"
     ours, theirs = scores_of(records, metric), scores_of(baseline, metric)
     gaps = {r["uid"]: a - b for r, a, b in zip(records, ours, theirs, strict=True)}

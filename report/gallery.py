@@ -40,7 +40,7 @@ def number(value: float | str) -> str:
 
 
 def is_right(sample: dict, summary: Mapping) -> bool | None:
-    """Return None where nothing is right or wrong. A sample that failed counts as wrong in an evaluation."""
+    """Return whether a sample is right; None if its task has no right or wrong. In an evaluation a failure is wrong."""
     if "accuracy" not in sample["rewards"]:
         failed = sample["finish_reason"] == "error" and "accuracy" in summary
         return False if failed else None

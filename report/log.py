@@ -200,7 +200,7 @@ class RunLog:
         write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
 
     def _try(self, report: Callable[[], None]) -> None:
-        """Call what draws or writes a report; what it raises is a warning, as a run is worth more than a page."""
+        """Call a function that draws or writes a report; print a warning if it raises, since the run matters more."""
         try:
             report()
         except Exception as error:  # whatever the libraries that draw come up with

@@ -207,7 +207,7 @@ def draw_time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plain_label(name: str) -> str:
-    """Return a name for matplotlib to show as it is: not as a formula, and in the legend though it begins with _."""
+    """Return a name so that matplotlib shows it literally: no formula, and in the legend even if it begins with _."""
     return re.sub("^_", " _", name).replace("$", r"\$")
 
 

@@ -38,7 +38,7 @@ START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
 CHUNK_S = 0.05  # of work is handed to a process at a time
 MAX_CHUNK = 32  # calls
-SEND_S = 10  # a process that does not read, or does not finish a message, for so long is given up
+SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
 
 # --- the trainer's side -------------------------------------------------------------------------------------------
 

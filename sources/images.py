@@ -74,11 +74,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_file(path: Path, folder: str | None = None) -> bytes:
-    """Return the content of a file that a row names: inside of `folder`, links followed, where one is given. A pipe
-    would hang, a device never end. Raises OSError or ValueError."""
+    """Return the content of a file that a row names. If `folder` is given, the file has to be inside it once links are
+    followed. Pipes (which would hang) and devices (which never end) are refused. Raises OSError or ValueError."""
     status = path.stat()
     inside = folder is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-    need(inside, f"{path} is outside of --image-root {folder}; move it there, or give a folder that holds both")
+    need(inside, f"{path} is outside of --image-root {folder}; move it there, or give a folder that holds all images")
     size = status.st_size
     need(stat.S_ISREG(status.st_mode), f"{path} is no regular file")
     need(0 < size <= MAX_FILE_BYTES, f"{path} has {size} bytes, expected 1 to {MAX_FILE_BYTES}")

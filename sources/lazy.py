@@ -27,8 +27,8 @@ LARGE_GROUP = 256 << 20  # bytes of a row group from which on to read a row of i
 
 
 def open_parquet(file: object) -> pq.ParquetFile:
-    """Open a file to be read bit by bit, its pages' checksums verified where it has some. Without a buffer's size
-    pyarrow takes in a whole row group at once."""
+    """Open a file to read it piece by piece, and verify the checksums of its pages if it has any. Without a buffer size
+    pyarrow reads a whole row group at once."""
     return pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True)
 
 

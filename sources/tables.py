@@ -86,8 +86,8 @@ def file_names(files: list[File]) -> list[str]:
 
 
 def batch_records(batch: pa.RecordBatch) -> list[Record]:
-    """Return the rows of a batch. One that is too large, or has a value that Python cannot hold, becomes the reason,
-    and the others stay."""
+    """Return the rows of a batch. A row that is too large, or has a value that Python cannot hold, is replaced by the
+    reason, a text; the other rows stay."""
     size = batch.nbytes + VALUE_BYTES * sum(map(count_values, batch.columns))
     reason = f"it takes {size} bytes of memory, at most {MAX_ROW_BYTES} are read; split the row"
     if size <= MAX_ROW_BYTES:

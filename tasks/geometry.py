@@ -424,7 +424,7 @@ def members(text: str, separator: str) -> list[str]:
 
 
 def all_paired(right: list[list[bool]]) -> bool:
-    """Return whether the rows of a square table can each take another column that is right (Kuhn's algorithm)."""
+    """Return whether each row of a square table can get a column of its own that is true there (Kuhn's algorithm)."""
     row_of: dict[int, int] = {}
 
     def pair(row: int, tried: set[int]) -> bool:
@@ -679,7 +679,7 @@ def format_reward(response: str) -> float:
 
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
-    """Return whether a truth is right as its own answer, and a value to the reader or math-verify, or plain words."""
+    """Return whether a truth, given as the answer, is right, and is plain words or can be read as a value."""
     require_math_verify()
     if not full_marks(truth, earned):
         return False

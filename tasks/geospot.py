@@ -405,9 +405,9 @@ def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
 def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
     """Return each part from 0 to 1, and under "reward" the weighted sum of those that the stage pays for.
 
-    `stage` is a Stage or its index in STAGES. The weight of a part that the truth lacks goes to the row's other parts
-    that the stage pays for, or if it has none of them, to all that it has. Raise UserError if the truth holds nothing
-    to grade; no response raises.
+    `stage` is a Stage or its index in STAGES. The weight of a part that the truth lacks goes to those parts of the
+    truth that the stage pays for, or if there are none, to all parts of the truth. Raise UserError if the truth holds
+    nothing to grade; no response raises.
     """
     graded = grade_place(response, truth, stage)
     graded.pop("km", None)

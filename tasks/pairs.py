@@ -34,7 +34,7 @@ NAMES = {*ALL, *NONE, "one"}
 ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
 COUNTED = r"([a-z0-9]+) (?:(?:of (?:the|these) )?(?:images|photos|pictures|figures)|of (?:them|these)|in total|only)\b|"
 COUNTED += r"\b(?:the|these|those|only|just|exactly|of|there(?:'s| is| are)|has|have|see|shows?|a|its|my) ([a-z0-9]+)\b"
-COUNTED = re.compile(rf"(?=\b(?:{COUNTED}))")  # what says how many, as `the two`, and not which
+COUNTED = re.compile(rf"(?=\b(?:{COUNTED}))")  # says how many (`the two`), not which
 WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 

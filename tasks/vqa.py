@@ -777,8 +777,8 @@ def from_json(value: object) -> object:
 
 
 def letter_of(answer: object, choices: list) -> str:
-    """Return the letter of the choice that an answer names by its letter, its text or, as ScienceQA's, an integer among
-    texts, its place from 0. Raises UserError if it names two, or none."""
+    """Return the letter of the choice that an answer names by letter, by text or, as in ScienceQA, by its index from 0
+    (an integer, if all choices are texts). Raises UserError if it names two, or none."""
     text, names = clean(unwrap_truth(str(answer))), list(map(str, choices))
     by_text = {i for i, choice in enumerate(names) if text == clean(choice)}
     by_text = by_text or {i for i, choice in enumerate(names) if normal(text) == normal(clean(choice))}
