@@ -553,7 +553,7 @@ def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
     for given in (toys["qwen2_5_vl"], tmp_path / "empty"):
-        with pytest.raises(UserError, match=f"--resume {given}: neither .* nor a run that has one"):
+        with pytest.raises(UserError, match=f"--resume {given}: expected no, auto, a complete checkpoint or a run"):
             find_start(start_args(toys["qwen2_5_vl"], tmp_path / "out", given))
 
 
