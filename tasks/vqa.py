@@ -3,9 +3,10 @@ r"""Visual questions: a word, a number, yes or no, a letter of a choice; one ref
 Rows are {image, question, answer, type} as found, and further columns where there are any: `choices` (texts, from which
 `answer` names one, by its letter or by its text), `tolerance` of a number (0.5, or "5%" of the truth; counting has
 none). An `answer` that is a list holds what several people said: as in VQA, an answer that three of them gave is right.
+A list of two texts holds two forms of one answer, and each of them is right.
 
 How a truth looks decides how an answer is compared with it: a number by value, yes and no by meaning, a choice by its
-letter, everything else as text. Text is normalised as by the evaluation code of VQA v2 (Goyal et al. 2017,
+letter, a formula as it is written, everything else as text. Text is normalised as by the evaluation code of VQA v2 (Goyal et al. 2017,
 github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); plurals and the synonyms below are ours.
 """
 
