@@ -147,6 +147,15 @@ MEANINGS = {
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }
+
+
+def repeating(match: re.Match) -> str:
+    r"""`0.1\overline{6}` or `0.(6)` -> the fraction that the repeating decimal equals."""
+    whole, digits, *repeated = (part or "" for part in match.groups())
+    first, period = whole + digits, "".join(repeated)
+    return f"(({first + period}-{first or 0})/({10 ** len(period) - 1}*{10 ** len(digits)}))"
+
+
 COMMANDS: dict[str, str] = {}
 for _meaning, _names in MEANINGS.items():
     COMMANDS |= dict.fromkeys(_names.split(), _meaning)
@@ -156,6 +165,7 @@ WRAPPERS += " widehat overarc overparen arc mathrm mathbf mathit mathsf bm bolds
 WRAPPERS += " large Large LARGE huge Huge"
 REWRITES = [
     (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
+    (r"(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\))", repeating),
     (r"\{,\}|,\s*\\!\s*", ","),
     (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
     (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
@@ -368,9 +378,14 @@ def same_value(prediction: str, truth: str) -> bool:
 
 def same_to_math_verify(prediction: str, truth: str) -> bool:
     """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
-    if "%" in prediction + truth:
-        raise Unreadable("percent of what math-verify reads")
-    return MATH_VERIFY.same(prediction.translate(LATEX), truth.translate(LATEX))
+    if re.search(r"%|\\[hv]?phantom|[0-9|)] ?_", prediction + truth):
+        raise Unreadable("percent, invisible text or a number's subscript, which math-verify drops")
+    return MATH_VERIFY.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
+
+
+def in_radians(text: str) -> str:
+    r"""`\sin 30°` -> `\sin (30*π/180)`: math-verify drops degree signs."""
+    return re.sub(r"([0-9.]+) ?°", r"(\1*π/180)", text) if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) else text
 
 
 # --- comparing answers --------------------------------------------------------------------------------------------
@@ -393,12 +408,12 @@ NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|\| ?[A-Z
 NAME += r"[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{[ △{]*\w+[ }]*\}|\w))?°?)"
 NAMES = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
 NAMES += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
-NAME = re.compile(rf"(?!.*π)(?=.{{,60}}$)(?:{NAMES})|")
+NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAMES})|")  # `(A) x` names a choice
 POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
 # On the left of an equation: what names its right side, as `f(3)` and `\cos 2θ`, rather than being worth something.
 FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
 LIST = re.compile(" ?; ?|,? and ")  # between the values of a list, besides commas
-WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+")
+WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
 CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 MIRROR = str.maketrans("<>≤≥", "><≥≤")
@@ -531,8 +546,8 @@ def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]
     name, _, value = prediction.partition(":")
     exact, _ = without_unit(split(truth, "=")[0][-1])
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
-    if name and value and ":" not in truth and NAME.fullmatch(name) and not letters:
-        prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
+    if re.fullmatch("(?![A-H]$).+", name) and value and ":" not in truth and NAME.fullmatch(name) and not letters:
+        prediction = f"{name}={value}"  # `x: 48`, but not a choice, `A: 48`; of a truth with letters it is a ratio
     (names, items), (true_names, truths) = strip_names(prediction), strip_names(truth)
     if len(truths) > 1:
         return same_sides(prediction, truth, again)
@@ -585,6 +600,8 @@ def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) 
         if len(items) > 1 or len(truths) > 1:
             brackets = point[1] == true_point[1] and point[3] == true_point[3]
             return brackets and len(items) == len(truths) and all(map(again, items, truths))
+    elif true_point and "," in truth:
+        return False  # math-verify takes a set for a point
     items, truths = split(prediction, ":")[0], split(truth, ":")[0]
     if len(items) == len(truths) > 1:  # a time, or a ratio to 0: 12:00 is not 1:00
         if re.match(r"\d+:0\d|[1-9]\d*:0(?::0)?$", truth):

@@ -82,7 +82,7 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     words = [word for word in words if not is_known(word, known) or position(word, 10) is not None or word in NAMES]
     if len(words) > 1 and words[-1] == "one" and words[-2] != "and" and not number_at(words[-2:-1]):  # `the second one`
         words.pop()
-    if words[:2] == ["no", "one"] or words in ([word] for word in NONE):
+    if words == ["no", "one"] or words in ([word] for word in NONE):
         return frozenset()
     if words and words[0] in ALL and (words[0] != "both" or n == 2):
         words = words[1:] or [str(i + 1) for i in range(n)]

@@ -6,8 +6,9 @@ none). An `answer` that is a list holds what several people said: as in VQA, an 
 A list of two texts holds two forms of one answer, and each of them is right.
 
 How a truth looks decides how an answer is compared with it: a number by value, yes and no by meaning, a choice by its
-letter, a formula as it is written, everything else as text. Text is normalised as by the evaluation code of VQA v2 (Goyal et al. 2017,
-github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); plurals and the synonyms below are ours.
+letter, a formula as it is written, everything else as text. Text is normalised as by the evaluation code of VQA v2
+(Goyal et al. 2017, github.com/GT-Vision-Lab/VQA, `processPunctuation` and `processDigitArticle`); plurals and the
+synonyms below are ours.
 """
 
 import ast
@@ -185,8 +186,11 @@ OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-
 CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
-FORMULA = re.compile(r"(?!.*(?<![a-z\\])[a-z]{2})(?=.*[-+<>≤≥=()\[\]^/]).+")  # `x - 1`, `(1, 2)`, `a-`; no `t-shirt`
-BRACKETS = re.compile(r"^[(\[]([^()\[\]]+)[)\]]$")
+SIGN = re.compile(r"[+<>≤≥=^]|(?<![a-z0-9])-|-(?![a-z0-9])")  # of `sin x - 1` and `C++`; none in `t-shirt`
+DASH = re.compile(r"^- (?=[a-z]{2})|(?<=[a-z]{3}) -+ (?=[a-z]{2})")
+FORMULA = re.compile(rf"(?=.*(?:{SIGN.pattern})).+|(?!.*(?<![a-z\\])[a-z]{{2}})(?=.*[-()\[\]/]).+")  # `x - 1`, `(1, 2)`
+BRACKETS = re.compile(r"^[(\[]([^()\[\],]+)[)\]]$")
+NUMBERS = re.compile(r"-?[0-9.]+(?:(?: ?, ?(?:and )?| and | ?& ?)-?[0-9.]+)+")  # a list of them
 LABELLED = re.compile(r"([a-z' ]+): ([a-z0-9.,-]+)")
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
 ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`
@@ -198,8 +202,9 @@ HINTS = {  # what is asked, and words that then say no more
     "width|height|length|depth|age|weight": "wide tall high long deep old heavy weigh",
 }  # fmt: skip
 SPELLINGS = {"’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": ""}
-SPELLINGS |= {"<answer>": "", "</answer>": "", "°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am"}
-SPELLINGS |= {"p.m.": "pm", "miles per hour": "mph", "kilometers per hour": "kmh", "km/h": "kmh", "out of": "of"}
+SPELLINGS |= {"\\(": " ", "\\)": " ", "<answer>": "", "</answer>": "", "^{\\circ}": "°", "^\\circ": "°"}
+SPELLINGS |= {"°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am", "p.m.": "pm"}
+SPELLINGS |= {"miles per hour": "mph", "kilometers per hour": "kmh", "km/h": "kmh", "out of": "of"}
 
 
 def clean(text: str) -> str:
@@ -362,7 +367,7 @@ def time_of(text: str) -> tuple[int, int, str] | None:
     if not found or int(found[1]) > 23:
         return None
     hour, half = int(found[1]), HALVES.get(found[3], found[3])
-    return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or ""
+    return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or "am" * (hour == 0)
 
 
 def says(text: str, asked: "Asked") -> bool | None:
@@ -493,8 +498,13 @@ def same(text: str, truth: str, asked: Asked) -> bool:
 
 def same_text(text: str, truth: str) -> bool:
     """Equal after normalising: as they are, with `t-shirt`, `tshirt` and `t shirt` as one, or as lists in any order."""
+    text, truth = DASH.sub(" ", text), DASH.sub(" ", truth)
     if FORMULA.fullmatch(truth):
         return as_written(text) == as_written(truth)
+    if NUMBERS.fullmatch(truth):  # `3,4` is not 34
+        return sorted(map(normal, AND.split(text))) == sorted(map(normal, AND.split(truth))) and text[0] not in "(["
+    if SIGN.search(text) or ("-" in text + truth and ("/" in text) != ("/" in truth)):  # `ab/cd` is not `ab-cd`
+        return False
     one, other = normal(text), normal(truth)
     if one == other != "":
         return True

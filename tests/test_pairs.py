@@ -73,6 +73,11 @@ def test_words_of_the_question_may_stand_around_a_name():
     assert pairs.which("\\boxed{2}<|im_end|>\\boxed{2}", row("2"), "stop")["accuracy"] == 0
 
 
+@pytest.mark.parametrize("answer", ["no one but 2", "no one or 1", "No one, 2", "no one knows", "no one except 1"])
+def test_what_follows_no_one_is_read(answer):
+    assert pairs.which(f"\\boxed{{{answer}}}", row("none"), "stop")["accuracy"] == 0
+
+
 @pytest.mark.parametrize("n, answer, wanted", NAMED)
 def test_answers_that_name_images(n, answer, wanted):
     if answer in ("all three", "all two"):

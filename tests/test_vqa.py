@@ -332,6 +332,45 @@ def test_formulas_are_compared_as_written():
     assert accuracy("3", "(3)", "Which?") == accuracy("t shirt", "t-shirt", "Which?") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("sin(x)+1", "sin(x)-1"), ("sin(x+1)", "sin(x)+1"), ("cos x - sin x", "cos x + sin x"), ("mx+b", "mx-b")]
+    + [("ab/cd", "ab+cd"), ("ab/cd", "ab-cd"), ("AB < CD", "AB > CD"), ("\\angle A > 3", "\\angle A < 3")]
+    + [("pH < 7", "pH > 7"), ("Fe2", "Fe2+"), ("A-", "A"), ("A+", "A"), ("-x", "x"), ("C++", "C"), ("Na+", "Na")]
+    + [("34", "3,4"), ("1234", "12,34"), ("[3, 4)", "3, 4"), ("(3,4)", "3 and 4")],
+)
+def test_signs_say_something(answer, truth):
+    for text in (answer, truth):
+        assert accuracy(text, text, "Which is it?") == 1.0
+    assert accuracy(answer, truth, "Which is it?") == accuracy(truth, answer, "Which is it?") == 0.0
+
+
+def test_hyphens_dashes_and_lists_of_numbers_are_still_read():
+    same = {"covid 19": "covid-19", "black and white": "black-and-white", "- red": "red", "3 and 4": "3,4"}
+    same |= {"4, 3": "3, 4", "May 5 2020": "May 5, 2020", "30^{\\circ}": "30°", "\\(3\\)": "3", "pH<7": "pH < 7"}
+    for answer, truth in same.items():
+        assert accuracy(answer, truth, "Which is it?") == 1.0, answer
+
+
+def test_half_past_midnight_is_not_noon():
+    asked = "What time is it?"
+    assert accuracy("12:30 am", "0:30", asked) == accuracy("00:30", "0:30", asked) == 1.0
+    assert accuracy("12:30 pm", "0:30", asked) == accuracy("12:30 pm", "00:30", asked) == 0.0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [("x", "-x", "2x"), ("sin x + 1", "sin x - 1"), ("ab + c", "ab - c"), ("log(a)+log(b)", "log(a)-log(b)")]
+    + [("$-\\frac{1}{2}x$", "$\\frac{1}{2}x$"), ("C", "C++")],
+)
+def test_choices_that_differ_by_a_sign(choices):
+    for i, text in enumerate(choices):
+        right, other = vqa.LETTERS[i], choices[i - 1]
+        row = example(right, WHICH, answer_type="multiple choice", choices=list(choices))
+        for answer, score in ((text, 1.0), (f"{right}. {text}", 1.0), (other, 0.0), (f"{right}. {other}", 0.0)):
+            assert reward.score(f"\\boxed{{{answer}}}", row)["accuracy"] == score, answer
+
+
 def test_two_forms_of_an_answer_are_each_right(tmp_path):
     (found,) = written(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
     assert [reward.score(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
