@@ -680,7 +680,7 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
         saved.append(sorted(p.name for p in tmp_path.glob("*/checkpoints/step_*")))
         raise RuntimeError("no glyph")
 
-    monkeypatch.setattr(report.log, "draw_curves", fail)
+    monkeypatch.setattr(report.log, "draw_grid", fail)
     monkeypatch.setattr(report.log, "show", fail)
     quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
     said = capsys.readouterr().out
