@@ -71,7 +71,6 @@ class RunLog:
         self.drawn = -1  # how many rows report.html and curves.png have
         self.failed = 0  # reports
         self.reporting: dict[str, float] = {}  # seconds that these took since the last row
-        self.began = self.step_began = time.perf_counter()
         if not ctx.main:
             return
         described = self._described()
