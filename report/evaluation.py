@@ -12,12 +12,12 @@ from typing import Any
 
 from prepare_data import Example
 from report.ablation import IMAGES
+from report.gallery import PLACES
 from report.page import episode_record
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from reward import extract_boxed, task_name, uncounted
 from rollout import Rollout
 
-ALWAYS = ("answer_type", "task", "source", "images")  # what records are grouped by without being asked
 FAILED = "rewards that failed, counted as 0: {n}"
 
 
@@ -44,8 +44,8 @@ def about(example: Example) -> dict:
 
 def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
     """A response, or an episode."""
-    told = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
-    return told | episode_record(r)
+    sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
+    return sample | episode_record(r)
 
 
 def answer_type(example: Example) -> str:
@@ -143,7 +143,7 @@ def of_several(records: Sequence[dict], metric: str) -> dict[str, float]:
 def by_group(records: Sequence[dict], metric: str) -> dict[str, dict]:
     """Return `by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several
     tasks the mean of their figures, whatever their sizes."""
-    columns = {name: [str(r["n_images" if name == "images" else name]) for r in records] for name in ALWAYS}
+    columns = {name: [str(r[place]) for r in records] for name, place in PLACES.items()}
     columns = {name: values for name, values in columns.items() if name == "answer_type" or len(set(values)) > 1}
     if columns.get("source") == columns.get("task"):
         columns.pop("source", None)
@@ -187,9 +187,15 @@ def compare(records: Sequence[dict], baseline: Sequence[dict], metric: str) -> d
     ends = (-1.0, 1.0) if ends_of(ours + theirs) else ()
     gained = [uid for uid, gap in gaps.items() if gap > 0]
     lost = [uid for uid, gap in gaps.items() if gap < 0]
-    told = {"difference": fmean(gaps.values()), "difference_ci95": bootstrap(list(gaps.values()), ends=ends)}
-    told |= {"gained": len(gained), "lost": len(lost), "mcnemar_p": mcnemar(len(gained), len(lost))}
-    return told | {"gained_uids": gained, "lost_uids": lost}
+    return {
+        "difference": fmean(gaps.values()),
+        "difference_ci95": bootstrap(list(gaps.values()), ends=ends),
+        "gained": len(gained),
+        "lost": len(lost),
+        "mcnemar_p": mcnemar(len(gained), len(lost)),
+        "gained_uids": gained,
+        "lost_uids": lost,
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,13 +250,13 @@ def plain(text: object) -> str:
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
     """The summary, in at most 100 columns where names are not long."""
     metric = summary["metric"]
-    lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}"]
-    lines[0] += f", truncated {summary['truncated']:.3f}"
+    lines = [f"{metric} {with_interval(summary, metric)}, 95% interval, n {summary['n']}, truncated "
+             f"{summary['truncated']:.3f}"]
     if summary["failed"]:
         lines.append(f"  {FAILED.format(n=summary['failed'])}")
-    if several := [name for name in summary if name.startswith(("avg@", "pass@", "majority@"))]:
-        chosen = [name for name in several if name[:5] != "pass@" or (int(name[5:]) & (int(name[5:]) - 1)) == 0]
-        lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in chosen))
+    few = {f"pass@{2**i}" for i in range(20)}
+    if several := [name for name in summary if name in few or name.startswith(("avg@", "majority@"))]:
+        lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in several))
     tables = {"rewards": "mean"} | {name: metric for name in summary if name.startswith("by_")}
     for column, name in tables.items():
         lines += [f"{plain(column).replace('_', ' ', 1)}:"] if summary[column] else []
@@ -267,9 +273,10 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
     if table := summary.get("reliance"):
         lines.append("visual reliance:")
         lines.append(f"  {'its own images':<32}  {with_interval(summary, metric)}")
-        for kind in (kind for kind in IMAGES if kind in table):
-            drop = f"drop {with_interval(table[kind], 'drop')}"
-            lines.append(f"  {IMAGES[kind]:<32}  {with_interval(table[kind], metric)}  {drop}")
+        for kind, images in IMAGES.items():
+            if found := table.get(kind):
+                drop = with_interval(found, "drop")
+                lines.append(f"  {images:<32}  {with_interval(found, metric)}  drop {drop}")
         if table["constant"] is not None:
             lines.append(f"  {'chance: the most frequent answer':<32}  {table['constant']:.3f}")
         lines += [f"  {sentence}" for sentence in table["said"].replace(". ", ".\n").splitlines()]

@@ -68,15 +68,17 @@ def marks(record: dict, summary: Mapping) -> set[str]:
 
 
 def choose(records: Sequence[dict], summary: Mapping | None = None) -> list[dict]:
-    """Those that a page shows, in order: of too many the telling ones first."""
+    """Return the records that a page shows, in order; if there are too many, those that tell most."""
     if len(records) <= MOST_PROMPTS:
         return list(records)
-    ranks = []
-    for i, record in enumerate(records):
-        found = marks(record, summary or {})
+
+    def rank(i: int) -> int:
+        found = marks(records[i], summary or {})
         order = ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"}, found)
-        ranks.append((next((k for k, wanted in enumerate(order) if found & wanted), len(order)), i))
-    return [records[i] for i in sorted(i for _, i in sorted(ranks)[:MOST_PROMPTS])]
+        return next((k for k, wanted in enumerate(order) if found & wanted), len(order))
+
+    kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]
+    return [records[i] for i in sorted(kept)]
 
 
 def groups_of(records: Sequence[dict]) -> dict[str, list[str]]:
@@ -228,10 +230,8 @@ class Gallery:
         """The messages, images where their marks stand."""
         example = self.examples[record["uid"]]
         images = [self.image(record, i) for i in range(len(example.images))]
-        blocks = []
-        for message in example.messages[bool(self.same_system) :]:
-            blocks.append(self.message(message["role"], message["content"], images))
-        return "".join(blocks) + row(images)
+        messages = example.messages[bool(self.same_system) :]
+        return "".join(self.message(m["role"], m["content"], images) for m in messages) + row(images)
 
     def message(self, role: str, content: str, images: list[str]) -> str:
         """Takes the images of its marks from `images`."""
@@ -275,8 +275,7 @@ class Gallery:
     def told(self, sample: dict, text: str) -> str:
         """The text of a sample under its reward, the reward's parts, and how it ended."""
         right = is_right(sample, self.summary)
-        verdict = {True: "right", False: "wrong", None: "neutral"}[right]
-        word = {True: "✓ right", False: "✗ wrong", None: ""}[right]
+        verdict, word = {True: ("right", "✓ right"), False: ("wrong", "✗ wrong"), None: ("neutral", "")}[right]
         notes = [f"<b class=verdict>{word}</b>"] if word else []
         notes += [f"{safe(name)} <b>{number(float(x))}</b>" for name, x in sample["rewards"].items()]
         if "advantage" in sample:

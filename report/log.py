@@ -27,7 +27,7 @@ from report.files import json_line, read_rows, write_rows, write_text
 from report.gallery import choose
 from report.line import head_line, speeds, step_line
 from report.page import page
-from report.plots import draw_curves, run_curves
+from report.plots import draw_grid, panels, run_curves
 from report.samples import gather_samples, show, without_images
 from report.summary import run_summary
 from report.trackers import Trackers
@@ -71,7 +71,6 @@ class RunLog:
         self.drawn = -1  # how many rows report.html and curves.png have
         self.failed = 0  # reports
         self.reporting: dict[str, float] = {}  # seconds that these took since the last row
-        self.began = self.step_began = time.perf_counter()
         if not ctx.main:
             return
         described = self._described()
@@ -216,7 +215,7 @@ class RunLog:
         if len(rows) == self.drawn:
             return
         if importlib.util.find_spec("matplotlib"):
-            draw_curves(rows, self.out / "curves.png")
+            draw_grid(panels(rows), self.out / "curves.png")
             curves = run_curves(rows)
         elif self.drawn < 0:
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")

@@ -22,6 +22,10 @@ FILTERS = {  # of the gallery: name -> key, what it shows
     "lost": ("l", "lost"), "disagree": ("d", "samples disagree"), "cut": ("c", "truncated"), "failed": ("f", "failed"),
 }  # fmt: skip
 ORDERS = {"order": "in order", "tokens": "longest first", "reward": "lowest reward first", "spread": "largest spread"}
+TILES = {  # figures of a summary: name -> what it is called, its format
+    "truncated": ("truncated", ".3f"), "response_tokens": ("tokens per response", ".1f"),
+    "failed": ("rewards that failed", ","), "left_out": ("prompts left out", ","), "turns": ("turns", ".2f"),
+}  # fmt: skip
 KEYS = {
     "j / k": "next, previous prompt", "o, Enter": "open its image in full", "s": "another order", "/": "search",
     "t": "formulas as they were written, and back", "?": "this list", "Esc": "close, or leave the search",
@@ -148,28 +152,19 @@ def tiles(summary: Mapping) -> str:
     metric = summary.get("metric", "accuracy")
     if metric not in summary:
         return ""
-    k = summary.get("samples", 1)
     ends = summary.get(f"{metric}_ci95")
     note = f"{interval(ends)} (95%)" if ends else "no interval"
     drawn = bar(summary[metric], ends, 0.0, 1.0) if metric == "accuracy" else ""
-    shown = [tile(metric, share(summary[metric]), note + drawn, "first")]
-    if "n" in summary:
-        shown[0] = shown[0].replace("</dt>", f" of {summary['n']:,} prompts</dt>")
+    prompts = f" of {summary['n']:,} prompts" if "n" in summary else ""
+    shown = [tile(metric + prompts, share(summary[metric]), note + drawn, "first")]
     if mean := summary.get("task_mean"):
         note = f"{interval(mean.get(f'{metric}_ci95'))} (95%), of {mean.get('n_tasks', '?')} tasks"
         shown.append(tile("mean over tasks", share(mean[metric]), note))
-    if k > 1 and f"majority@{k}" in summary:
-        shown.append(tile(f"majority@{k}", share(summary[f"majority@{k}"])))
-    if "truncated" in summary:
-        shown.append(tile("truncated", share(summary["truncated"])))
-    if "response_tokens" in summary:
-        shown.append(tile("tokens per response", f"{summary['response_tokens']:.1f}"))
-    counts = {"failed": "rewards that failed", "left_out": "prompts left out"}
-    for name, told in counts.items():
+    vote = f"majority@{summary.get('samples')}"
+    for name, (told, form) in ({vote: (vote, ".3f")} | TILES).items():
         if name in summary:
-            shown.append(tile(told, f"{summary[name]:,}", kind="warns" if summary[name] else ""))
-    if "turns" in summary:
-        shown.append(tile("turns", f"{summary['turns']:.2f}"))
+            warns = form == "," and summary[name]
+            shown.append(tile(told, f"{summary[name]:{form}}", kind="warns" if warns else ""))
     if ended := summary.get("ended_by"):
         told = ", ".join(f"{safe(why)} {x:.3f}" for why, x in ended.items())
         shown.append(tile("episodes ended by", f"<small>{told}</small>", kind="wide"))

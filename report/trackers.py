@@ -7,7 +7,8 @@ never stop a run: one that fails is told of once and switched off.
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ from errors import need
 from prepare_data import IMAGE_ERRORS, Example, decode_image
 from report.thumbnails import tag_bytes
 
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # --track NAME -> what pip installs
 PROMPTS = 8  # of a table of samples
 LONGEST = 512  # pixels of an image's longer side there
 INIT_SECONDS = 60.0  # that wandb may take to begin, before it is given up
@@ -38,11 +38,11 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Before the model loads."""
+    """Raise UserError if a tracker is unknown or not installed."""
     for name in names:
-        need(name in NEEDS, f"--track {name}: must be one of {', '.join(NEEDS)}")
-        found = importlib.util.find_spec(NEEDS[name]) is not None
-        need(found, f"--track {name}: {name} is not installed; pip install {NEEDS[name]}, or leave the flag out")
+        need(name in TRACKERS, f"--track {name}: must be one of {', '.join(TRACKERS)}")
+        need(importlib.util.find_spec(name), f"--track {name}: {name} is not installed; pip install {name}, or leave "
+             "the flag out")  # fmt: skip
 
 
 class Trackers:
@@ -53,7 +53,8 @@ class Trackers:
         self.active: dict[str, Tracker] = {}
         self.failed: dict[str, str] = {}  # name -> what it failed with
         for name in dict.fromkeys(names):
-            self._do(name, lambda name=name: self.active.update({name: make(name, out, described, start)}))
+            with self._guard(name):
+                self.active[name] = TRACKERS[name](out, described, start)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         numbers = {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
@@ -68,20 +69,19 @@ class Trackers:
 
     def _each(self, do: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.active.items()):
-            self._do(name, lambda tracker=tracker: do(tracker))
+            with self._guard(name):
+                do(tracker)
 
-    def _do(self, name: str, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _guard(self, name: str) -> Iterator[None]:
+        """Turn whatever a tracker raises into a warning, and switch the tracker off."""
         try:
-            do()
+            yield
         except Exception as error:  # whatever a service or its client comes up with: the run is worth more
             self.active.pop(name, None)
             self.failed[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             told = "it gets nothing more of this run, which goes on; metrics.jsonl has everything"
             tqdm.write(f"warning: --track {name} failed ({self.failed[name]}); {told}")
-
-
-def make(name: str, out: Path, described: Mapping[str, Any], start: int) -> Tracker:
-    return {"tensorboard": TensorBoard, "wandb": WandB}[name](out, described, start)
 
 
 class TensorBoard:
@@ -122,13 +122,6 @@ class WandB:
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # where images wait until they are sent
         kept = out / "wandb_id"
         known = kept.is_file() and start > 0
-        settings = wandb.Settings(
-            init_timeout=INIT_SECONDS,
-            login_timeout=int(INIT_SECONDS),
-            finish_timeout=FINISH_SECONDS,
-            console="off",  # the terminal is the run's
-            quiet=True,
-        )
         self.wandb = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or folder.parent.name or "runs",
@@ -136,8 +129,14 @@ class WandB:
             id=kept.read_text().strip() if known else None,
             resume="allow",
             dir=str(out),
-            config=dict(described["args"]) | {name: x for name, x in described.items() if name != "args"},
-            settings=settings,
+            config=described["args"] | {name: x for name, x in described.items() if name != "args"},
+            settings=wandb.Settings(
+                init_timeout=INIT_SECONDS,
+                login_timeout=int(INIT_SECONDS),
+                finish_timeout=FINISH_SECONDS,
+                console="off",  # the terminal is the run's
+                quiet=True,
+            ),
         )
         kept.write_text(self.run.id + "\n")
         # wandb's own count only rises; a run that goes on tells the steps after its checkpoint once more
@@ -147,23 +146,28 @@ class WandB:
         self.run.log({"step": step, **metrics})
 
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
-        counts = [len(examples[r["uid"]].images) + len(shown_in(s)) for r in records for s in r["samples"]]
+        counts = [len(examples[r["uid"]].images) + len(s.get("images", ())) for r in records for s in r["samples"]]
         most = max(counts, default=0)
-        columns = ["uid", "prompt", *(f"image {i}" for i in range(1, most + 1)), "truth", "response", "finish_reason"]
-        table = self.wandb.Table(columns=[*columns, "reward", "rewards", "advantage"])
+        numbered = [f"image {i + 1}" for i in range(most)]
+        columns = ["uid", "prompt", *numbered, "truth", "response", "finish_reason", "reward", "rewards", "advantage"]
+        table = self.wandb.Table(columns=columns)
         for record in records:
             example = examples[record["uid"]]
             asked = list(map(self.wandb.Image, images_of(example.images)))
             for s in record["samples"]:
                 images = asked + list(map(self.wandb.Image, images_of(shown_in(s))))
                 images += [None] * (most - len(images))
-                said = [record["uid"], question_of(example), *images, record["ground_truth"], said_in(s)]
-                table.add_data(*said, s["finish_reason"], s["rewards"].get("reward"), json.dumps(s["rewards"]),
-                               s.get("advantage"))
+                table.add_data(
+                    record["uid"], question_of(example), *images, record["ground_truth"], said_in(s),
+                    s["finish_reason"], s["rewards"].get("reward"), json.dumps(s["rewards"]), s.get("advantage"),
+                )  # fmt: skip
         self.run.log({"step": step, "samples": table})
 
     def close(self) -> None:
         self.run.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}  # --track NAME, also pip's name
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ import difflib
 import hashlib
 import io
 import ipaddress
+import itertools
 import json
 import logging
 import math
 import os
+import random
 import re
 import sys
 import time
@@ -25,7 +27,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -211,16 +214,11 @@ def neutral(text: str) -> str:
 
 
 def question_of(example: Any) -> str:
-    """What the user's messages ask, with [image 1], [image 2] ... for the marks."""
-    number = 0
-
-    def mark(_: re.Match) -> str:
-        nonlocal number
-        number += 1
-        return f"[image {number}]"
-
-    texts = [re.sub("<image>", mark, message["content"]) for message in example.messages]
-    asked = [text for text, message in zip(texts, example.messages, strict=True) if message["role"] != "system"]
+    """Return what the user's messages ask, with [image 1], [image 2] ... for the marks."""
+    asked, numbers = [], itertools.count(1)
+    for message in example.messages:
+        text = re.sub("<image>", lambda _: f"[image {next(numbers)}]", message["content"])
+        asked += [text] if message["role"] != "system" else []
     return "\n\n".join(asked)
 
 
@@ -249,13 +247,11 @@ def read_score(text: str) -> float:
 
 
 def part(value: Any, *path: str | int) -> Any:
-    """`value["choices"][0]` by its path; None where something is missing or of another type."""
-    for name in path:
-        fits = isinstance(value, dict) and name in value if isinstance(name, str) else isinstance(value, list) and value
-        if not fits:
-            return None
-        value = value[name]
-    return value
+    """Return `value["choices"][0]` by its path, or None if something is missing or of another type."""
+    try:
+        return reduce(getitem, path, value)
+    except (LookupError, TypeError):
+        return None
 
 
 def retry_after(header: str | None) -> float:
@@ -270,10 +266,10 @@ def retry_after(header: str | None) -> float:
 
 
 def wait_s(seed: str, failed: int, after: float) -> float:
-    """Before the next call, after so many that failed: exponential, at most MAX_WAIT_S, and by a share that depends on
-    the question alone apart from others', but never less than the server asks for."""
-    share = int(hashlib.sha256(f"{seed} {failed}".encode()).hexdigest()[:8], 16) / 2**32
-    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5) * (0.5 + share)
+    """Return the seconds to wait before the next call, after `failed` calls that failed: exponential backoff up to
+    MAX_WAIT_S, with a jitter that depends on the question alone, but never less than the server asks for."""
+    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5)
+    backoff *= random.Random(f"{seed} {failed}").uniform(0.5, 1.5)
     return max(backoff, min(after, MAX_WAIT_S))
 
 
@@ -300,6 +296,7 @@ class Judge:
     ):
         self.url = api_url(url)
         self.options = options
+        self.model = options.model
         self.template = options.template or TEMPLATE.read_text(encoding="utf-8")
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.scores: dict[str, float] = {}
@@ -325,10 +322,11 @@ class Judge:
             for file in sorted(cache.parent.glob("rank_*.jsonl")):
                 for line in file.read_bytes().splitlines():
                     entry = read_entry(line)
-                    damaged += entry is None
-                    if entry and "score" in entry:
+                    if entry is None:
+                        damaged += 1
+                    elif "score" in entry:
                         self.scores[entry["key"]] = entry["score"]
-                    elif entry:
+                    else:
                         everyone += 1
                         own += file.name == cache.name
             with cache.open("ab+") as file:
@@ -347,31 +345,30 @@ class Judge:
     # asking
 
     async def score(self, response: str, example: Any) -> float:
-        """From 0 to 1. Equal questions are asked once, also while the first is on its way. A caller that gives up does
-        not end the call: its score is kept."""
+        """Return the score of a response, from 0 to 1. Equal questions are asked once, also while the first is in
+        flight. If the caller gives up, the call continues and its score is kept."""
         self.begin()
         try:
-            return await self.known(response, example)
+            if not self.model:  # the first that the server lists
+                self.model = await self.once("models", self.retried, "models", self.listed_model)
+            key, text, images = await asyncio.to_thread(self.question, response, example)
+            first = key not in self.scores and key not in self.asked
+            score = self.scores[key] if key in self.scores else await self.once(key, self.ask, key, text, images)
         except JudgeError as error:
             self.counts["over_budget" if isinstance(error, OverBudget) else "failed"] += 1
             raise JudgeError(str(error)) from None
-
-    async def known(self, response: str, example: Any) -> float:
-        """The score that is kept, or is on its way, or is now asked for."""
-        key, text, images = await asyncio.to_thread(self.question, response, example, await self.model())
-        if key in self.scores:
-            self.counts["cached"] += 1
-            return self.scores[key]
-        first = key not in self.asked
-        if first:
-            self.asked[key] = asyncio.create_task(self.ask(key, text, images))
-            self.asked[key].add_done_callback(partial(self.forget, key))
-        score = await asyncio.shield(self.asked[key])
         self.counts["cached"] += not first
         return score
 
+    async def once(self, key: str, start: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Return what the task in flight for this key gives; start it if there is none."""
+        if key not in self.asked:
+            self.asked[key] = asyncio.create_task(start(*args))
+            self.asked[key].add_done_callback(partial(self.forget, key))
+        return await asyncio.shield(self.asked[key])
+
     def forget(self, key: str, task: asyncio.Task) -> None:
-        """A question that was answered, or failed."""
+        """Drop a task that has ended."""
         self.asked.pop(key, None)
         if not task.cancelled():
             task.exception()  # looked at, or asyncio would complain where nobody waits any more
@@ -381,8 +378,7 @@ class Judge:
         if self.loop is asyncio.get_running_loop():
             return
         self.loop = asyncio.get_running_loop()
-        self.asked: dict[str, asyncio.Task] = {}  # by key, on their way
-        self.naming: asyncio.Task | None = None
+        self.asked: dict[str, asyncio.Task] = {}  # by key, in flight
         self.slots = asyncio.Semaphore(self.options.concurrency)
         key = api_key(self.options)
         self.client = httpx2.AsyncClient(
@@ -402,27 +398,16 @@ class Judge:
             await self.client.aclose()
             self.loop = None
 
-    async def model(self) -> str:
-        """The one of the options, or the first that the server lists, asked for once."""
-        if self.options.model:
-            return self.options.model
-        if self.naming is None:
-            self.naming = asyncio.create_task(self.retried("models", self.listed_model))
-        try:
-            return await asyncio.shield(self.naming)
-        except JudgeError:
-            self.naming = None
-            raise
-
-    def question(self, response: str, example: Any, model: str) -> tuple[str, str, list[bytes]]:
+    def question(self, response: str, example: Any) -> tuple[str, str, list[bytes]]:
         """The key of the cache, the prompt's text and the images."""
         images = list(example.images) if self.options.images else []
-        asked = [self.template, model, question_of(example), str(example.ground_truth), response]
+        question, truth = question_of(example), str(example.ground_truth)
         hashes = [hashlib.sha256(image).hexdigest() for image in images]
-        key = hashlib.sha256(json.dumps(asked + hashes).encode()).hexdigest()[:32]
+        asked = json.dumps([self.template, self.model, question, truth, response, *hashes])
+        key = hashlib.sha256(asked.encode()).hexdigest()[:32]
         tag = f"response-{key[:8]}"
         quoted = f"<{tag}>\n{neutral(response)}\n</{tag}>"
-        values = {"question": asked[2], "truth": asked[3] or "(none)", "response": quoted}
+        values = {"question": question, "truth": truth or "(none)", "response": quoted}
         return key, re.sub(rf"\{{({'|'.join(NAMES)})\}}", lambda name: values[name[1]], self.template), images
 
     async def ask(self, key: str, text: str, images: list[bytes]) -> float:
@@ -433,7 +418,7 @@ class Judge:
             content = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
             content.append({"type": "text", "text": text})
         body = {
-            "model": await self.model(),
+            "model": self.model,
             "messages": [{"role": "user", "content": content}],
             "max_tokens": self.options.max_tokens,
         }
@@ -481,14 +466,13 @@ class Judge:
         of a transport's own error is not repeated: it can hold what the server sent."""
         start = time.perf_counter()
         try:
-            async with asyncio.timeout(self.options.timeout):
-                request = self.client.stream(method, self.url + path, json=body)
-                async with request as answer:
-                    data = bytearray()
-                    async for piece in answer.aiter_raw():
-                        data += piece
-                        if len(data) > MAX_BYTES:
-                            raise Unreadable(f"the answer is longer than {MAX_BYTES} bytes")
+            request = self.client.stream(method, self.url + path, json=body)
+            async with asyncio.timeout(self.options.timeout), request as answer:
+                data = bytearray()
+                async for piece in answer.aiter_raw():
+                    data += piece
+                    if len(data) > MAX_BYTES:
+                        raise Unreadable(f"the answer is longer than {MAX_BYTES} bytes")
         except TimeoutError:
             self.counts["timeouts"] += 1
             raise Again(f"no answer within {self.options.timeout:g} s") from None
@@ -519,16 +503,13 @@ class Judge:
         return bool(key) and any(key[i : i + 6] in text for i in range(max(1, len(key) - 5)))
 
     async def listed_model(self, _: int) -> str:
-        """The options' model, if the server lists any or has no list; else the first that is listed."""
+        """Return the options' model, if the server answers or has no list, else the first model that it lists."""
         self.begin()
         try:
             data = await self.call("GET", "/models")
-        except Again:
-            raise
         except JudgeError as error:
-            if self.options.model and re.search(r"answered 40[45]\b", str(error)):
-                return self.options.model
-            raise
+            if not self.options.model or not re.match(r"the server answered 40[45]\b", str(error)):
+                raise
         if self.options.model:
             return self.options.model
         name = part(parsed(data), "data", 0, "id")
@@ -561,8 +542,8 @@ def parsed(data: bytes) -> Any:
 def read_entry(line: bytes) -> dict | None:
     """A line of the cache, {"asked": key} or {"key": key, "score": s}; None if it is damaged."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry = parsed(line)
+    except Unreadable:
         return None
     score = part(entry, "score")
     known = isinstance(score, float) and 0 <= score <= 1 and isinstance(part(entry, "key"), str)

@@ -255,7 +255,8 @@ def all_calls(made):
 @pytest.mark.parametrize("broken", [["log"], ["samples"], ["close"], ["log", "samples", "close"]])
 def test_a_tracker_that_fails_is_told_once_and_ends_alone(broken, tmp_path, monkeypatch, capsys):
     fakes = {"tensorboard": Fake(broken), "wandb": Fake()}
-    monkeypatch.setattr(report.trackers, "make", lambda name, *_: fakes[name])
+    makers = {name: lambda *_, fake=fake: fake for name, fake in fakes.items()}
+    monkeypatch.setattr(report.trackers, "TRACKERS", makers)
     made = Trackers(["tensorboard", "wandb"], tmp_path, {"args": {}}, 0)
     all_calls(made)
     said = capsys.readouterr().out
@@ -267,12 +268,10 @@ def test_a_tracker_that_fails_is_told_once_and_ends_alone(broken, tmp_path, monk
 def test_a_tracker_that_cannot_begin_ends_alone(tmp_path, monkeypatch, capsys):
     other = Fake()
 
-    def make(name, *_):
-        if name == "wandb":
-            raise TimeoutError("nobody answers")
-        return other
+    def fail(*_):
+        raise TimeoutError("nobody answers")
 
-    monkeypatch.setattr(report.trackers, "make", make)
+    monkeypatch.setattr(report.trackers, "TRACKERS", {"wandb": fail, "tensorboard": lambda *_: other})
     made = Trackers(["wandb", "tensorboard"], tmp_path, {"args": {}}, 0)
     all_calls(made)
     assert capsys.readouterr().out.count("--track wandb failed (TimeoutError: nobody answers)") == 1
@@ -680,7 +679,7 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
         saved.append(sorted(p.name for p in tmp_path.glob("*/checkpoints/step_*")))
         raise RuntimeError("no glyph")
 
-    monkeypatch.setattr(report.log, "draw_curves", fail)
+    monkeypatch.setattr(report.log, "draw_grid", fail)
     monkeypatch.setattr(report.log, "show", fail)
     quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
     said = capsys.readouterr().out
@@ -690,7 +689,8 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
 
 
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
-    monkeypatch.setattr(report.trackers, "make", lambda *_: Fake(["log", "samples", "close"]))
+    fake = Fake(["log", "samples", "close"])
+    monkeypatch.setattr(report.trackers, "TRACKERS", dict.fromkeys(report.trackers.TRACKERS, lambda *_: fake))
     out = quick("--track", "wandb")
     said = capsys.readouterr().out
     assert said.count("--track wandb failed (ConnectionError: no log)") == 1 and len(rows(out)) == 2
