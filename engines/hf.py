@@ -11,7 +11,6 @@ vocabulary.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import need
 from layers.recurrent import RecurrentState
-from model import ImageInput, Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
+from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response
 from utils import derive_seed
 
@@ -280,19 +279,25 @@ class HFEngine(Engine):
 
     def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Left-padded forward of the prompts: last hidden (P, H), valid (P, L) bool, next position (P,)."""
-        ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
-        positions = [self._positions(prompt.token_ids, prompt.images).t() for prompt in prompts]
-        images = [image for prompt in prompts for image in prompt.images]
+        image_token, merge_size = self.processor.image_token_id, self.processor.merge_size
+        ids, positions, images = [], [], []
+        for prompt in prompts:
+            grids = [image.grid_thw for image in prompt.images]
+            ids.append(torch.tensor(prompt.token_ids))
+            positions.append(mrope_positions(prompt.token_ids, grids, image_token, merge_size).t())
+            images += prompt.images
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids_PL, positions_3PL = pad(ids).to(self.device), pad(positions).permute(2, 0, 1).to(self.device)
-        valid_PL = pad([torch.ones_like(x, dtype=torch.bool) for x in ids]).to(self.device)
+        valid_PL = pad([torch.ones(len(x), dtype=torch.bool) for x in ids]).to(self.device)
         length = ids_PL.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         # A padding query attends to itself, or its softmax would have nothing to sum over.
         mask = (causal & valid_PL[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)
+        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
+        embeds = embed(self.hf, ids_PL, features, image_token)
         cache.place = Place(range(len(ids)), len(ids), [0] * len(ids), length, self.device)
-        last_PH = self._last_hidden(ids_PL, positions_3PL, images, cache, mask=mask[:, None])
-        return last_PH, valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
+        hidden = language_hidden(self.hf, embeds, positions_3PL, mask[:, None], deep, ids_PL == image_token, cache)
+        return hidden[:, -1], valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
 
     def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Decoding:
         """Their prompts through the model, each once."""
@@ -330,7 +335,8 @@ class HFEngine(Engine):
         rows = [batch.rows[b] for b in batch.active]
         if not rows:
             return
-        logits_RV = logits_of(batch.hidden_BH[torch.tensor(batch.active, device=self.device)], head_HV)
+        index_R = torch.tensor(batch.active, device=self.device)
+        logits_RV = logits_of(batch.hidden_BH if len(rows) == len(batch.rows) else batch.hidden_BH[index_R], head_HV)
         logits_RV[:, self.banned] = -torch.inf
         uniform = torch.tensor([row.uniform[row.n_drawn] for row in rows], dtype=torch.float64)
         token_R, logp_R = sample_tokens(logits_RV, sampling, uniform.to(self.device))
@@ -348,19 +354,10 @@ class HFEngine(Engine):
         if batch.active:
             self._forward(batch, batch.active)
 
-    def _positions(self, ids: list[int], images: Sequence[ImageInput]) -> Tensor:
-        """Return the M-RoPE positions of tokens and their images, (3, M)."""
-        grids = [image.grid_thw for image in images]
-        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size)
-
-    def _last_hidden(
-        self, ids_RM: Tensor, positions_3RM: Tensor, images: Sequence[ImageInput], cache: KVCache, **attention: Any
-    ) -> Tensor:
-        """Return the hidden states of each row's last token, (R, H). `attention`: language_hidden's mask or plan."""
-        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
-        embeds = embed(self.hf, ids_RM, features, self.processor.image_token_id)
-        seen = {"deep": deep, "image_mask": ids_RM == self.processor.image_token_id}
-        return language_hidden(self.hf, embeds, positions_3RM, cache=cache, **seen, **attention)[:, -1]
+    def _positions(self, row: Row, ids: list[int]) -> Tensor:
+        """M-RoPE positions of a row's new tokens, (3, M)."""
+        grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
+        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
 
     def _forward(self, batch: Decoding, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
@@ -369,27 +366,29 @@ class HFEngine(Engine):
         if len(ids[0]) == 1:  # a token that was sampled
             positions_3RM = torch.tensor([[row.position] for row in rows]).expand(3, -1, -1)
         else:
-            positions = []
-            for row, new in zip(rows, ids, strict=True):
-                images_of_row = row.rollout.images[row.n_images :]
-                positions.append(self._positions(new, images_of_row) + row.position)
-                images += images_of_row
+            positions_3RM = torch.stack(list(map(self._positions, rows, ids)), dim=1)
+            for row in rows:
+                images += row.rollout.images[row.n_images :]
                 row.n_images = len(row.rollout.images)
-            positions_3RM = torch.stack(positions, dim=1)
         for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
             row.position = last + 1
         ids_RM, positions_3RM = torch.tensor(ids).to(self.device), positions_3RM.to(self.device)
+        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
+        embeds = embed(self.hf, ids_RM, features, self.processor.image_token_id)
         lengths = [row.n_seen for row in rows]
         cache, place = batch.cache, Place(numbers, len(batch.rows), lengths, ids_RM.shape[1], self.device)
         cache.place, states = place, cache.recurrent
         batch.shared.at(place)
         if place.rows_R is not None:
             cache.recurrent = {layer: state.take(place.rows_R) for layer, state in states.items()}
-        last_RH = self._last_hidden(ids_RM, positions_3RM, images, cache, plan=batch.shared)
+        image_mask = ids_RM == self.processor.image_token_id
+        hidden_RMH = language_hidden(
+            self.hf, embeds, positions_3RM, deep=deep, image_mask=image_mask, cache=cache, plan=batch.shared
+        )
         if place.rows_R is None:
-            batch.hidden_BH = last_RH
+            batch.hidden_BH = hidden_RMH[:, -1]
         else:
-            batch.hidden_BH = batch.hidden_BH.index_copy(0, place.rows_R, last_RH)
+            batch.hidden_BH = batch.hidden_BH.index_copy(0, place.rows_R, hidden_RMH[:, -1])
             for layer, state in states.items():
                 state.put(place.rows_R, cache.recurrent[layer])
             cache.recurrent = states

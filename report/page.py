@@ -164,7 +164,8 @@ def tiles(summary: Mapping) -> str:
     for name, (told, form) in ({vote: (vote, ".3f")} | TILES).items():
         if name in summary:
             warns = form == "," and summary[name]
-            shown.append(tile(told, f"{summary[name]:{form}}", kind="warns" if warns else ""))
+            figure = share(summary[name]) if form == ".3f" else f"{summary[name]:{form}}"
+            shown.append(tile(told, figure, kind="warns" if warns else ""))
     if ended := summary.get("ended_by"):
         told = ", ".join(f"{safe(why)} {x:.3f}" for why, x in ended.items())
         shown.append(tile("episodes ended by", f"<small>{told}</small>", kind="wide"))
