@@ -367,7 +367,7 @@ def time_of(text: str) -> tuple[int, int, str] | None:
     if not found or int(found[1]) > 23:
         return None
     hour, half = int(found[1]), HALVES.get(found[3], found[3])
-    return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or "am" * (hour == 0)
+    return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or "am" * (hour == 0 and ":" in written)
 
 
 def says(text: str, asked: "Asked") -> bool | None:

@@ -356,6 +356,7 @@ def test_half_past_midnight_is_not_noon():
     asked = "What time is it?"
     assert accuracy("12:30 am", "0:30", asked) == accuracy("00:30", "0:30", asked) == 1.0
     assert accuracy("12:30 pm", "0:30", asked) == accuracy("12:30 pm", "00:30", asked) == 0.0
+    assert accuracy("0", "midnight", asked) == accuracy("no", "midnight", asked) == 0.0
 
 
 @pytest.mark.parametrize(
