@@ -546,8 +546,9 @@ def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]
     name, _, value = prediction.partition(":")
     exact, _ = without_unit(split(truth, "=")[0][-1])
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
-    if re.fullmatch("(?![A-H]$).+", name) and value and ":" not in truth and NAME.fullmatch(name) and not letters:
-        prediction = f"{name}={value}"  # `x: 48`, but not a choice, `A: 48`; of a truth with letters it is a ratio
+    named = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
+    if name and value and ":" not in truth and named and not letters:
+        prediction = f"{name}={value}"  # `x: 48`; of a truth with letters, as `x/y`, it is a ratio
     (names, items), (true_names, truths) = strip_names(prediction), strip_names(truth)
     if len(truths) > 1:
         return same_sides(prediction, truth, again)
