@@ -100,9 +100,10 @@ def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
                 arrived[name].copy_(stale[name])
                 missed += [name] if gap() < tolerated else []
                 arrived[name].copy_(tensor)
-    # Recurrent layers round less in this engine than in vLLM, which the limit has room for: small ones may be missed
-    few = 3 if "qwen3_5" in family and dtype == torch.bfloat16 else 0
-    assert len(missed) <= few and all("visual" in name for name in missed), missed
+    # Recurrent layers round less in this engine than in vLLM, which the limit has room for, so a few biases of the
+    # tower may be missed; how many depends on the CPU's bfloat16 kernels
+    few = 6 if "qwen3_5" in family and dtype == torch.bfloat16 else 0
+    assert len(missed) <= few and all("visual" in n and n.endswith("bias") for n in missed), missed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
