@@ -202,7 +202,7 @@ def test_work_is_shared_and_hidden_behind_what_else_happens(make):
     rewards = make("pause", reward_workers=2)
     rewards.begin().results(responses(["0"] * 4))  # they have started
     grading = rewards.begin()
-    rollouts = responses(["0.01"] * 60)
+    rollouts = responses(["0.015"] * 60)  # more than one process could do meanwhile
     for r in rollouts:
         grading.add(r)
         time.sleep(0.01)  # sampling
