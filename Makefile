@@ -21,7 +21,7 @@ $(VENV)/.run: requirements.txt
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	@echo "installing what tests and benchmarks need into $(VENV)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
 	touch $@
 
 demo: $(VENV)/.run

@@ -449,7 +449,7 @@ def run_part(p: Parent, part: int, seconds: float) -> None:
     needs = {1: ("pytest", "triton"), 3: () if p.args.toy else ("triton",)}.get(part, ())
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
-        remedy = "pip install -r requirements-dev.txt, or bring the wheels"
+        remedy = "pip install -c requirements.txt -r requirements-dev.txt, or bring the wheels"
         p.report.add({"case": "not started", "error": f"{' and '.join(missing)} missing: {remedy}"})
     elif seconds > 5:
         PARTS[part](p, start + seconds)

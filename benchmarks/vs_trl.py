@@ -1,7 +1,7 @@
 """Our loop against TRL's GRPOTrainer on the CPU: same toy Qwen2.5-VL, images, group size, lengths, reward and
 optimizer.
 
-    pip install -r requirements-dev.txt
+    pip install -c requirements.txt -r requirements-dev.txt
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py                  # equality, then speed and memory
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only equality --json equality.json
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python benchmarks/vs_trl.py --only speed --configs B --steps 8
