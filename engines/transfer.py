@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
+from engines.vllm_weights import buckets
 from engines.wire import Lost
 from errors import UserError, need, writing
 from utils import NamedTensors, in_thread
@@ -61,20 +62,6 @@ def read_file(path: str | Path) -> NamedTensors:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dict
             yield name, file.get_tensor(name)
-
-
-def buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive tensors in lists of at most max_bytes; a larger tensor is a list of its own. Lazy: one list is
-    held."""
-    bucket, size = [], 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 @contextmanager

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from engines.transfer import buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
-from engines.vllm_weights import Loader
+from engines.vllm_weights import Loader, buckets
 from errors import Note, UserError, nearest, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
@@ -107,6 +106,8 @@ def engine_arguments(
         mm_processor_cache_gb=1.0,
         generation_config="vllm",
     )
+    if cuda and dtype != torch.float32:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # logits in fp32, as the trainer computes them
     if cuda and getattr(text, "num_experts", 0):
         arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
     arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings

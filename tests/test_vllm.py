@@ -1,11 +1,15 @@
 """The real vLLM on the CPU, against HFEngine, the trainer, and fresh engines.   make test-vllm"""
 
+import dataclasses
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +298,34 @@ def test_placeholders_and_padding_cannot_be_sampled_even_by_a_model_that_wants_t
     unbanned = M.Policy(hf, processor)
     unbanned.banned = torch.tensor([], dtype=torch.long)
     assert trainer_logprobs(unbanned, rollouts[0]).max() < -5  # without the ban it would hardly ever have said this
+
+
+def test_the_ban_is_accepted_by_model_runner_v2():
+    """A GPU build chooses Model Runner V2, which has a loader and an interface of its own; its files are here too."""
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState, build_custom_logits_processors
+
+    config = SimpleNamespace(additional_config={"banned": [1, 3]})
+    state = SimpleNamespace(**{f.name: None for f in dataclasses.fields(LogitsProcRequestState)} | {"device": CPU})
+    (ban,) = build_custom_logits_processors(config, state, False, ["engines.vllm_worker:Ban"])
+    assert not any(isinstance(value, torch.Tensor) for value in vars(ban).values())  # sleep level 2 would discard it
+    logits = ban.apply(torch.zeros(2, 5), SimpleNamespace())
+    assert (logits == -torch.inf).nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
+
+
+FORCED = """
+import sys
+import vllm.config.vllm
+vllm.config.vllm.HAS_TRITON = True  # what chooses Model Runner V2
+from test_vllm import start
+print("V2:", start(sys.argv[1]).llm.llm_engine.vllm_config.use_v2_model_runner)
+"""
+
+
+def test_vllm_starts_where_it_chooses_model_runner_v2(toys):
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-c", FORCED, toys["qwen2_5_vl"]]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert "V2: True" in done.stdout, done.stderr[-3000:]
 
 
 # --- new weights ------------------------------------------------------------------------------------------------------
