@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import torch
 
-from engines.local import serve_local
-from engines.server import ServerEngine
 from errors import need, refusing
 from model import ModelConfig, Processor
 from parallel.checkpoint import on_rank0
@@ -68,15 +65,22 @@ class ServerConfig(ConnectionConfig):
         told = f"--serve {self.serve}: vLLM is not installed here; {VLLM_REMEDY}, or name servers with --servers"
         need(not self.serve or installed, told)
         for url in self.servers:
-            form = f"--servers {url}: give http://HOST:PORT, several with spaces between"
-            with refusing(ValueError, form):
-                parts = urlsplit(url)
-                plain = parts.scheme in ("http", "https") and parts.hostname and parts.port
-            need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
-            told = f"--servers {url}: no server answers there; `python -m engines.serve` starts one"
-            more = {"timeout": 30.0, "trust_env": False}  # only the answer's status is read
-            with refusing(httpx2.HTTPError, told), httpx2.stream("GET", f"{url.rstrip('/')}/health", **more) as answer:
-                need(answer.status_code == 200, f"{told} (/health says {answer.status_code})")
+            check_server(url)
+
+
+def check_server(url: str) -> None:
+    """Raise UserError unless a server answers at the URL."""
+    import httpx2  # here, as in `connect`: a run without servers must not need what they need
+
+    form = f"--servers {url}: give http://HOST:PORT, several with spaces between"
+    with refusing(ValueError, form):
+        parts = urlsplit(url)
+        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
+    told = f"--servers {url}: no server answers there; `python -m engines.serve` starts one"
+    more = {"timeout": 30.0, "trust_env": False}  # only the answer's status is read
+    with refusing(httpx2.HTTPError, told), httpx2.stream("GET", f"{url.rstrip('/')}/health", **more) as answer:
+        need(answer.status_code == 200, f"{told} (/health says {answer.status_code})")
 
 
 def connect(
@@ -93,6 +97,9 @@ def connect(
 ) -> Engine:
     """Return the engine of --rollout server. With --serve, rank 0 first starts servers of the model at `path`; they end
     when it ends. `more` is passed to ServerEngine."""
+    from engines.local import serve_local
+    from engines.server import ServerEngine
+
     for left in (out / "sync").glob("*") if ctx.main else ():  # of a run that was killed in the middle of a sync
         shutil.rmtree(left, ignore_errors=True)
     urls, adapter = list(servers.servers), lora_rank if servers.sync == "adapter" else 0

@@ -32,6 +32,16 @@ def bench(tmp_path, *flags, code=0):
     return json.loads(out.read_text()), done.stdout.split("\n\n", 1)[1]
 
 
+def test_scripts_start_with_the_packages_of_the_bare_machine():
+    """A GPU that is lent has only gpu.NEEDED: what else a run may use is imported where it is used."""
+    hidden = "httpx2 math_verify latex2sympy2_extended sklearn pycountry matplotlib latex2mathml openai vllm".split()
+    code = "from transformers import AutoModelForImageTextToText, AutoProcessor; "  # its httpx2 is another httpx there
+    code += f"import sys; sys.modules |= dict.fromkeys({hidden}); sys.path.insert(0, {str(ROOT)!r}); "
+    code += "import train, eval, demo, merge_lora, prepare_data; train.parse_args('--help'.split())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--model" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_all_parts_run_on_a_cpu(tmp_path):
     data, markdown = bench(tmp_path)
