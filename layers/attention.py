@@ -7,7 +7,7 @@ as plan(layer, query, key, value, scale); any other forward gets transformers' o
 import functools
 import importlib.util
 import inspect
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -100,26 +100,51 @@ class PackedAttention:
         return self.causal[rows, columns]
 
 
-def block_mask(end_T: Tensor) -> tuple[Any, int]:
-    """flex_attention's mask, and the length it is for: whole blocks, whose padding sees itself only."""
-    from torch.nn.attention.flex_attention import create_block_mask
+BLOCK = 128  # tokens on a side of a block of flex_attention's mask
 
-    n = len(end_T)
-    padded = -(-n // 128) * 128
-    ends = torch.cat([end_T, torch.arange(n + 1, padded + 1, device=end_T.device)])
+
+def block_mask(end_T: Tensor) -> tuple[Any, int]:
+    """Return flex_attention's mask, and the length it is for: whole blocks, whose padding sees only itself.
+
+    There is always padding, and there are always two blocks or more: F.pad then makes a contiguous copy, and one
+    compiled graph serves all lengths. The mask is built from each block's ends, in O((T / 128)^2); create_block_mask
+    would need O(T^2) memory, 40 GiB at 65,536 tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    n, device = len(end_T), end_T.device
+    blocks = max(2, n // BLOCK + 1)
+    ends = torch.cat([end_T, torch.arange(n + 1, blocks * BLOCK + 1, device=device)])
 
     def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < ends[k])
 
-    return create_block_mask(sees, None, None, padded, padded, device=end_T.device), padded
+    first_Q = torch.arange(0, blocks * BLOCK, BLOCK, device=device)[:, None]  # query of each block of rows
+    least_K, most_K = ends.view(blocks, BLOCK).aminmax(dim=1)
+    below_QK = first_Q > first_Q.T
+    full_QK = below_QK & (least_K >= first_Q + BLOCK)
+    partial_QK = ((below_QK & (most_K > first_Q)) | (first_Q == first_Q.T)) & ~full_QK
+    lists = chain.from_iterable(map(_block_lists, (partial_QK, full_QK)))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees), blocks * BLOCK
+
+
+def _block_lists(visible_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries sees, (1, 1, Q), and their numbers first, (1, 1, Q, K)."""
+    numbers_QK = visible_QK.int().argsort(dim=1, descending=True, stable=True)
+    return visible_QK.sum(dim=1, dtype=torch.int32)[None, None], numbers_QK.int()[None, None]
 
 
 @functools.cache
 def _flex(device_type: str):
     from torch.nn.attention.flex_attention import flex_attention
 
-    # On the CPU it has no backward; uncompiled it still lets the tests compare values.
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    if device_type != "cuda":  # on the CPU it has no backward; uncompiled it still lets the tests compare values
+        return flex_attention
+    # Past the limit dynamo falls back to eager, which makes the whole score matrix: fail instead. There are two graphs,
+    # with and without gradients, and more where an adapter leaves some of query, key and value without them.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Processor, positions and the packed forward against transformers, one by one.   pytest tests/test_model.py"""
 
 import json
+import random
 import shutil
 from itertools import chain, pairwise
 
@@ -10,13 +11,14 @@ import transformers
 from conftest import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 import demo
 import model as M
 import parallel.sharding as sharding
 from errors import UserError
 from grpo import Algorithm, PolicyLoss
-from layers.attention import PackedAttention, resolve_attention
+from layers.attention import PackedAttention, block_mask, resolve_attention
 from packing import Packer, dense_mask, token_batch
 from rollout import Prompt, Rollout
 
@@ -196,6 +198,37 @@ def test_flex_attention_gives_the_values_of_the_dense_mask(family, loaded, rollo
     with torch.no_grad():
         dense, flex = (M.Policy(hf, processor, attention=back_end)(micro).logp_K for back_end in ("sdpa", "flex"))
     torch.testing.assert_close(flex, dense, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 256, 700, 1024])
+def test_the_block_mask_is_the_dense_mask(n):
+    """Block by block: what is computed without looking is all visible, and what is left out is all invisible."""
+    rng = random.Random(n)
+    for _ in range(5):
+        lengths = [rng.choice((1, 5, 130, 300)) for _ in range(n)]
+        end_T = torch.tensor([min(n, k + lengths[k]) for k in range(n)])
+        mask, padded = block_mask(end_T)
+        assert padded % 128 == 0 and padded > n and padded >= 256
+        q, k = torch.arange(padded)[:, None], torch.arange(padded)[None]
+        visible = mask.mask_mod(None, None, q, k)
+        assert torch.equal(visible[:n, :n], (k <= q)[:n, :n] & (q[:n] < end_T))
+        assert torch.equal(visible[n:], (q == k)[n:])
+        computed = torch.zeros(padded, padded, dtype=torch.int32)
+        for counts, numbers, value in (
+            (mask.kv_num_blocks, mask.kv_indices, 1), (mask.full_kv_num_blocks, mask.full_kv_indices, 2)
+        ):  # fmt: skip
+            for row in range(padded // 128):
+                for column in numbers[0, 0, row, : counts[0, 0, row]].tolist():
+                    computed[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)] += value
+        assert computed.max() <= 2 and visible[computed == 2].all() and not visible[computed == 0].any()
+        wanted = create_block_mask(mask.mask_mod, None, None, padded, padded, device="cpu")
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(mask, name), getattr(wanted, name)), name
+
+
+def test_the_block_mask_of_a_long_sequence_takes_no_square_of_memory():
+    mask, padded = block_mask(torch.full((131_072,), 131_072))  # as T x T booleans 16 GiB
+    assert padded == 131_072 + 128 and mask.kv_indices.shape == (1, 1, 1025, 1025)
 
 
 def test_back_ends_that_need_a_gpu_are_refused():
