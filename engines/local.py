@@ -46,12 +46,12 @@ class LocalServers:
         self.logs: list[Path] = []
         atexit.register(self.stop)
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[int] = ()) -> None:
+    def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[str] = ()) -> None:
         """What it says goes to a file, its command to a .txt next to it. `gpus`: those that it may use."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
         environment = own | environment
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".txt").write_text(shlex.join(command) + "\n")
         with log.open("w") as out:
@@ -99,18 +99,27 @@ def last_words(log: Path) -> str:
     return " ".join((errors or lines or ["nothing"])[-1].split())[-300:]
 
 
+def visible_gpus() -> list[str]:
+    """Return the names (numbers or UUIDs) of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    if not torch.cuda.is_available():
+        return []
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.replace(" ", "").split(",") if names else list(map(str, range(torch.cuda.device_count())))
+
+
 def serve_local(
     n: int, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], out: Path, lora_rank: int = 0
 ) -> list[str]:
     """URLs of so many vLLM servers on this machine, on the GPUs behind those of the trainer's processes."""
     servers, urls = LocalServers(), []
     first, tp = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), settings.get("tensor_parallel_size", 1)
+    have = visible_gpus()
+    wanted = first + n * tp
+    told = f"--serve {n}: {first} trainer processes and {n} servers of {tp} GPUs need {wanted} GPUs"
+    need(not have or wanted <= len(have), f"{told}, and there are {len(have)}; start fewer processes or servers")
     for number in range(n):
         port = free_port()
-        gpus = range(first + number * tp, first + (number + 1) * tp) if torch.cuda.is_available() else ()
-        have = torch.cuda.device_count()
-        need(not gpus or gpus.stop <= have, f"--serve {n}: {first} trainer processes and {n} servers of {tp} GPUs need "
-             f"{first + n * tp} GPUs, and there are {have}; start fewer processes or servers")
+        gpus = have[first + number * tp : first + (number + 1) * tp]
         command, environment = server_command("vllm", path, processor, dtype, settings, "127.0.0.1", port, lora_rank)
         servers.start(command, environment, out / "servers" / f"server{number}.log", gpus)
         urls.append(f"http://127.0.0.1:{port}")

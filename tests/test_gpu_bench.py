@@ -96,7 +96,8 @@ def test_a_part_without_its_packages_fails_with_the_remedy(tmp_path, monkeypatch
     gpu.run_part(parent, 1, 60.0)
     part = report.data["parts"][0]
     assert part["status"] == "1 of 1 failed"
-    assert part["rows"][0]["error"] == "pytest missing: pip install -r requirements-dev.txt, or bring the wheels"
+    remedy = "pip install -c requirements.txt -r requirements-dev.txt, or bring the wheels"
+    assert part["rows"][0]["error"] == f"pytest missing: {remedy}"
 
 
 def test_a_child_that_fails_is_told_with_its_last_error(tmp_path):
