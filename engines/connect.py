@@ -70,7 +70,7 @@ class ServerConfig(ConnectionConfig):
 
 def check_server(url: str) -> None:
     """Raise UserError unless a server answers at the URL."""
-    import httpx2  # here, as in `connect`: a run without servers must not need what they need
+    import httpx2  # here, as in `connect`: without servers a run must start without their libraries
 
     form = f"--servers {url}: give http://HOST:PORT, several with spaces between"
     with refusing(ValueError, form):

@@ -110,7 +110,7 @@ def visible_gpus() -> list[str]:
 def serve_local(
     n: int, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], out: Path, lora_rank: int = 0
 ) -> list[str]:
-    """URLs of so many vLLM servers on this machine, on the GPUs behind those of the trainer's processes."""
+    """Start n vLLM servers on this machine, on the visible GPUs after the trainer's, and return their URLs."""
     servers, urls = LocalServers(), []
     first, tp = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), settings.get("tensor_parallel_size", 1)
     have = visible_gpus()

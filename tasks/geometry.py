@@ -147,15 +147,6 @@ MEANINGS = {
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }
-
-
-def repeating(match: re.Match) -> str:
-    r"""`0.1\overline{6}` or `0.(6)` -> the fraction that the repeating decimal equals."""
-    whole, digits, *repeated = (part or "" for part in match.groups())
-    first, period = whole + digits, "".join(repeated)
-    return f"(({first + period}-{first or 0})/({10 ** len(period) - 1}*{10 ** len(digits)}))"
-
-
 COMMANDS: dict[str, str] = {}
 for _meaning, _names in MEANINGS.items():
     COMMANDS |= dict.fromkeys(_names.split(), _meaning)
@@ -163,6 +154,15 @@ COMMANDS[" "] = " "
 WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
 WRAPPERS += " widehat overarc overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf"
 WRAPPERS += " large Large LARGE huge Huge"
+
+
+def repeating(match: re.Match) -> str:
+    r"""Return the fraction that a repeating decimal equals: `0.1\overline{6}` or `0.(6)`."""
+    whole, digits, *repeated = (part or "" for part in match.groups())
+    first, period = whole + digits, "".join(repeated)
+    return f"(({first + period}-{first or 0})/({10 ** len(period) - 1}*{10 ** len(digits)}))"
+
+
 REWRITES = [
     (r"\\\\(?=[A-Za-z])", r"\\"),  # `\\frac`: escaped once too often
     (r"(\d*)\.(\d*)(?:\\overline\s*\{(\d{1,20})\}|(?<=\.)\((\d{1,20})\))", repeating),
@@ -379,12 +379,12 @@ def same_value(prediction: str, truth: str) -> bool:
 def same_to_math_verify(prediction: str, truth: str) -> bool:
     """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
     if re.search(r"%|\\[hv]?phantom|[0-9|)] ?_", prediction + truth):
-        raise Unreadable("percent, invisible text or a number's subscript, which math-verify drops")
+        raise Unreadable("math-verify drops percent signs, invisible text and subscripts of numbers")
     return MATH_VERIFY.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
 
 
 def in_radians(text: str) -> str:
-    r"""`\sin 30°` -> `\sin (30*π/180)`: math-verify drops degree signs."""
+    r"""Return `\sin (30*π/180)` for `\sin 30°`, as math-verify drops degree signs; other text is returned unchanged."""
     return re.sub(r"([0-9.]+) ?°", r"(\1*π/180)", text) if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text) else text
 
 

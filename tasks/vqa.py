@@ -187,10 +187,10 @@ CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
 SIGN = re.compile(r"[+<>≤≥=^]|(?<![a-z0-9])-|-(?![a-z0-9])")  # of `sin x - 1` and `C++`; none in `t-shirt`
-DASH = re.compile(r"^- (?=[a-z]{2})|(?<=[a-z]{3}) -+ (?=[a-z]{2})")
+DASH = re.compile(r"^- (?=[a-z]{2})|(?<=[a-z]{3}) -+ (?=[a-z]{2})")  # punctuation between words, not a minus
 FORMULA = re.compile(rf"(?=.*(?:{SIGN.pattern})).+|(?!.*(?<![a-z\\])[a-z]{{2}})(?=.*[-()\[\]/]).+")  # `x - 1`, `(1, 2)`
 BRACKETS = re.compile(r"^[(\[]([^()\[\],]+)[)\]]$")
-NUMBERS = re.compile(r"-?[0-9.]+(?:(?: ?, ?(?:and )?| and | ?& ?)-?[0-9.]+)+")  # a list of them
+NUMBERS = re.compile(r"-?[0-9.]+(?:(?: ?, ?(?:and )?| and | ?& ?)-?[0-9.]+)+")  # a list of two or more numbers
 LABELLED = re.compile(r"([a-z' ]+): ([a-z0-9.,-]+)")
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
 ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`

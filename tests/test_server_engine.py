@@ -38,37 +38,6 @@ from model import ModelConfig
 from rollout import Prompt, Sampling
 from utils import Context, derive_seed, in_thread
 
-
-def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_path):
-    """As torchrun's processes do; numbers from 0 would be other people's GPUs on a shared machine."""
-    taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(local, "server_command", lambda *args: ([], {}))
-    monkeypatch.setattr(local.LocalServers, "start", lambda self, command, env, log, gpus: taken.append(gpus))
-    monkeypatch.setattr(local.LocalServers, "wait", lambda self, urls: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    def serve(n, **settings):
-        taken.clear()
-        local.serve_local(n, "model", None, torch.bfloat16, settings, tmp_path)
-        return taken
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert serve(2) == [["2"], ["3"]] and serve(1, tensor_parallel_size=2) == [["2", "3"]]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a1,GPU-b2")
-    assert serve(2) == [["GPU-a1"], ["GPU-b2"]]
-    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, and there are 4"):
-        serve(3)
-
-
-def test_a_gpu_computes_logits_in_float32_as_the_trainer_does(toys):
-    processor = M.load_processor(str(toys["qwen3_vl"]))
-    for dtype, cuda, wanted in (("bfloat16", True, "float32"), ("bfloat16", False, None), ("float32", True, None)):
-        given = engine_arguments(str(toys["qwen3_vl"]), processor, getattr(torch, dtype), cuda, {"max_model_len": 64})
-        assert given.get("hf_overrides", {}).get("head_dtype") == wanted
-
-
 URLS = ["http://one", "http://two", "http://three"]
 PROCESSOR = SimpleNamespace(
     eos_ids=[0],
@@ -877,3 +846,33 @@ def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
     servers[1].generate = odd
     engine.generate(prompts_of("a", "b", "c", "d"), 2, Sampling(ROOM))
     assert f"{URLS[1]} is left out: its answer cannot be read: TypeError" in capsys.readouterr().out
+
+
+def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_path):
+    """As torchrun's processes do; numbers from 0 would be other people's GPUs on a shared machine."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(local, "server_command", lambda *args: ([], {}))
+    monkeypatch.setattr(local.LocalServers, "start", lambda self, command, env, log, gpus: taken.append(gpus))
+    monkeypatch.setattr(local.LocalServers, "wait", lambda self, urls: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def serve(n, **settings):
+        taken.clear()
+        local.serve_local(n, "model", None, torch.bfloat16, settings, tmp_path)
+        return taken
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert serve(2) == [["2"], ["3"]] and serve(1, tensor_parallel_size=2) == [["2", "3"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a1,GPU-b2")
+    assert serve(2) == [["GPU-a1"], ["GPU-b2"]]
+    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, and there are 4"):
+        serve(3)
+
+
+def test_a_gpu_computes_logits_in_float32_as_the_trainer_does(toys):
+    processor = M.load_processor(str(toys["qwen3_vl"]))
+    for dtype, cuda, wanted in (("bfloat16", True, "float32"), ("bfloat16", False, None), ("float32", True, None)):
+        given = engine_arguments(str(toys["qwen3_vl"]), processor, getattr(torch, dtype), cuda, {"max_model_len": 64})
+        assert given.get("hf_overrides", {}).get("head_dtype") == wanted
