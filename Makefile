@@ -2,14 +2,16 @@
 # make test   install, run the CPU tests on all cores; make test-all: the slow ones too
 # make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
 # make test-sglang   the same with SGLang, whose server takes part in the tests
+# make test-cuda-paths   install torch for CUDA, run CUDA's branches on a GPU that does not exist (tests/null_gpu)
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
+VENV_CUDA ?= .venv-cuda
 PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-vllm test-sglang lint bench clean
+.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -31,7 +33,7 @@ demo: $(VENV)/.run
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not vllm and not sglang and not slow"
+	$(PYTEST) -m "not vllm and not sglang and not cuda_paths and not slow"
 
 test-all: $(VENV)/.dev
 	$(PYTEST)
@@ -62,6 +64,21 @@ $(VENV_SGLANG)/.dev: requirements-sglang-cpu.txt
 test-sglang: $(VENV_SGLANG)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 \
 	PYTHONPATH=$(CURDIR)/tests/sglang_env $(VENV_SGLANG)/bin/python -m pytest -m sglang tests/test_sglang.py
+
+# ===: PyPI's own file, which is the build for CUDA, where pip would also find torch+cpu
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
+	@echo "installing torch for CUDA and more into $(VENV_CUDA): 6 GB"
+	$(PYTHON) -m venv $(VENV_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^torch==/torch===/p' requirements.txt)
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
+	touch $@
+
+# CUDA_PATHS="not slow": the few that CI runs
+CUDA_PATHS ?= cuda_paths
+test-cuda-paths: $(VENV_CUDA)/.dev
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_CUDA)/bin/python -m pytest -n auto -m "cuda_paths and ($(CUDA_PATHS))" \
+	tests/test_cuda_paths.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

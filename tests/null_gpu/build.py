@@ -1,0 +1,87 @@
+"""Build the null GPU: libraries that take the place of CUDA's runtime, driver, NVRTC, cuBLAS and NCCL.
+
+    python tests/null_gpu/build.py     # with the Python of an environment that has torch for CUDA; needs gcc and nm
+
+They are written to null_gpu/ in that environment. `environment` returns the variables that make a process use them.
+The libraries define what torch, Triton and vLLM call; every other function of CUDA's that they link to returns 0.
+"""
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+SITE = Path(sysconfig.get_paths()["platlib"])
+OUT = Path(sys.prefix) / "null_gpu"
+
+
+def list_symbols(kind: str, *files: Path) -> set[str]:
+    """Return the names that shared libraries or object files leave to others (kind "U") or define ("T")."""
+    names = set()
+    for file in files:
+        scope = [] if file.suffix == ".o" else ["-D"]
+        text = subprocess.run(["nm", *scope, file], capture_output=True, text=True).stdout
+        names |= set(re.findall(rf" {kind} (\w+)", text))
+    return names
+
+
+def find_names(*files: Path) -> set[str]:
+    """Return the names of the driver's functions that the files contain as text, because they are looked up by name."""
+    return {name.decode() for file in files for name in re.findall(rb"\bcu[A-Z]\w{3,60}\b", file.read_bytes())}
+
+
+def build_library(name: str, source: str, wanted: set[str], *linked: str) -> None:
+    """Compile a library `name` from a C file, with functions that return 0 for all wanted names that it lacks."""
+    flags = ["-w", "-fPIC", f"-I{SITE / 'triton/backends/nvidia/include'}"]
+    written, missing, versions = OUT / "written.o", OUT / "missing.c", OUT / "versions"
+    subprocess.run(["gcc", *flags, "-c", HERE / source, "-o", written], check=True)
+    lacking = sorted(wanted - list_symbols("T", written))
+    missing.write_text("".join(f"int {function}() {{ return 0; }}\n" for function in lacking))
+    versions.write_text(f"{name} {{ global: *; }};\n")  # what links to NVIDIA's library asks for its version
+    options = ["-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{OUT}", *linked]
+    command = ["gcc", *flags, written, missing, "-o", OUT / name, *options, "-ldl", "-lpthread"]
+    subprocess.run(command, check=True)
+
+
+def build() -> None:
+    """Build all libraries. Raise CalledProcessError if gcc fails."""
+    OUT.mkdir(exist_ok=True)
+    patterns = ("torch/lib/*.so*", "vllm/**/*.so", "triton/_C/*.so", "nvidia/**/libcusolver*.so*")
+    users = [file for pattern in patterns for file in SITE.glob(pattern)]
+    names, major = list_symbols("U", *users), torch.version.cuda.split(".")[0]
+    torch_cuda = [SITE / "torch/lib" / name for name in ("libtorch_cuda.so", "libc10_cuda.so")]
+    driver = names | find_names(SITE / "triton/backends/nvidia/driver.c", *torch_cuda)
+    driver = {name for name in driver if re.match("cu(?!File)[A-Z]", name)}
+    libraries = {
+        f"libcudart.so.{major}": ("runtime.c", ("cuda", "__cuda")),
+        f"libcublas.so.{major}": ("blas.c", ("cublas",)),
+        f"libcublasLt.so.{major}": ("blas.c", ("cublasLt",)),
+        f"libnvrtc.so.{major}": ("nvrtc.c", ("nvrtc",)),
+        "libnccl.so.2": ("nccl.c", ("nccl",)),
+    }
+    for name, (source, prefixes) in libraries.items():
+        build_library(name, source, {function for function in names if function.startswith(prefixes)})
+    build_library("libcuda.so.1", "driver.c", driver, f"-l:libcudart.so.{major}")
+    print(f"built the null GPU for torch {torch.__version__} in {OUT}")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables of a process on the null GPU."""
+    libraries = [str(file) for file in sorted(OUT.glob("lib*.so.*"))]
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        "LD_LIBRARY_PATH": str(OUT),
+        "TRITON_LIBCUDA_PATH": str(OUT),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TRITON_CACHE_DIR": str(OUT / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(OUT / "inductor"),
+    }
+
+
+if __name__ == "__main__":
+    build()

@@ -1,0 +1,47 @@
+"""Run by every Python process that has this folder on PYTHONPATH: gives its null GPU values (see ../values.py).
+
+NULL_GPU_VALUES_MIB: operations on more memory than this keep garbage (default: none do).
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+
+class _Hooks(importlib.abc.MetaPathFinder):
+    """Change modules when they have been imported."""
+
+    def __init__(self):
+        self.hooks = {"torch": "install"}
+        if os.environ["NULL_GPU_VALUES_MIB"] == "inf":
+            self.hooks |= {"layers.attention": "replace_attention", "kernels": "replace_kernels"}
+
+    def find_spec(self, name, path=None, target=None):
+        hook = self.hooks.pop(name, None)
+        if hook is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        self.hooks[name] = hook  # transformers looks for packages of these names without importing them
+        load = spec.loader.exec_module
+
+        def load_and_change(module):
+            load(module)
+            getattr(_values(), hook)(*[module][: name != "torch"])
+
+        spec.loader.exec_module = load_and_change
+        return spec
+
+
+def _values():
+    file = Path(__file__).parent.parent / "values.py"
+    if "null_gpu_values" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("null_gpu_values", file)
+        sys.modules["null_gpu_values"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["null_gpu_values"])
+    return sys.modules["null_gpu_values"]
+
+
+os.environ.setdefault("NULL_GPU_VALUES_MIB", "inf")
+sys.meta_path.insert(0, _Hooks())

@@ -1,0 +1,363 @@
+"""Values on the null GPU: each operation on a CUDA tensor is also computed on the CPU, in the tensor's own memory.
+
+The null GPU's memory is address space of the process, so a CPU tensor can be made over it. An operation first runs as
+CUDA's, with its checks, allocations, launches and synchronizations, all but the arithmetic; then a CPU kernel computes
+the result and writes it into the output. A program sees CUDA tensors with the right values.
+
+What is replaced or left out:
+
+- Compiled flex_attention, flash attention of variable lengths and the Triton policy head consist of kernels that only a
+  GPU runs. Each runs as it would, forward and backward, on copies of its inputs, and its result is thrown away; the
+  plain definition of the same function computes the values.
+- For scaled_dot_product_attention's CUDA kernels and products with an fp32 result, KERNELS has CPU functions.
+- Operations whose output's size depends on values, and linear algebra (cuSOLVER), do not run as CUDA's.
+- cuDNN is off: ATen's own convolution embeds the patches of images.
+- Random numbers come from a CPU generator with the same seed.
+- Collectives of one process are copies, which nccl.c makes. There is no second process.
+
+An operation without a CPU kernel keeps what its memory holds; `garbage` counts it by name.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+garbage: Counter[str] = Counter()
+cudart = ctypes.CDLL(None)
+cudart.null_gpu_synchronizations.restype = ctypes.c_long
+
+# Operations that read or change what a tensor is, not what it holds; collectives, which nccl.c copies
+NATIVE_ONLY = set(
+    "aten::resize_ aten::set_ aten::record_stream aten::is_pinned aten::_pin_memory aten::lift_fresh "
+    "aten::is_same_size inductor::resize_storage_bytes_".split()
+)
+NATIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "prim")
+# Operations that read a count from the device, by tags and by name
+DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+READS_COUNTS = set(
+    "aten::index_put_ aten::index_put aten::_index_put_impl_ aten::masked_scatter aten::masked_scatter_backward "
+    "aten::bincount aten::embedding_dense_backward aten::_unique2 aten::unique_consecutive "
+    "aten::repeat_interleave".split()
+)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor over the memory of a CUDA tensor, with its shape and strides."""
+    storage, like = tensor.untyped_storage(), {"dtype": tensor.dtype, "device": "cpu"}
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), **like)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    held = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, **like).set_(held, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def n_bytes(values: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+class Values(TorchDispatchMode):
+    """Gives CUDA tensors the values that a CPU computes, where an operation touches at most `limit` bytes.
+
+    With a limit, large tensors hold garbage, but shapes and indices, and with them the control flow, are right.
+    """
+
+    def __init__(self, limit: float = float("inf")):
+        super().__init__()
+        self.limit = limit
+        self.generators: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch._C._len_torch_dispatch_stack():  # without data: DTensor infers a shape, or torch.compile traces
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
+            return NotImplemented  # a DTensor, say, which calls operations on the tensors inside
+        name = func._schema.name
+        if name == "fsdp::all_gather_copy_in":  # written in Python, so its own operations come here
+            from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+            with self:
+                return _fsdp_collectives.all_gather_copy_in_cuda(*args, **kwargs)
+        on_gpu = any(x.is_cuda for x in tensors)
+        on_gpu |= any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+        native = name in NATIVE_ONLY or func.namespace in NATIVE_NAMESPACES or _is_view(func) or "empty" in name
+        if native or not on_gpu or any(x.is_meta for x in tensors):
+            return func(*args, **kwargs)
+        if _depends_on_values(func) and (n_bytes(tensors) <= self.limit or "embedding" not in name):
+            _warn_of_synchronization()  # CUDA's kernel waits for the count
+            values = self._compute(func, args, kwargs)
+            return args[0] if func._schema.is_mutable else tree_map(_to_device, values)
+        results = _run_natively(func, args, kwargs)
+        if n_bytes(tensors) + n_bytes(results) > self.limit:
+            return results
+        try:
+            values = self._compute(func, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+                raise
+            garbage[name] += 1
+            return results
+        if not func._schema.is_mutable:
+            for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
+                if isinstance(result, Tensor) and result.numel() and result.shape == value.shape:
+                    (on_host(result) if result.is_cuda else result).copy_(value)
+        return results
+
+    def _compute(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the CPU's kernel of an operation in the memory of its tensors."""
+
+        def moved(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return on_host(x) if x.is_cuda else x
+            if isinstance(x, torch.device):
+                return torch.device("cpu")
+            return self._generator(x) if isinstance(x, torch.Generator) else x
+
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "non_blocking")}
+        args, kwargs = tree_map(moved, (args, kwargs))
+        return KERNELS.get(func.name(), func)(*args, **kwargs)
+
+    def _generator(self, generator: torch.Generator) -> torch.Generator:
+        if generator.device.type != "cuda":
+            return generator
+        mine, seed = self.generators.get(id(generator)), generator.initial_seed()
+        if mine is None or mine.initial_seed() != seed:
+            mine = self.generators[id(generator)] = torch.Generator().manual_seed(seed)
+        return mine
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether what an operation returns shares memory with its inputs, which it does not write."""
+    aliases = [r.alias_info for r in func._schema.returns]
+    shares = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return shares or func._schema.name == "aten::detach"
+
+
+def _depends_on_values(func: Any) -> bool:
+    name = func._schema.name
+    solves = "linalg" in name and "norm" not in name
+    return name in READS_COUNTS or solves or any(tag in func.tags for tag in DEPENDS_ON_VALUES)
+
+
+def _to_device(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    if value.numel():
+        on_host(result).copy_(value)
+    return result
+
+
+def _run_natively(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run an operation as CUDA's. In torch's synchronization debug mode, warn where the program called it."""
+    debug = torch.cuda.get_sync_debug_mode()
+    if not debug:
+        return func(*args, **kwargs)
+    before = cudart.null_gpu_synchronizations()
+    torch._C._cuda_set_sync_debug_mode(0)  # its warnings would name this file
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch._C._cuda_set_sync_debug_mode(debug)
+        if cudart.null_gpu_synchronizations() > before:
+            _warn_of_synchronization()
+
+
+def _warn_of_synchronization() -> None:
+    if torch.cuda.get_sync_debug_mode():
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        text = "called a synchronizing CUDA operation"
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operations that only CUDA has, on CPU tensors
+
+
+def _probabilities(query, key, bias, causal, scale) -> tuple[Tensor, float]:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if bias is not None:
+        scores = scores + bias if bias.dtype != torch.bool else scores.masked_fill(~bias, -torch.inf)
+    return scores.softmax(dim=-1).nan_to_num(0), scale
+
+
+def _attend(query, key, value, bias, causal, scale) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return (_probabilities(query, key, bias, causal, scale)[0] @ value.float()).to(query.dtype)
+
+
+def _attention_gradients(grad, query, key, value, bias, causal, scale) -> tuple[Tensor, ...]:
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    p, scale = _probabilities(query, key, bias, causal, scale)
+    grad = grad.float()
+    slopes = grad @ value.float().transpose(-1, -2)
+    slopes = p * (slopes - (slopes * p).sum(dim=-1, keepdim=True)) * scale
+    of_query = slopes @ key.float()
+    others = slopes.transpose(-1, -2) @ query.float(), p.transpose(-1, -2) @ grad
+    of_key, of_value = (x.unflatten(1, (heads, groups)).sum(dim=2) for x in others)
+    return tuple(gradient.to(query.dtype) for gradient in (of_query, of_key, of_value))
+
+
+def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    return (_attend(query, key, value, None, is_causal, scale), *[torch.empty(0)] * 8)
+
+
+def _flash_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, *rest, scale=None):
+    return _attention_gradients(grad, query, key, value, None, causal, scale)
+
+
+def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
+    return (_attend(query, key, value, bias, is_causal, scale), *[torch.empty(0)] * 3)
+
+
+def _efficient_backward(
+    grad, query, key, value, bias, out, lse, seed, offset, dropout_p, mask, causal=False, *, scale=None
+):
+    gradients = _attention_gradients(grad, query, key, value, bias, causal, scale)
+    return (*gradients, torch.empty(0))
+
+
+def _mm(a, b, out_dtype):
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def _mm_out(a, b, out_dtype, *, out):
+    return out.copy_(_mm(a, b, out_dtype))
+
+
+def _addmm(x, a, b, out_dtype, *, beta=1, alpha=1):
+    return beta * x + alpha * _mm(a, b, out_dtype)
+
+
+def _addmm_out(x, a, b, out_dtype, *, beta=1, alpha=1, out):
+    return out.copy_(_addmm(x, a, b, out_dtype, beta=beta, alpha=alpha))
+
+
+KERNELS = {
+    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::mm.dtype": _mm,
+    "aten::mm.dtype_out": _mm_out,
+    "aten::addmm.dtype": _addmm,
+    "aten::addmm.dtype_out": _addmm_out,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is compiled runs beside its plain definition
+
+
+def without_values(native: Callable, *args: Any, **kwargs: Any) -> None:
+    """Run what is compiled, forward and backward, on copies of its tensors; throw its results away."""
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+    with _disable_current_modes():
+        args, kwargs = tree_map(copied, (args, kwargs))
+        result = native(*args, **kwargs)
+        if result.requires_grad:
+            result.backward(torch.ones_like(result))
+
+
+def replace_attention(attention: Any) -> None:
+    """Let layers.attention's compiled backends run beside dense attention, which gives the values."""
+    compiled, varlen = attention._flex, attention._varlen
+
+    def flex(device_type: str) -> Callable:
+        def call(query, key, value, block_mask, scale, enable_gqa):
+            options = {"block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa}
+            without_values(compiled(device_type), query, key, value, **options)
+            at = torch.arange(query.shape[2], device=query.device)
+            mask = block_mask.mask_mod(at.new_zeros(()), at.new_zeros(()), at[:, None], at[None])
+            return _dense(query, key, value, mask, scale)
+
+        return call
+
+    def flash(query, key, value, cu_seqlens, longest, scale):
+        without_values(varlen, query, key, value, cu_seqlens, longest, scale)
+        at = torch.arange(len(query), device=query.device)
+        sequence = torch.searchsorted(cu_seqlens, at, right=True)
+        mask = (sequence[:, None] == sequence[None]) & (at[:, None] >= at[None])
+        return _dense(*(x.transpose(0, 1)[None] for x in (query, key, value)), mask, scale)[0].transpose(0, 1)
+
+    attention._flex, attention._varlen = flex, flash
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = (query.float() @ key.float().transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(dim=3) @ value.float()).to(query.dtype)
+
+
+def replace_kernels(kernels: Any) -> None:
+    """Let the Triton policy head run beside the plain one, which gives the values."""
+    plain, triton_head, logprob = kernels._PlainHead, kernels._TritonHead, kernels.triton_logprob
+
+    class BothHeads(plain):
+        def __init__(self, *args):
+            super().__init__(*args)
+            with _disable_current_modes():
+                self.triton = triton_head(*args)
+
+        def statistics(self, rows):
+            with _disable_current_modes():
+                self.triton.statistics(rows)
+            return super().statistics(rows)
+
+        def logit_gradients(self, source_N, *gradients):
+            with _disable_current_modes():
+                for columns, dz_NC in self.triton.logit_gradients(source_N, *gradients):
+                    assert dz_NC.shape[0] == len(source_N) and columns == slice(self.vocab)
+            yield from super().logit_gradients(source_N, *gradients)
+
+    def both_logprobs(hidden_KH, weight_VH, targets_K, temperature, banned, tile=None):
+        with _disable_current_modes():
+            logprob(hidden_KH, weight_VH, targets_K, temperature, banned, tile)
+        head = plain(hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
+        results = [head.statistics(rows) for rows in head.blocks()]
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+    kernels.HEADS["triton"], kernels.triton_logprob = BothHeads, both_logprobs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Enter the mode in this thread and in all that are started later."""
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    limit = float(os.environ["NULL_GPU_VALUES_MIB"]) * 2**20
+    Values(limit).__enter__()
+    run = threading.Thread.run
+
+    def run_with_values(thread: threading.Thread) -> None:
+        with Values(limit):
+            run(thread)
+
+    threading.Thread.run = run_with_values

@@ -1,0 +1,84 @@
+"""CUDA's branches on a GPU that does not exist (tests/null_gpu).   make test-cuda-paths
+
+Needs CUDA's build of torch, gcc and nm. Every test starts children: this process has no GPU, and they have one in which
+kernels do nothing, or (null_gpu/values.py) one in which every operation has a CPU's values.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "tests"))
+import gpu  # noqa: E402
+from null_gpu.build import build, environment  # noqa: E402
+
+pytestmark = pytest.mark.cuda_paths
+MORE_RUNS = {
+    "Qwen2-VL": "--attn flex --family qwen2_vl",
+    "Qwen3-VL MoE": "--attn flex --family qwen3_vl_moe",
+    "Qwen3.5 MoE": "--attn flex --family qwen3_5_moe",
+    "tower's LoRA": "--attn flex --lora-rank 4 --train-vision tower",
+    "checkpointed MoE": "--attn flex --grad-checkpointing --family qwen3_vl_moe",
+    "offloaded reference": "--attn flex --algo ppo --critic separate --kl-coef 0.1 --offload reference",
+}
+# CI's share: each starts one of the policy head's and one of attention's implementations
+QUICK = ("flex, triton", "flash, triton", "PPO, separate critic")
+
+
+@pytest.fixture(scope="session")
+def null_gpu() -> dict[str, str]:
+    """The environment of a process on the null GPU with values."""
+    if torch.version.cuda is None:
+        pytest.skip("this is a CPU build of torch; make test-cuda-paths has CUDA's")
+    build()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "TRITON_INTERPRET"}
+    return kept | environment() | {"PYTHONPATH": str(ROOT / "tests/null_gpu/site")}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Toys of all families, images and a reward."""
+    folder = tmp_path_factory.mktemp("toys")
+    gpu.make_toys(folder, "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
+    return folder
+
+
+def run(env: dict[str, str], *command) -> str:
+    """Run Python with these arguments; return what it printed."""
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def train(env: dict[str, str], folder: Path, out: Path, flags: str) -> list[dict]:
+    """Run train.py, once for each part of the flags, with "--family" as in gpu.RUNS; return its rows of metrics."""
+    family = re.search(r"--family (\S+)", flags)
+    toy = folder / (family[1] if family else "qwen2_5_vl")
+    for part in re.sub(r"--family \S+", "", flags).split(" / "):
+        given = ["--model", toy, "--data", folder / "train.parquet", "--reward", f"{folder / 'reward.py'}:score"]
+        run(env, ROOT / "train.py", *given, "--out", out, *gpu.BASE.split(), *part.split())
+    return [row for row in gpu.read_rows(out / "metrics.jsonl") if "policy/grad_norm" in row]
+
+
+RUNS = gpu.RUNS | MORE_RUNS
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in RUNS])
+def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
+    """The first step has the same samples on both, as far as bf16 rounds the same way."""
+    rows = train(null_gpu, folder, tmp_path / "gpu", RUNS[name])
+    assert len(rows) == 3 and all(0 < row["policy/grad_norm"] < 100 for row in rows)
+    assert all(row["rollout/max_abs_dlogp"] < 0.1 for row in rows)
+    on_cpu = re.sub(r"flex|flash", "sdpa", RUNS[name]).replace("triton", "torch")
+    on_cpu = re.sub(r"--offload \w+", "", on_cpu)
+    [first, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", on_cpu)
+    for metric in ("policy/grad_norm", "policy/entropy", "response/tokens"):
+        assert rows[0][metric] == pytest.approx(first[metric], rel=0.05), metric
