@@ -5,15 +5,18 @@ pytest tests/test_self_test.py
 
 import copy
 import importlib.util
+import io
 import itertools
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from test_rollout import example, trainer_logprobs
 from test_train import TORCHRUN, flags, run, without_time, write_parquet
 
+import demo
 import engines.hf
 import engines.self_test as S
 import model as M
@@ -63,6 +66,21 @@ def without(engine, name):
     original = engine.load_weights
     engine.load_weights = lambda named: original((n, tensor) for n, tensor in named if n != name)
     return engine
+
+
+def test_an_engine_that_forgets_in_its_sleep_is_refused(pair):
+    """vLLM's sleep level 2 drops all memory; a sync brings back the parameters, and nothing else."""
+    policy, engine, *_ = pair
+
+    def sleep():
+        buffers = [b for name, b in engine.hf.named_buffers() if name.endswith("inv_freq")]
+        for buffer in buffers:
+            buffer.zero_()
+        assert buffers
+
+    engine.sleep = sleep
+    with pytest.raises(UserError, match="engine and trainer under new weights differ"):
+        self_test(*pair)
 
 
 # --- the sync ---------------------------------------------------------------------------------------------------------
@@ -159,6 +177,22 @@ def test_adapters_of_a_trained_policy_in_bfloat16(trained, pair):
     name = next(f"{name}.weight" for name in lora_layers(policy.hf) if name.endswith("layers.1.mlp.down_proj"))
     with pytest.raises(UserError, match="under new weights differ"):
         self_test(policy, without(engine, name), *pair[2:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_adapters_of_a_tower_in_bfloat16(seed, pair, tmp_path):
+    """Whatever they are drawn as. Nudged too far, they make the tower chaotic, and rounding drowns what moved."""
+    folder = tmp_path / "toy"
+    demo.make_model(folder, "qwen2_5_vl", seed=0, vocab=640)
+    hf = add_lora(M.load_hf(str(folder), torch.bfloat16), Lora(8, 32.0, vision=True, seed=seed))
+    processor = M.load_processor(str(folder))
+    engine = HFEngine(M.load_hf(str(folder), torch.bfloat16), processor, torch.device("cpu"))
+    engine.load_weights(full_parameters(M.Policy(hf, processor, "tower")))
+    rows = enumerate(shapes_rows(12, "train", 0))
+    opened = ((i, row, Image.open(io.BytesIO(row["images"][0]["bytes"]))) for i, row in rows)
+    examples = [example(str(i), row["prompt"][0]["content"], [image]) for i, row, image in opened]
+    lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
+    assert self_test(M.Policy(hf, processor, "tower"), engine, Examples(examples, lengths), processor)
 
 
 def test_an_engine_with_one_stale_tensor_is_refused(pair):
