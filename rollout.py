@@ -389,6 +389,10 @@ class Engine:
     def sleep(self) -> None:
         """Make room for the update. Weights may be lost with it: before the next use comes a sync."""
 
+    def asleep_bytes(self) -> int:
+        """Return how many bytes torch's CUDA allocator counts that the sleeping engine has given back."""
+        return 0
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A step's batch of groups

@@ -374,7 +374,7 @@ def main(cfg: Config) -> None:
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
-        probe_memory(models.policy, train_set, packer, processor, cfg.rollout.max_new_tokens, start_of)
+        probe_memory(models.policy, train_set, packer, processor, cfg, start_of)
     sets = [train_set, eval_set]
     limits = env.image_limits if env else None
     engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, sets, ctx, out, limits)
@@ -430,9 +430,10 @@ def main(cfg: Config) -> None:
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
         # 6. update
-        with stage("update"), training(batch, algo.epochs, meter):
+        with stage("update"), training(batch, algo.epochs, meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
+            models.zero_grad()  # a waking engine needs their memory
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
         with stage("sync", interruptible=False):

@@ -25,6 +25,11 @@ import torch.distributed as dist
 
 from errors import Interrupted, Note, UserError, keep_printing, printable
 
+# How torch allocates, unless the user says otherwise. Segments that grow leave fewer gaps between tensors of changing
+# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Pinned host memory is not rounded
+# up to powers of two, which would double what a sleeping engine keeps there.
+ALLOC_CONF = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+
 NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 
 
@@ -144,6 +149,8 @@ def _rendezvous() -> dict:
 def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
     """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
     rank waits for longer than that is an error."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cuda:nccl,cpu:gloo"

@@ -648,6 +648,26 @@ TEXT = {
         intermediate_size=18944,
         vocab_size=152064,
     ),
+    "8B": dict(
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=12288,
+        vocab_size=151936,
+    ),
+    "30B-A3B": dict(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+    ),
     "toy": dict(
         hidden_size=128,
         num_hidden_layers=2,
@@ -666,20 +686,33 @@ VISION = dict(
     fullatt_block_indexes=[7, 15, 23, 31],
     patch_size=14,
 )
+QWEN3_VISION = dict(
+    depth=27,
+    hidden_size=1152,
+    num_heads=16,
+    intermediate_size=4304,
+    patch_size=16,
+    num_position_embeddings=2304,
+    deepstack_visual_indexes=[8, 16, 24],
+)
 TOY_VISION = VISION | dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, fullatt_block_indexes=[1])
 PAD, IMAGE, BEGIN, END, EOS = range(5)  # token ids, the same for all sizes
 
 
 def config_of(size: str):
+    """Return the configuration of Qwen2.5-VL 3B or 7B, Qwen3-VL 8B or 30B-A3B, or a toy, as on the hub."""
     import transformers
 
     text = dict(TEXT[size])
-    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-    vision = (TOY_VISION if size == "toy" else VISION) | {"out_hidden_size": text["hidden_size"]}
+    kind, vision = {"8B": ("Qwen3VL", QWEN3_VISION), "30B-A3B": ("Qwen3VLMoe", QWEN3_VISION)}.get(
+        size, ("Qwen2_5_VL", TOY_VISION if size == "toy" else VISION)
+    )
+    vision = vision | {"out_hidden_size": text["hidden_size"]}
     text |= {"rope_parameters": rope, "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": EOS}
-    return transformers.Qwen2_5_VLConfig(
+    return getattr(transformers, f"{kind}Config")(
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=size == "3B",
@@ -690,15 +723,15 @@ def config_of(size: str):
     )
 
 
-def build(size: str, ctx, lora, recompute: bool):
+def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     """A sharded policy with random weights, as train.py makes it, made on the device: nothing is written or read but a
-    config."""
+    config. Its masters are fp32, or bf16 with LoRA, unless `master` is a dtype."""
     import torch
 
     from layers.lora import add_lora
     from model import Policy
     from parallel import loading
-    from parallel.sharding import shard
+    from parallel.sharding import PLAIN, shard
 
     class Either(Policy):
         """Forwards a micro-batch as ever; and a list of rollouts as a padded batch, by transformers' own forward, to
@@ -707,7 +740,7 @@ def build(size: str, ctx, lora, recompute: bool):
         def forward(self, micro, *rest):
             return padded_loss(self, micro) if isinstance(micro, list) else super().forward(micro, *rest)
 
-    master = torch.bfloat16 if lora else torch.float32
+    master = master or (torch.bfloat16 if lora else torch.float32)
     processor = SimpleNamespace(
         merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], banned=lambda v: torch.tensor([*range(EOS), v - 1])
     )
@@ -718,7 +751,7 @@ def build(size: str, ctx, lora, recompute: bool):
     if recompute:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
-    shard(policy, ctx.device, torch.bfloat16)
+    shard(policy, ctx.device, torch.bfloat16, parallel or PLAIN)
     loading.find_stored = lambda *_: {}  # no file holds any of it
     loading.find_bad = lambda *_: None  # what is there before the weights are drawn may be anything
     loading.load_sharded(policy, "")
@@ -979,7 +1012,7 @@ def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
         assert len(micros) >= 8, "the toy has too few micro-batches"
         count(8)  # compiles, fills caches
         few, many = count(4), count(8)
-        a_micro = {line: (n - few[line]) / 4 for line, n in (many - few).most_common()}
+        a_micro = {line: n / 4 for line, n in (many - few).most_common()}
         each = sum(a_micro.values())
         most = ", ".join(f"{line} {n:.3g}" for line, n in list(a_micro.items())[:8])
         row = {

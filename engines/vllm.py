@@ -267,6 +267,13 @@ class VLLMEngine(Engine):
         self.llm.sleep(level=self.sleep_level)  # empties the caches too
         self.complete &= self.sleep_level < 2
 
+    def asleep_bytes(self) -> int:
+        if not self.executor.sleeping_tags:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage()
+
     def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
         for part in parts:
             if part in self.executor.sleeping_tags:

@@ -152,33 +152,49 @@ def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
     return sorted(parts)
 
 
+ASLEEP_GIB = 3.0  # what vLLM keeps of a GPU while it sleeps: CUDA graphs, its context and workspaces
+
+
 def probe_memory(
     policy: Policy,
     examples: Examples,
     packer: Packer,
     processor: Processor,
-    max_new_tokens: int,
+    cfg: Any,
     start_of: StartOf = as_given,
 ) -> int:
-    """Forward and backward of the fullest micro-batch there can be, before the first step rather than hours into the
-    run. Its loss is 0, so nothing is learnt. Returns its tokens; UserError where the GPU's memory does not hold it."""
+    """Try the fullest micro-batch there can be before the first step rather than hours into the run; return its tokens.
+
+    It goes forward and backward twice, because from the second micro-batch of an update on there are gradients. Its
+    loss is 0, so nothing is learnt. Raise UserError if the GPU cannot also hold a full vision cache and a sleeping
+    engine; `cfg` is train.py's.
+    """
     longest = examples[examples.lengths.index(max(examples.lengths))]
     prompt = make_prompts([longest], processor, start_of=start_of)[0]
-    room = packer.max_tokens - len(prompt.token_ids)
+    room, max_new_tokens = packer.max_tokens - len(prompt.token_ids), cfg.rollout.max_new_tokens
     rollouts = []
     for sample, taken in enumerate(range(0, room, max_new_tokens)):
         n = min(max_new_tokens, room - taken)
         response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
         rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
+    remedy = "lower it, or --grad-checkpointing"
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
-        out = policy(micro)
-        (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
+        for _ in range(2):
+            out = policy(micro)
+            (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
     except torch.OutOfMemoryError as error:
         why = f"a full micro-batch does not fit in this GPU's memory ({str(error).splitlines()[0]})"
-        raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; lower it, or --grad-checkpointing") from error
+        raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; {remedy}") from error
     policy.zero_grad(set_to_none=True)
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak / 2**30:.1f} GiB")
+    if cuda:
+        cache = cfg.model.vision_cache_gb if policy.cache is not None else 0.0
+        reserve = cache + (ASLEEP_GIB if cfg.rollout.rollout == "vllm" else 0.0)
+        peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
+        print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} of {total:.1f} GiB")
+        needs = f"a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping engine {reserve:.1f}; the GPU has"
+        need(peak + reserve <= total, f"--micro-tokens {packer.max_tokens}: {needs} {total:.1f}; {remedy}")
     return micro.n_tokens

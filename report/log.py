@@ -160,7 +160,6 @@ class RunLog:
         device = None
         if self.ctx.device.type == "cuda":
             device = torch.cuda.get_device_name()
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         metrics |= speeds(metrics, self.ctx.world, device)
         if self.start and step == self.start + 1:
             self._describe(self._described())

@@ -4,9 +4,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -104,8 +106,15 @@ def comparing(batch: Any) -> Progress:
     return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
 
 
-def training(batch: Any, passes: int, meter: Any) -> Progress:
-    """Of an update, in tokens that were trained on, which `meter` counts after each micro-batch."""
+@contextmanager
+def training(batch: Any, passes: int, meter: Any, asleep_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Show how many tokens of a packing.Batch an update has trained on, which `meter` counts after each micro-batch;
+    then record its peak GPU memory. torch's allocator also counts the memory that a sleeping engine gave back."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
     total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
-    return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0)):
+        yield
+    if torch.cuda.is_available():
+        meter.max("memory/peak_gib", (torch.cuda.max_memory_allocated() - asleep_bytes()) / 2**30)

@@ -910,7 +910,8 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     length = processor.count_tokens(example.messages, [(84, 84)])
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()
-    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, 40) <= 300
+    cfg = SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=40))
+    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, cfg) <= 300
     assert all(p.grad is None for p in policy.parameters())
 
 

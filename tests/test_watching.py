@@ -27,9 +27,11 @@ import report.log
 import report.progress
 import report.trackers
 import train
+from engines.hf import HFEngine
 from errors import UserError
 from packing import FlopRates
 from parallel.checkpoint import locate
+from parallel.models import build_models
 from prepare_data import Example
 from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
@@ -63,6 +65,21 @@ def quick(toys, tmp_path, signals_left):  # noqa: F811
         return tmp_path / out
 
     return go
+
+
+def test_an_engine_wakes_when_gradients_are_freed(quick, monkeypatch):
+    """Kept until the next update they would take the memory that the engine found free when it started."""
+    models, left = [], []
+    monkeypatch.setattr(train, "build_models", lambda *args: models.append(build_models(*args)) or models[-1])
+    load_weights = HFEngine.load_weights
+
+    def counted(engine, named):
+        left.append([p for p in models[-1].policy.parameters() if p.grad is not None])
+        return load_weights(engine, named)
+
+    monkeypatch.setattr(HFEngine, "load_weights", counted)
+    quick()
+    assert len(left) > 1 and not any(left)
 
 
 # --- a run with everything --------------------------------------------------------------------------------------------

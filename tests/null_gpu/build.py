@@ -1,4 +1,4 @@
-"""Build the null GPU: libraries that take the place of CUDA's runtime, driver, NVRTC, cuBLAS and NCCL.
+"""Build the null GPU: libraries that take the place of CUDA's runtime, driver, NVML, NVRTC, cuBLAS and NCCL.
 
     python tests/null_gpu/build.py     # with the Python of an environment that has torch for CUDA; needs gcc and nm
 
@@ -29,9 +29,10 @@ def list_symbols(kind: str, *files: Path) -> set[str]:
     return names
 
 
-def find_names(*files: Path) -> set[str]:
-    """Return the names of the driver's functions that the files contain as text, because they are looked up by name."""
-    return {name.decode() for file in files for name in re.findall(rb"\bcu[A-Z]\w{3,60}\b", file.read_bytes())}
+def find_names(prefix: str, *files: Path) -> set[str]:
+    """Return the functions with a prefix that the files contain as text, because they look them up by name."""
+    pattern = rf"\b{prefix}[A-Z]\w{{3,60}}\b".encode()
+    return {name.decode() for file in files for name in re.findall(pattern, file.read_bytes())}
 
 
 def build_library(name: str, source: str, wanted: set[str], *linked: str) -> None:
@@ -41,7 +42,8 @@ def build_library(name: str, source: str, wanted: set[str], *linked: str) -> Non
     subprocess.run(["gcc", *flags, "-c", HERE / source, "-o", written], check=True)
     lacking = sorted(wanted - list_symbols("T", written))
     missing.write_text("".join(f"int {function}() {{ return 0; }}\n" for function in lacking))
-    versions.write_text(f"{name} {{ global: *; }};\n")  # what links to NVIDIA's library asks for its version
+    version = name.replace("-", "_")  # what links to NVIDIA's library asks for its version, which is its name
+    versions.write_text(f"{version} {{ global: *; }};\n")
     options = ["-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{OUT}", *linked]
     command = ["gcc", *flags, written, missing, "-o", OUT / name, *options, "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
@@ -54,7 +56,7 @@ def build() -> None:
     users = [file for pattern in patterns for file in SITE.glob(pattern)]
     names, major = list_symbols("U", *users), torch.version.cuda.split(".")[0]
     torch_cuda = [SITE / "torch/lib" / name for name in ("libtorch_cuda.so", "libc10_cuda.so")]
-    driver = names | find_names(SITE / "triton/backends/nvidia/driver.c", *torch_cuda)
+    driver = names | find_names("cu", SITE / "triton/backends/nvidia/driver.c", *torch_cuda)
     driver = {name for name in driver if re.match("cu(?!File)[A-Z]", name)}
     libraries = {
         f"libcudart.so.{major}": ("runtime.c", ("cuda", "__cuda")),
@@ -66,6 +68,7 @@ def build() -> None:
     for name, (source, prefixes) in libraries.items():
         build_library(name, source, {function for function in names if function.startswith(prefixes)})
     build_library("libcuda.so.1", "driver.c", driver, f"-l:libcudart.so.{major}")
+    build_library("libnvidia-ml.so.1", "nvml.c", find_names("nvml", *torch_cuda), f"-l:libcudart.so.{major}")
     print(f"built the null GPU for torch {torch.__version__} in {OUT}")
 
 

@@ -307,6 +307,20 @@ def replace_attention(attention: Any) -> None:
     attention._flex, attention._varlen = flex, flash
 
 
+def compile_attention(attention: Any) -> None:
+    """Let layers.attention's flex_attention be compiled, which torch does not do below a dispatch mode: no values."""
+    compiled = attention._flex
+
+    def flex(device_type: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            with _disable_current_modes():
+                return compiled(device_type)(*args, **kwargs)
+
+        return call
+
+    attention._flex = flex
+
+
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

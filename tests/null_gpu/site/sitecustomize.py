@@ -14,7 +14,7 @@ class _Hooks(importlib.abc.MetaPathFinder):
     """Change modules when they have been imported."""
 
     def __init__(self):
-        self.hooks = {"torch": "install"}
+        self.hooks = {"torch": "install", "layers.attention": "compile_attention"}
         if os.environ["NULL_GPU_VALUES_MIB"] == "inf":
             self.hooks |= {"layers.attention": "replace_attention", "kernels": "replace_kernels"}
 

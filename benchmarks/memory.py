@@ -1,0 +1,205 @@
+"""Peak GPU memory of the update, by torch's own allocator: real models, any number of GPUs, on one GPU.
+
+    python benchmarks/memory.py                                     # the tables of docs/hardware.md
+    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row
+    python benchmarks/memory.py --short                             # a toy, seconds
+
+Each figure is a process of its own that builds the policy of rank 0 with random weights, sharded as if the other ranks
+were there (torch's fake process group: collectives return at once), and makes an update of two full micro-batches with
+train.update_policy: the second one finds gradients, as all but the first do. A micro-batch holds prompts of 512 tokens,
+300 of them an image's, each with 8 responses of about 960 tokens; with --single one sequence.
+
+    at rest    weights and optimizer, between updates
+    peak       largest memory that tensors had at once in the update
+    reserved   largest memory that torch's allocator held for them, with the gaps between
+    longest    the largest multiple of 1,024 tokens that fits in 80 GB (79.1 GiB) with 5 GiB left for a sleeping engine
+               and CUDA itself, from the figures at 8,192 and 16,384 tokens, which memory follows linearly, and tried
+
+It needs one CUDA device, whose kind does not matter, nor whether it computes (tests/null_gpu): only sizes do.
+Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+GPU_GIB, KEPT_GIB = 79.1, 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model on a number of GPUs, with what train.py's flags say about its memory."""
+
+    name: str
+    size: str  # of gpu.config_of
+    gpus: int
+    replicate: int = 1
+    lora_rank: int = 0
+    master_dtype: str = "float32"
+
+
+ROWS = (
+    Row("3B 1 GPU", "3B", 1),
+    Row("3B 1 GPU, bf16 masters", "3B", 1, master_dtype="bfloat16"),
+    Row("3B 1 GPU, LoRA 64, bf16 masters", "3B", 1, lora_rank=64, master_dtype="bfloat16"),
+    Row("3B 8 GPUs", "3B", 8),
+    Row("7B 1 GPU, LoRA 64, bf16 masters", "7B", 1, lora_rank=64, master_dtype="bfloat16"),
+    Row("7B 4 GPUs", "7B", 4),
+    Row("7B 8 GPUs", "7B", 8),
+    Row("7B 2 x 8 GPUs, HSDP", "7B", 16, replicate=2),
+    Row("7B 8 GPUs, LoRA 64, bf16 masters", "7B", 8, lora_rank=64, master_dtype="bfloat16"),
+    Row("Qwen3-VL-8B 8 GPUs", "8B", 8),
+    Row("Qwen3-VL-30B-A3B 8 GPUs", "30B-A3B", 8),
+    Row("Qwen3-VL-30B-A3B 8 GPUs, bf16 masters", "30B-A3B", 8, master_dtype="bfloat16"),
+    Row("Qwen3-VL-30B-A3B 16 GPUs", "30B-A3B", 16),
+    Row("Qwen3-VL-30B-A3B 8 GPUs, LoRA 64, bf16 masters", "30B-A3B", 8, lora_rank=64, master_dtype="bfloat16"),
+)
+TOY = Row("toy 2 GPUs", "toy", 2)
+
+
+def draw_rollouts(config, tokens: int, single: bool) -> list:
+    """Return groups of 8 rollouts of random tokens that fill two micro-batches of so many tokens, or 16 of them."""
+    import torch
+    from gpu import BEGIN, END, IMAGE
+
+    from model import ImageInput
+    from rollout import Prompt, Rollout
+
+    side = 2 if tokens < 2048 else 17  # 300 tokens with the marks of an image
+    v = config.vision_config
+    pixels = torch.randn(4 * side * side, v.in_channels * v.temporal_patch_size * v.patch_size**2)
+    groups = 1 if single else max(1, round(tokens / 8192))
+    prompt_tokens = 512 if tokens >= 2048 else 20
+    length = tokens - prompt_tokens if single else (tokens // groups - prompt_tokens) // 8
+    text = torch.randint(5, 600, (prompt_tokens - side * side - 2,)).tolist()
+    rollouts = []
+    for p in range(2 * groups):
+        image = ImageInput(str(p), pixels, (1, 2 * side, 2 * side), side * side)
+        prompt = Prompt(f"p{p:03}", [BEGIN, *[IMAGE] * side * side, END, *text], [image], None, [], [])
+        for g in range(8):
+            response = torch.randint(5, config.text_config.vocab_size - 1, (length,)).tolist()
+            rewards = {"reward": float(g % 2)}
+            rollouts.append(Rollout(prompt, g, response, [True] * length, [0.0] * length, "stop", "", rewards))
+    return rollouts
+
+
+def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, float]:
+    """Return GiB at rest, with gradients, at the peak and reserved, for an update of rank 0."""
+    import gpu
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import train
+    from layers.lora import Lora
+    from parallel.models import Models
+    from parallel.sharding import ParallelConfig, make_optimizer
+    from report.log import Skipped
+    from utils import Context, Meter
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
+    ctx = Context(0, 1, device)  # what is summed over ranks has only this one
+    lora = Lora(row.lora_rank, 32.0) if row.lora_rank else None
+    parallel, master = ParallelConfig(replicate=row.replicate), getattr(torch, row.master_dtype)
+    policy, _ = gpu.build(row.size, ctx, lora, recompute, parallel, master)
+    policy.attention = "flex" if cuda else "sdpa"
+    optimizer = make_optimizer(policy, 0.0, 0.0)
+    flags = f"--model - --data - --out - --steps 1 --group-size 8 --max-new-tokens 1024 --micro-tokens {tokens}"
+    cfg = train.parse_args(flags.split())
+    rollouts = draw_rollouts(policy.hf.config, tokens, single)
+    batch = gpu.make_batch(rollouts, cfg, policy.hf.config, ctx, tokens, share=True)
+    batch.minibatches = [batch.minibatches[0][:2]]
+    read = {"allocated": 0.0, "peak": 0.0, "reserved": 0.0}
+
+    def memory() -> dict[str, float]:
+        if cuda:
+            stats = torch.cuda.memory_stats()
+            read["allocated"] = stats["allocated_bytes.all.current"] / 2**30
+            read["peak"] = stats["allocated_bytes.all.peak"] / 2**30
+            read["reserved"] = stats["reserved_bytes.all.peak"] / 2**30
+        return dict(read)
+
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    rest = memory()["allocated"]
+    models = Models(policy, optimizer)
+    train.update_policy(models, batch, cfg, train.State(), ctx, Meter(), Skipped(Path("."), ctx))
+    after = memory()
+    n_tokens = max(micro.n_tokens for micro in batch.minibatches[0])
+    return {"tokens": n_tokens, "at rest": rest, "with gradients": after["allocated"],
+            "peak": after["peak"], "reserved": after["reserved"]}
+
+
+def run(row: Row, tokens: int, recompute: bool, single: bool = False) -> dict[str, float] | None:
+    """Measure in a process of its own; None if the memory does not suffice."""
+    command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
+    command += ["--single"] * single
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode and "OutOfMemoryError" not in done.stderr:
+        sys.exit(f"error: {row.name}, {tokens} tokens: {done.stderr[-3000:]}")
+    return json.loads(lines[-1]) if lines and not done.returncode else None
+
+
+def longest(row: Row, recompute: bool, at: dict[int, dict[str, float]]) -> int:
+    """Return the largest multiple of 1,024 tokens whose peak leaves room, by trying around where the line says."""
+    (a, low), (b, high) = sorted(at.items())
+    slope = (high["peak"] - low["peak"]) / (b - a)
+    guess = int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024
+    while guess > 0:
+        found = run(row, guess, recompute)
+        if found and found["peak"] <= GPU_GIB - KEPT_GIB:
+            return guess
+        guess -= 1024
+    return 0
+
+
+def cell(x: float | None) -> str:
+    return "too much" if x is None else f"{x:,.0f}" if x > 1000 else f"{x:.1f}"
+
+
+def main(args: argparse.Namespace) -> None:
+    chosen = [TOY] if args.short else [row for row in ROWS if not args.rows or row.name in args.rows]
+    if len(chosen) < len(args.rows):
+        sys.exit(f"error: --rows {' '.join(args.rows)}: the rows are {', '.join(row.name for row in ROWS)}")
+    sizes = [300] if args.short else args.tokens or [8192, 16384]
+    print("| GiB a GPU | recomputed | tokens | at rest | with gradients | peak | reserved | longest |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|")
+    for row in chosen:
+        for recompute in (True, False):
+            at = {}
+            for tokens in sizes:
+                found = run(row, tokens, recompute)
+                at |= {tokens: found} if found else {}
+                last = len(at) > 1 and tokens == sizes[-1]
+                most = longest(row, recompute, at) if last and not args.no_longest else ""
+                keys = ("at rest", "with gradients", "peak", "reserved")
+                cells = [cell(found and found[key]) for key in keys]
+                yes = "yes" if recompute else "no"
+                print(f"| {row.name} | {yes} | {tokens} | {' | '.join(cells)} | {most} |", flush=True)
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
+    p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
+    p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
+    p.add_argument("--single", action="store_true", help="one sequence a micro-batch")
+    p.add_argument("--short", action="store_true", help="a toy; on a CPU no figures")
+    p.add_argument("--child", help=argparse.SUPPRESS)
+    p.add_argument("--recompute", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.child:
+        [row] = [row for row in (*ROWS, TOY) if row.name == args.child]
+        print(json.dumps(measure(row, args.tokens[0], args.recompute, args.single)), flush=True)
+        os._exit(0)
+    main(args)
