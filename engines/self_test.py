@@ -40,10 +40,10 @@ NEW_TOKENS = 16  # per sample; if --max-new-tokens is lower, there are more samp
 # The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
 # tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
 # or a layer of a toy, is taken for as large as would matter: a vector for 1, a table of positions for 2, a matrix for
-# one that keeps the size of what it multiplies. The fraction is doubled in the vision tower, adapters included, because
-# the compared tokens only attend to the tower's. It is four times as large for the language model's adapters, whose
-# rank lets them change few directions: less leaves a trained policy sure. What is kept to undo it is 1 / STRIDE of what
-# is trained.
+# one that keeps the size of what it multiplies. The fraction is doubled in the vision tower, whose tokens the compared
+# ones only attend to, and is four times as large for adapters (three times, in the tower), whose rank lets them change
+# few directions. Less leaves a trained policy sure, and more makes the tower chaotic, so that rounding is as large as
+# what a missing tensor moves. What is kept to undo it is 1 / STRIDE of what is trained.
 NUDGE = 0.5
 STRIDE = 31
 
@@ -103,7 +103,8 @@ def nudged(policy: Policy) -> Iterator[None]:
             least = 1.0 if parameter.dim() == 1 else 2.0 if name.endswith("pos_embed.weight") else inputs**-0.5
             size = max(least, some.float().square().mean().sqrt().item())
             size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
-            fraction = NUDGE * (2 if name.startswith(tower) else 4 if ".lora_" in name else 1)
+            in_tower, adapter = name.startswith(tower), ".lora_" in name
+            fraction = NUDGE * ((3 if in_tower else 4) if adapter else 2 if in_tower else 1)
             some += (fraction * stride**0.5 * size * noise).to(some)
     try:
         yield
