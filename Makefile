@@ -77,6 +77,7 @@ $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
 # CUDA_PATHS="not slow": the few that CI runs
 CUDA_PATHS ?= cuda_paths
 test-cuda-paths: $(VENV_CUDA)/.dev
+	$(VENV_CUDA)/bin/python tests/null_gpu/build.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_CUDA)/bin/python -m pytest -n auto -m "cuda_paths and ($(CUDA_PATHS))" \
 	tests/test_cuda_paths.py
 

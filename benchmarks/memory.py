@@ -12,8 +12,8 @@ train.update_policy: the second one finds gradients, as all but the first do. A 
     at rest    weights and optimizer, between updates
     peak       largest memory that tensors had at once in the update
     reserved   largest memory that torch's allocator held for them, with the gaps between
-    longest    the largest multiple of 1,024 tokens that fits in 80 GB (79.1 GiB) with 5 GiB left for a sleeping engine
-               and CUDA itself, from the figures at 8,192 and 16,384 tokens, which memory follows linearly, and tried
+    longest    the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left for a
+               sleeping engine and CUDA itself: guessed from the first two figures, as memory grows linearly, and tried
 
 It needs one CUDA device, whose kind does not matter, nor whether it computes (tests/null_gpu): only sizes do.
 Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPU_GIB, KEPT_GIB = 79.1, 5.0
+LONGEST = 131072
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def longest(row: Row, recompute: bool, at: dict[int, dict[str, float]]) -> int:
     """Return the largest multiple of 1,024 tokens whose peak leaves room, by trying around where the line says."""
     (a, low), (b, high) = sorted(at.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
-    guess = int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024
+    guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
     while guess > 0:
         found = run(row, guess, recompute)
         if found and found["peak"] <= GPU_GIB - KEPT_GIB:

@@ -4,6 +4,7 @@ Needs CUDA's build of torch, gcc and nm. Every test starts children: this proces
 kernels do nothing, or (null_gpu/values.py) one in which every operation has a CPU's values.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 sys.path.append(str(ROOT / "tests"))
 import gpu  # noqa: E402
-from null_gpu.build import build, environment  # noqa: E402
+from null_gpu.build import HERE as NULL_GPU  # noqa: E402
+from null_gpu.build import environment  # noqa: E402
 
 pytestmark = pytest.mark.cuda_paths
 MORE_RUNS = {
@@ -37,7 +39,7 @@ def null_gpu() -> dict[str, str]:
     """The environment of a process on the null GPU with values."""
     if torch.version.cuda is None:
         pytest.skip("this is a CPU build of torch; make test-cuda-paths has CUDA's")
-    build()
+    assert environment()["LD_PRELOAD"], "build it first: python tests/null_gpu/build.py"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "TRITON_INTERPRET"}
     return kept | environment() | {"PYTHONPATH": str(ROOT / "tests/null_gpu/site")}
 
@@ -82,3 +84,58 @@ def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
     [first, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", on_cpu)
     for metric in ("policy/grad_norm", "policy/entropy", "response/tokens"):
         assert rows[0][metric] == pytest.approx(first[metric], rel=0.05), metric
+
+
+@pytest.mark.slow
+def test_evaluation_and_merging(null_gpu, folder, tmp_path):
+    """Of a run with adapters, against a baseline."""
+    train(null_gpu, folder, tmp_path / "run", RUNS["LoRA with KL"])
+    toy, reward = folder / "qwen2_5_vl", f"{folder / 'reward.py'}:score"
+    asked = ["--data", folder / "train.parquet", "--limit", 4, "--rollout", "hf", "--reward", reward]
+    run(null_gpu, ROOT / "eval.py", tmp_path / "run", *asked, "--out", tmp_path / "eval", "--baseline", toy)
+    summary = json.loads((tmp_path / "eval/eval.json").read_text())
+    assert summary["n"] == 4 and summary["baselines"][0]["n"] == 4
+    run(null_gpu, ROOT / "merge_lora.py", tmp_path / "run", "--out", tmp_path / "merged")
+    assert (tmp_path / "merged/model.safetensors").stat().st_size > 100_000
+
+
+@pytest.mark.slow
+def test_episodes(null_gpu, folder, tmp_path):
+    flags = "--attn flex --env calculator --max-turns 2 --max-prompt-tokens 200 --micro-tokens 800"
+    rows = train(null_gpu, folder, tmp_path / "run", flags)
+    assert len(rows) == 3 and all(row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_attention_compiles_twice_for_all_lengths(null_gpu):
+    """With and without gradients; once more where an adapter leaves the first layer's keys without."""
+    limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
+    found = json.loads(run(limited, NULL_GPU / "check_graphs.py").splitlines()[-1])
+    assert found["graphs"][0] <= 2 and max(found["graphs"]) <= 3 and found["with LoRA"] <= max(found["graphs"]) + 1
+    assert found["GiB"] < 2  # at 65,536 tokens; a mask of tokens by tokens would take 40
+
+
+@pytest.mark.slow
+def test_kernels_compile_and_launch_at_the_shapes_of_models(null_gpu):
+    limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
+    shared = json.loads(run(limited, NULL_GPU / "check_kernels.py").splitlines()[-1])
+    assert all(0 < bytes <= 232_448 for kernel in shared.values() for bytes in kernel) and len(shared) == 3
+
+
+def test_memory_is_allocated_in_segments_that_grow(null_gpu):
+    code = "import utils, torch, ctypes; utils.dist_setup(); x = torch.zeros(1000, device='cuda'); "
+    code += "pinned = ctypes.CDLL(None).null_gpu_pinned_bytes; pinned.restype = ctypes.c_size_t; before = pinned(); "
+    code += "y = torch.empty(600 << 20, dtype=torch.uint8, pin_memory=True); "
+    code += "print([s['is_expandable'] for s in torch.cuda.memory._snapshot()['segments']], pinned() - before >> 20)"
+    assert run(null_gpu, "-c", code).splitlines()[-1] == "[True] 600"
+    chosen = null_gpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert run(chosen, "-c", code).splitlines()[-1].startswith("[False]")
+
+
+@pytest.mark.slow
+def test_host_synchronizations_are_counted_where_they_are(null_gpu, tmp_path):
+    """Whatever their number: before, it was always 0."""
+    run(null_gpu, ROOT / "benchmarks/gpu.py", "--only", 5, "--json", tmp_path / "gpu.json")
+    [part] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert part["status"] == "ok" and len(part["rows"]) == 3
+    for row in part["rows"]:
+        assert row["a micro-batch"] > 0 and re.search(r"\w+\.py:\d+ \d", row["most often"])

@@ -45,8 +45,9 @@ def build_library(name: str, source: str, wanted: set[str], *linked: str) -> Non
     version = name.replace("-", "_")  # what links to NVIDIA's library asks for its version, which is its name
     versions.write_text(f"{version} {{ global: *; }};\n")
     options = ["-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{OUT}", *linked]
-    command = ["gcc", *flags, written, missing, "-o", OUT / name, *options, "-ldl", "-lpthread"]
+    command = ["gcc", *flags, written, missing, "-o", OUT / "new", *options, "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
+    (OUT / "new").replace(OUT / name)  # processes that use the old one keep it
 
 
 def build() -> None:

@@ -178,10 +178,10 @@ def _run_natively(func: Callable, args: tuple, kwargs: dict) -> Any:
 def _warn_of_synchronization() -> None:
     if torch.cuda.get_sync_debug_mode():
         frame = sys._getframe(1)
-        while frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename:
+        while frame and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
             frame = frame.f_back
-        text = "called a synchronizing CUDA operation"
-        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        where = (frame.f_code.co_filename, frame.f_lineno) if frame else ("autograd", 0)  # a thread of its own
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *where)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

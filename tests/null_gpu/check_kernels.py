@@ -1,0 +1,42 @@
+"""Compiles the policy head's Triton kernels for the shapes of 3B, 7B and 30B-A3B, launches them, and prints as JSON how
+many bytes of shared memory each compiled kernel takes."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import kernels
+
+SHAPES = {"3B": (2048, 151936), "7B": (3584, 152064), "30B-A3B": (2048, 151936)}
+
+
+class Loss:
+    """The sum of log-probabilities and entropies."""
+
+    per_token = True
+
+    def __call__(self, logp_R, entropy_R, tokens_R):
+        return (logp_R + entropy_R,)
+
+
+for hidden, vocab in SHAPES.values():
+    hidden_KH = torch.zeros(5000, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VH = torch.zeros(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets_K = torch.zeros(5000, dtype=torch.long, device="cuda")
+    banned = torch.tensor([1, 2], device="cuda")
+    with torch.no_grad():
+        kernels.linear_logprob(hidden_KH, weight_VH, targets_K, 1.0, banned, "triton")
+    kernels.linear_logprob(hidden_KH, weight_VH, targets_K, 1.0, banned, "triton")[0].sum().backward()
+    total, *_ = kernels.fused_policy_loss(
+        hidden_KH, weight_VH, targets_K, Loss(), torch.zeros(5000, 1, device="cuda"), 1.0, banned, "triton"
+    )
+    total.backward()
+compiled = {}
+for name in ("_statistics_kernel", "_gradient_kernel", "_logprob_kernel"):
+    [cache] = getattr(kernels, name).device_caches.values()
+    compiled[name] = [kernel.metadata.shared for kernel in cache[0].values()]
+print(json.dumps(compiled))
