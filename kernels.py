@@ -259,11 +259,11 @@ class _Head:
 def _compact(live_R: Tensor) -> Tensor:
     """source_N: which row goes into each of the first N places, where N rows are live. A live row stays where it is,
     and those from behind take the places of dead ones: so most stay, and none is read after it was overwritten."""
-    live_N = live_R.nonzero()[:, 0]
+    live_N = live_R.nonzero()[:, 0]  # the host waits for N, and for nothing else
     n = len(live_N)
-    source_N = torch.arange(n, device=live_R.device)
-    source_N[~live_R[:n]] = live_N[live_N >= n]
-    return source_N
+    dead_N = ~live_R[:n]
+    later_N = n - dead_N.sum() + dead_N.cumsum(0) - 1  # as many live rows come from behind as are dead before
+    return torch.where(dead_N, live_N[later_N.clamp(min=0)], torch.arange(n, device=live_R.device))
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:

@@ -33,6 +33,7 @@ from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
 from packing import MicroBatch
 from settings import REQUIRED, setting
+from utils import copy_together
 
 IMAGE_MARK = "<image>"
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -434,7 +435,8 @@ def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int)
     if features is None:
         return embeds
     mask = ids == image_token
-    assert int(mask.sum()) == features.shape[0], f"{int(mask.sum())} image tokens, {features.shape[0]} features"
+    if not mask.is_cuda:  # a GPU checks it too, without making the host wait
+        assert int(mask.sum()) == features.shape[0], f"{int(mask.sum())} image tokens, {features.shape[0]} features"
     return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
 
 
@@ -498,7 +500,8 @@ class Policy(nn.Module):
         way to train: see kernels.fused_policy_loss."""
         hidden_KH = self.hidden(micro)
         value_K = self.values(hidden_KH) if hasattr(self, "value_head") else None
-        out = self.head(hidden_KH, micro.target_K.to(hidden_KH.device), temperature, loss, tokens)
+        [target_K] = copy_together([micro.target_K], hidden_KH.device)
+        out = self.head(hidden_KH, target_K, temperature, loss, tokens)
         return out._replace(value_K=value_K)
 
     def head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
@@ -522,7 +525,7 @@ class Policy(nn.Module):
         if not micro.images and not self.vision_frozen:
             embeds = embeds + self._no_image().to(embeds.dtype)
         plan = PackedAttention(self.attention, micro)
-        at = positions[:, None].to(embeds.device)
+        [at] = copy_together([positions[:, None]], embeds.device)
         return language_hidden(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[0, micro.source_K]
 
     def _no_image(self) -> Tensor:

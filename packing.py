@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import need
-from utils import Context
+from utils import Context, copy_together
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The records: what the loss reads, and how it is laid out
@@ -64,7 +64,8 @@ class TokenBatch:
                 getattr(self, name)[rows] = values.float().cpu()
 
     def to(self, device: torch.device) -> "TokenBatch":
-        return self.map(lambda column: column.to(device))
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return TokenBatch(**dict(zip(columns, copy_together(list(columns.values()), device), strict=True)))
 
 
 def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
@@ -114,8 +115,9 @@ class MicroBatch:
         return len(self.ids_T)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved = (x.to(device) for x in (self.source_K, self.target_K, self.token_index_K))
-        return MicroBatch(self.ids_T.to(device), self.end_T.to(device), self.runs, self.images, *moved)
+        columns = (self.ids_T, self.end_T, self.source_K, self.target_K, self.token_index_K)
+        ids_T, end_T, *rest = copy_together(columns, device)
+        return MicroBatch(ids_T, end_T, self.runs, self.images, *rest)
 
 
 NOTHING = torch.zeros(0, dtype=torch.long)

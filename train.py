@@ -58,7 +58,7 @@ from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.custom import absolute_files
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
 from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
-from utils import Context, Meter, Stages, dist_setup, print0, run_script
+from utils import Context, Meter, Stages, copy_together, dist_setup, print0, run_script
 
 
 @dataclass(frozen=True)
@@ -246,23 +246,29 @@ def update_policy(
         micros = batch.minibatches[number]
         models.zero_grad()
         policy_total = value_total = 0.0
+        results: list[torch.Tensor] = []  # read after all micro-batches, as reading makes the host wait
         head_loss, columns = loss, batch.tokens
         if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # collectives must match
             head_loss, columns = TangentLoss(), tangent_columns(models, batch, number, loss, cfg)
         for micro in micros:
             rows = micro.token_index_K
             tokens = batch.tokens[rows].to(ctx.device)
-            out = models.policy(micro, cfg.rollout.temperature, head_loss, columns[rows].to(ctx.device))
+            read = tokens if columns is batch.tokens else copy_together([columns[rows]], ctx.device)[0]
+            out = models.policy(micro, cfg.rollout.temperature, head_loss, read)
             value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
             (out.loss + algo.args["value_coef"] * value_loss).backward()
             if models.critic:
                 value_loss = weighted_value_loss(models.critic(micro), tokens, algo, meter)
                 (algo.args["value_coef"] * value_loss).backward()
-            policy_total += out.loss.item()
-            value_total += value_loss.item()
-            batch.tokens.fill(rows, logps=out.logp_K, entropies=out.entropy_K)
-            meter.sum("update/tokens", (tokens.weights > 0).sum())
+            policy_total += out.loss.detach().double()
+            value_total += value_loss.detach().double()
+            results.append(torch.stack([out.logp_K, out.entropy_K]))
+            meter.sum("update/tokens", int((batch.tokens.weights[rows] > 0).sum()))
+        policy_total, value_total = float(policy_total), float(value_total)
         if micros:
+            rows = torch.cat([micro.token_index_K for micro in micros])
+            logps, entropies = torch.cat(results, dim=1).cpu()
+            batch.tokens.fill(rows, logps=logps, entropies=entropies)
             # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
             before = epoch == 0 and (algo.needs_old_logps or number == 0)
             measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)

@@ -91,23 +91,42 @@ def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(item.get(name, 0.0) for item in items) for name in names}
 
 
+def as_double(value: torch.Tensor | float) -> torch.Tensor | float:
+    """Return a number in double precision: a tensor where it is, without waiting for its device."""
+    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+
+
+def copy_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy CPU tensors to a device. To a GPU they go in one transfer, from pinned memory, for which nobody waits."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    sizes = [-(-part.numel() // 8) * 8 for part in parts]  # whole words: each part begins where its dtype may
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for part, place in zip(parts, packed.split(sizes), strict=True):
+        place[: part.numel()] = part
+    places = packed.to(device, non_blocking=True).split(sizes)
+    moved = (place[: part.numel()].view(t.dtype) for place, part, t in zip(places, parts, tensors, strict=True))
+    return [part.view(tensor.shape) for part, tensor in zip(moved, tensors, strict=True)]
+
+
 class Meter:
     """The metrics of a step on this process, reduced over data ranks once, when reporting: totals, added up and divided
     by their counts where they have one, and values, of which the largest counts. What was never measured is left
     out."""
 
     def __init__(self):
-        self.totals: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
+        self.totals: dict[str, float | torch.Tensor] = {}  # on a GPU until they are reduced: reading one would wait
+        self.counts: dict[str, float | torch.Tensor] = {}
         self.values: dict[str, float] = {}
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
         """A mean, of this total over so many."""
         self.sum(name, total)
-        self.counts[name] = self.counts.get(name, 0.0) + float(count)
+        self.counts[name] = self.counts.get(name, 0.0) + as_double(count)
 
     def sum(self, name: str, value: torch.Tensor | float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + float(value)
+        self.totals[name] = self.totals.get(name, 0.0) + as_double(value)
 
     def max(self, name: str, value: torch.Tensor | float) -> None:
         self.values[name] = max(self.values.get(name, -math.inf), float(value))
@@ -121,7 +140,8 @@ class Meter:
 
     def reduce(self, ctx: Context) -> dict[str, float]:
         """Over the data ranks, on all of them."""
-        totals, counts, values = zip(*ctx.gather((self.totals, self.counts, self.values))[:: ctx.tp], strict=True)
+        read = ({name: float(x) for name, x in of.items()} for of in (self.totals, self.counts, self.values))
+        totals, counts, values = zip(*ctx.gather(tuple(read))[:: ctx.tp], strict=True)
         counts = sum_dicts(counts)
         metrics = {name: max(of[name] for of in values if name in of) for name in sorted(set(chain(*values)))}
         for name, total in sum_dicts(totals).items():

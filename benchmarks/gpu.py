@@ -976,6 +976,7 @@ def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
     import torch
 
     import train
+    from model import VisionCache
     from parallel.models import Models
     from parallel.sharding import make_optimizer
     from report.log import Skipped
@@ -983,6 +984,7 @@ def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
 
     ctx, cuda = dist_setup(), torch.cuda.is_available()
     policy, processor = build("toy", ctx, None, False)
+    policy.cache = VisionCache(2**30)  # as in training with a frozen tower
     optimizer = make_optimizer(policy, 0.0, 0.0)
     for case in cases:
         policy.attention = case.split(",")[0]

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from errors import need
+from utils import copy_together
 
 ATTENTION = ("sdpa", "flex", "flash")
 
@@ -64,7 +65,7 @@ class PackedAttention:
         else:
             assert all(before < 0 for _, _, before in micro.runs), "a shared prefix needs --attn flex or sdpa"
             self.longest = max(self.pieces)
-            self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=micro.end_T.device)
+            [self.cu_seqlens] = copy_together([torch.tensor(bounds, dtype=torch.int32)], micro.end_T.device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""

@@ -45,9 +45,8 @@ NATIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "profiler", 
 # Operations that read a count from the device, by tags and by name
 DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 READS_COUNTS = set(
-    "aten::index_put_ aten::index_put aten::_index_put_impl_ aten::masked_scatter aten::masked_scatter_backward "
-    "aten::bincount aten::embedding_dense_backward aten::_unique2 aten::unique_consecutive "
-    "aten::repeat_interleave".split()
+    "aten::masked_scatter_backward aten::bincount aten::embedding_dense_backward aten::_unique2 "
+    "aten::unique_consecutive aten::repeat_interleave".split()
 )
 
 
@@ -95,7 +94,7 @@ class Values(TorchDispatchMode):
         native = name in NATIVE_ONLY or func.namespace in NATIVE_NAMESPACES or _is_view(func) or "empty" in name
         if native or not on_gpu or any(x.is_meta for x in tensors):
             return func(*args, **kwargs)
-        if _depends_on_values(func) and (n_bytes(tensors) <= self.limit or "embedding" not in name):
+        if _depends_on_values(func, args) and (n_bytes(tensors) <= self.limit or "embedding" not in name):
             _warn_of_synchronization()  # CUDA's kernel waits for the count
             values = self._compute(func, args, kwargs)
             return args[0] if func._schema.is_mutable else tree_map(_to_device, values)
@@ -145,8 +144,10 @@ def _is_view(func: Any) -> bool:
     return shares or func._schema.name == "aten::detach"
 
 
-def _depends_on_values(func: Any) -> bool:
+def _depends_on_values(func: Any, args: tuple) -> bool:
     name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])  # masks, not numbers
     solves = "linalg" in name and "norm" not in name
     return name in READS_COUNTS or solves or any(tag in func.tags for tag in DEPENDS_ON_VALUES)
 
