@@ -34,7 +34,7 @@ NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
     "demo.py": 388, "errors.py": 92, "eval.py": 361, "grpo.py": 434, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 234, "rollout.py": 300, "train.py": 373,
+    "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 234, "rollout.py": 300, "train.py": 374,
     "settings.py": 127, "utils.py": 200,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
@@ -185,3 +185,9 @@ def test_no_large_or_binary_weight_files_are_tracked():
         path = Path(ROOT / name)
         assert not path.exists() or path.stat().st_size < 1_000_000, name
         assert path.suffix not in (".safetensors", ".parquet", ".pt", ".bin"), name
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md", ROOT / "RESULTS.md"], ids=str)
+def test_no_page_waits_for_its_contents(page):
+    """A line of capitals alone stands for what was to come; one page was published with it."""
+    assert not re.search(r"^(TABLE|FIGURE|TODO|TBD|FIXME)\b", page.read_text(), re.MULTILINE)
