@@ -30,7 +30,7 @@ from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import check_writable, need
-from model import ModelConfig, Processor, default_dtype
+from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import IMAGES, Ablation
@@ -308,14 +308,17 @@ def start_engine(
     longest: int,
     env: Environments | None,
     ctx: Context,
+    running: Engine | None = None,
 ) -> Engine:
     """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
-    of at most `longest` tokens."""
+    of at most `longest` tokens. It is `running`, if that is given: an engine of a model with the same architecture."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     hf = load_trained(path, dtype)
     print0(f"loaded {hf.loaded_from}")
     base, length = locate(path)[0], longest + cfg.max_new_tokens
-    if cfg.rollout == "server":
+    if running is not None:
+        engine, running.processor = running, processor
+    elif cfg.rollout == "server":
         servers = read_settings(ServerConfig, vars(cfg))
         asked = (servers, base, hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
         engine = connect(*asked, trained_tower=True)
@@ -326,6 +329,14 @@ def start_engine(
     if cfg.rollout != "hf":
         engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
     return engine
+
+
+def architecture(path: str) -> dict:
+    """Return what in a model's config decides its weights' names and shapes."""
+    config = load_config(locate(path)[0]).to_dict()
+    parts = {"": config, **{name: config.get(name) or {} for name in ("text_config", "vision_config")}}
+    others = (*parts, "dtype", "torch_dtype", "transformers_version", "architectures")
+    return {name: {k: v for k, v in part.items() if k not in others and k[0] != "_"} for name, part in parts.items()}
 
 
 def main(cfg: EvalConfig | WatchConfig) -> dict:
@@ -344,6 +355,11 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
+    alike = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
+    for path, same in zip(paths, alike, strict=True):
+        other = f"--baseline {path}: its architecture is not that of {cfg.model}, and on a GPU a process holds one vLLM"
+        held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
+        need(held, f"{other}; evaluate it by itself, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
@@ -355,7 +371,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     of_baselines: list[list[dict]] = []
     asleep = []
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
-        engine = start_engine(cfg, path, processor, examples, longest, env, ctx)
+        running = asleep[0] if asleep and alike[number] else None
+        engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
         play = player(engine, env, processor)
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
             asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)

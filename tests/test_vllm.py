@@ -20,6 +20,7 @@ from test_train import ROOT, TORCHRUN, flags, rows, run, without_time, write_par
 import demo
 import engines.self_test as S
 import engines.vllm
+import eval as evaluate
 import model as M
 from engines import choose
 from engines.hf import HFEngine
@@ -645,6 +646,25 @@ def test_eval_with_either_engine(toys, data, tmp_path):
         results.append(json.loads((tmp_path / name / "eval.json").read_text()))
         assert results[-1].pop("settings")["rollout"] == engine[0]
     assert results[0] == results[1] == results[2] and results[0]["reward"] > 0
+
+
+def test_a_baseline_of_the_same_architecture_gets_the_same_engine(toys, data, tmp_path):
+    """On a GPU a process holds no second one. Its weights must be the baseline's, all of them."""
+    demo.make_model(tmp_path / "other", "qwen2_5_vl", seed=1, hidden=128, layers=2, vocab=448)
+    assert evaluate.architecture(str(tmp_path / "other")) == evaluate.architecture(str(toys["qwen2_5_vl"]))
+    assert evaluate.architecture(str(tmp_path / "other")) != evaluate.architecture(str(toys["qwen2_vl"]))
+    more = ["--baseline", tmp_path / "other", "--max-new-tokens", 8, "--reward", f"{data.parent}/letters.py:score"]
+    code = "import sys, runpy; sys.argv = sys.argv[1:]; import engines.vllm as v; start = v.start; "
+    code += "v.start = lambda *a: (print('an engine starts'), start(*a))[1]; "
+    code += "runpy.run_path('eval.py', run_name='__main__')"
+    results = []
+    for engine in ("hf", "vllm"):
+        given = ["eval.py", toys["qwen2_5_vl"], "--data", data, "--out", tmp_path / engine, "--rollout", engine, *more]
+        done = run([sys.executable, "-c", code, *given])
+        assert done.stdout.count("an engine starts") == (engine == "vllm")
+        results.append(json.loads((tmp_path / engine / "eval.json").read_text()))
+        assert results[-1].pop("settings")["rollout"] == engine
+    assert results[0] == results[1] and results[0]["reward"] != results[0]["baselines"][0]["reward"]
 
 
 LORA = ["--lora-rank", 4, "--lora-alpha", 32]
