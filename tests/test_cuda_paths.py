@@ -23,6 +23,7 @@ from null_gpu.build import environment  # noqa: E402
 
 pytestmark = pytest.mark.cuda_paths
 MORE_RUNS = {
+    "float32": "--attn flex --kernel triton --dtype float32",
     "Qwen2-VL": "--attn flex --family qwen2_vl",
     "Qwen3-VL MoE": "--attn flex --family qwen3_vl_moe",
     "Qwen3.5 MoE": "--attn flex --family qwen3_5_moe",
@@ -31,7 +32,7 @@ MORE_RUNS = {
     "offloaded reference": "--attn flex --algo ppo --critic separate --kl-coef 0.1 --offload reference",
 }
 # CI's share: each starts one of the policy head's and one of attention's implementations
-QUICK = ("flex, triton", "flash, triton", "PPO, separate critic")
+QUICK = ("float32", "flash, triton", "PPO, separate critic")
 
 
 @pytest.fixture(scope="session")
@@ -75,15 +76,16 @@ RUNS = gpu.RUNS | MORE_RUNS
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in RUNS])
 def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
-    """The first step has the same samples on both, as far as bf16 rounds the same way."""
+    """In fp32 the first step has the same samples on both; in bf16 a few differ, by rounding."""
     rows = train(null_gpu, folder, tmp_path / "gpu", RUNS[name])
     assert len(rows) == 3 and all(0 < row["policy/grad_norm"] < 100 for row in rows)
     assert all(row["rollout/max_abs_dlogp"] < 0.1 for row in rows)
     on_cpu = re.sub(r"flex|flash", "sdpa", RUNS[name]).replace("triton", "torch")
     on_cpu = re.sub(r"--offload \w+", "", on_cpu)
     [first, *_] = train(os.environ | {"CUDA_VISIBLE_DEVICES": ""}, folder, tmp_path / "cpu", on_cpu)
-    for metric in ("policy/grad_norm", "policy/entropy", "response/tokens"):
-        assert rows[0][metric] == pytest.approx(first[metric], rel=0.05), metric
+    tolerance = 1e-3 if "float32" in on_cpu else 0.15
+    for metric in ("policy/grad_norm", "policy/entropy", "response/tokens", "reward/mean"):
+        assert rows[0][metric] == pytest.approx(first[metric], rel=tolerance), metric
 
 
 @pytest.mark.slow
