@@ -19,6 +19,7 @@ An operation without a CPU kernel keeps what its memory holds; `garbage` counts 
 """
 
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -253,7 +254,23 @@ def _addmm_out(x, a, b, out_dtype, *, beta=1, alpha=1, out):
     return out.copy_(_addmm(x, a, b, out_dtype, beta=beta, alpha=alpha))
 
 
+def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
+    """Multiply groups of rows or columns of a or b that end at `offs`, in fp32."""
+    a, b, dtype = a.float(), b.float(), out_dtype or a.dtype
+    groups = [slice(start, stop) for start, stop in itertools.pairwise([0, *offs.tolist()])]
+    if a.dim() == 2 and b.dim() == 2:
+        out = torch.stack([a[:, group] @ b[group] for group in groups])
+    elif a.dim() == 2:
+        out = torch.cat([a[group] @ b[i] for i, group in enumerate(groups)])
+        out = torch.nn.functional.pad(out, (0, 0, 0, len(a) - len(out)))
+    else:
+        out = torch.cat([a[i] @ b[:, group] for i, group in enumerate(groups)], dim=1)
+    return out.to(dtype)
+
+
 KERNELS = {
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::histc": lambda x, *args: torch.histc(x.float(), *args).to(x.dtype),  # a CPU has none of integers
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
