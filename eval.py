@@ -355,8 +355,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
-    alike = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
-    for path, same in zip(paths, alike, strict=True):
+    reusable = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
+    for path, same in zip(paths, reusable, strict=True):
         other = f"--baseline {path}: its architecture is not that of {cfg.model}, and on a GPU a process holds one vLLM"
         held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
         need(held, f"{other}; evaluate it by itself, or use --rollout hf")
@@ -371,7 +371,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     of_baselines: list[list[dict]] = []
     asleep = []
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
-        running = asleep[0] if asleep and alike[number] else None
+        running = asleep[0] if asleep and reusable[number] else None
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
         play = player(engine, env, processor)
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
