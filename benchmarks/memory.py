@@ -179,7 +179,7 @@ def main(args: argparse.Namespace) -> None:
         for recompute in (True, False):
             at = {}
             for tokens in sizes:
-                found = run(row, tokens, recompute)
+                found = run(row, tokens, recompute, args.single)
                 at |= {tokens: found} if found else {}
                 last = len(at) > 1 and tokens == sizes[-1]
                 most = longest(row, recompute, at) if last and not args.no_longest else ""
