@@ -33,7 +33,7 @@ from errors import check_writable, need
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import load_trained, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
-from report.ablation import IMAGES, Ablation
+from report.ablation import Ablation
 from report.evaluation import (
     FAILED,
     compare,
@@ -53,6 +53,7 @@ from report.page import page
 from report.plots import run_curves, watch
 from report.progress import Progress
 from report.samples import without_images
+from report.summary import IMAGES
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import absolute_files

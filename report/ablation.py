@@ -16,11 +16,6 @@ from rollout import StartOf, as_given
 from utils import derive_seed
 
 TRIES = 100  # before all images are gone through in order
-IMAGES = {  # --ablate: what it is that the model sees
-    "blank": "white images of the same size",
-    "shuffled": "images of other examples",
-    "none": "no images at all",
-}
 
 
 class Ablation:

@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import Any
 
 from prepare_data import Example
-from report.ablation import IMAGES
 from report.gallery import PLACES
 from report.page import episode_record
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
+from report.summary import IMAGES
 from reward import extract_boxed, task_name, uncounted
 from rollout import Rollout
 

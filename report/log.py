@@ -14,24 +14,23 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from tqdm import tqdm
 
-from errors import UserError, describe_error, users_traceback, writing
+from errors import UserError, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
 from report.files import json_line, read_rows, write_rows, write_text
 from report.gallery import choose
 from report.line import head_line, speeds, step_line
-from report.page import page
-from report.plots import draw_grid, panels, run_curves
 from report.samples import gather_samples, show, without_images
 from report.summary import run_summary
 from report.trackers import Trackers
 from report.warnings import Warnings
+from report.writer import Shown, Writer, write_report, write_samples
 from rollout import StartOf
 from settings import flag_of
 from utils import Context, Meter, print0
@@ -46,17 +45,6 @@ def git(command: str) -> str:
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-class Shown(NamedTuple):
-    """What report.html shows under the curves: an evaluation's records with its summary, or a step's with its
-    metrics."""
-
-    title: str
-    records: Sequence[dict]
-    examples: dict[str, Example]
-    summary: dict | None = None
-    facts: dict | None = None
-
-
 class RunLog:
     """run.json, metrics.jsonl, samples, curves, a page, trackers and the terminal. Only rank 0 writes."""
 
@@ -69,8 +57,8 @@ class RunLog:
         self.start = start
         self.shown: Shown | None = None
         self.drawn = -1  # how many rows report.html and curves.png have
-        self.failed = 0  # reports
-        self.reporting: dict[str, float] = {}  # seconds that these took since the last row
+        self.writer = Writer()
+        self.reporting = 0.0  # seconds that reports took since the last row
         if not ctx.main:
             return
         described = self._described()
@@ -116,9 +104,9 @@ class RunLog:
                 self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
-            self._try(self._draw)
+            self._draw()
             self.began = self.step_began = time.perf_counter()
-            self.bar.start_t, self.reporting = time.time(), {}
+            self.bar.start_t, self.reporting = time.time(), 0.0
 
     def evaluated(
         self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
@@ -133,19 +121,21 @@ class RunLog:
 
     def report(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
         """Show samples and draw curves after a step that is saved, on all ranks at once. A failure is a warning."""
+        began = time.perf_counter()
         if step % SAMPLE_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
             records, examples = gather_samples(batch, self.ctx)
             if self.ctx.main:
-                self._try(partial(self._show_samples, step, records, examples, metrics))
+                self.writer.attempt(partial(self._show_samples, step, records, examples, metrics))
         if self.ctx.main and "eval/n" in metrics:
-            self._try(self._draw)
+            self._draw()
+        self.reporting += time.perf_counter() - began
 
     def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
         tqdm.write("\n".join(show(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
         self._write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
-        write_text(stem.with_suffix(".html"), page(*shown[:3], facts=metrics))
+        self.writer.write(partial(write_samples, stem.with_suffix(".html"), shown), shown.large())
         self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
             self.shown = shown
@@ -155,8 +145,9 @@ class RunLog:
         if not self.ctx.main:
             return
         now = time.perf_counter()
-        metrics = metrics | {"time/step": now - self.step_began} | self.reporting
-        self.step_began, self.reporting = now, {}
+        metrics = metrics | {"time/step": now - self.step_began}
+        metrics |= {"time/report": self.reporting} if self.reporting else {}
+        self.step_began, self.reporting = now, 0.0
         device = None
         if self.ctx.device.type == "cuda":
             device = torch.cuda.get_device_name()
@@ -197,38 +188,23 @@ class RunLog:
     def _write_records(self, path: Path, records: Sequence[dict]) -> None:
         write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
 
-    def _try(self, report: Callable[[], None]) -> None:
-        """Call a function that draws or writes a report; print a warning if it raises, since the run matters more."""
-        try:
-            report()
-        except Exception as error:  # whatever the libraries that draw come up with
-            self.failed += 1
-            trace = users_traceback(error) if self.failed == 1 else ""
-            tqdm.write(f"{trace}warning: report failure {self.failed} of this run: {describe_error(error)}; it goes on")
-
     def _draw(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
-        began = time.perf_counter()
-        rows = read_rows(self.path)
-        curves = ()
-        if len(rows) == self.drawn:
+        n_rows = len(read_rows(self.path))
+        if n_rows == self.drawn:
             return
-        if importlib.util.find_spec("matplotlib"):
-            draw_grid(panels(rows), self.out / "curves.png")
-            curves = run_curves(rows)
-        elif self.drawn < 0:
+        curves = bool(importlib.util.find_spec("matplotlib"))
+        if not curves and self.drawn < 0:
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
-        self.drawn = len(rows)
-        shown = self.shown or Shown(self.out.name, [], {})
-        if self.shown or not (self.out / "report.html").exists():  # else that of before the run was cut off
-            html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=curves)
-            write_text(self.out / "report.html", html)
-        self.reporting = {"time/report": time.perf_counter() - began}
+        self.drawn = n_rows
+        large = self.shown is not None and self.shown.large()
+        self.writer.write(partial(write_report, self.out, self.shown, curves), large)
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""
         if self.ctx.main:
-            self._try(self._draw)
+            self._draw()
+            self.writer.finish()
             self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
             write_text(self.out / "summary.json", json.dumps(self.summary, indent=2) + "\n")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from prepare_data import Example
-from report.ablation import IMAGES
 from report.gallery import MOST_PROMPTS, Gallery, choose, number, readable, safe
+from report.summary import IMAGES
 from report.thumbnails import image_tag
 
 MOST_BYTES = 20_000_000  # of a page

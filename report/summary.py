@@ -6,6 +6,12 @@ from pathlib import Path
 Rows = Sequence[Mapping[str, float | None]]
 LAST = 100  # episodes
 
+IMAGES = {  # --ablate: what it is that the model sees
+    "blank": "white images of the same size",
+    "shuffled": "images of other examples",
+    "none": "no images at all",
+}
+
 
 def metric_of(rows: Rows) -> str:
     """Return what a run's evaluations are compared by: accuracy, or reward if the task has no accuracy."""

@@ -26,6 +26,7 @@ from test_train import flags, rows, run, without_time, write_parquet
 import report.log
 import report.progress
 import report.trackers
+import report.writer
 import train
 from engines.hf import HFEngine
 from errors import UserError
@@ -353,7 +354,7 @@ def test_speeds_of_a_step():
 def test_flops_of_an_update_count_each_prompt_once():
     """By hand: a prompt of 3 tokens, responses of 2 and 4, of which the last token is no input."""
     example = Example("a", "shapes", [], [], "1", {})
-    prompt = Prompt("a", [1, 2, 3], [], example, [1, 2, 3], [])
+    prompt = Prompt("a", [1, 2, 3], [], example, [1, 2, 3])
     rollouts = [Rollout(prompt, i, [5] * n, [True] * n, [0.0] * n) for i, n in enumerate((2, 4))]
     rates = FlopRates(token=100.0, pair=1.0, trained_token=10.0, patch=0.0, image_pair=0.0, window_pair=0.0, window=1)
     tokens, trained = 3 + 1 + 3, 2 + 4
@@ -696,13 +697,31 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
         saved.append(sorted(p.name for p in tmp_path.glob("*/checkpoints/step_*")))
         raise RuntimeError("no glyph")
 
-    monkeypatch.setattr(report.log, "draw_grid", fail)
+    monkeypatch.setattr(report.writer, "draw_grid", fail)
     monkeypatch.setattr(report.log, "show", fail)
     quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
     said = capsys.readouterr().out
     assert saved[0] == [] and saved[1:3] == [["step_000001"]] * 2 and saved[3:5] == [["step_000001", "step_000002"]] * 2
     assert said.count("Traceback") == 1 and "report failure 1 of this run: RuntimeError: no glyph" in said
     assert said.count("report failure") == len(saved) and "done: 2 steps" in said
+
+
+def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkeypatch, capsys):
+    """The same files come of it, and a failure is the same warning."""
+    test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
+    here = quick("--eval-data", test, "--eval-every", 1, out="here")
+    monkeypatch.setattr(report.writer, "LARGE", -1)
+    for name in ("write_samples", "write_report", "draw_grid"):  # not in this process
+        monkeypatch.setattr(getattr(report.writer, name), "__code__", (lambda *_: None).__code__)
+    there = quick("--eval-data", test, "--eval-every", 1, out="there")
+    assert "report failure" not in capsys.readouterr().out
+    for name in ("report.html", "rollouts/step_000001.html", "rollouts/step_000002.html"):
+        assert (there / name).stat().st_size == pytest.approx((here / name).stat().st_size, rel=0.02)
+    assert (there / "curves.png").stat().st_size > 5_000
+    (tmp_path / "broken" / "curves.png").mkdir(parents=True)
+    quick("--eval-data", test, out="broken")
+    said = capsys.readouterr().out
+    assert "Traceback" in said and "warning: report failure 1 of this run: " in said and "done: 2 steps" in said
 
 
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
