@@ -1,7 +1,8 @@
 """Attention of a packed micro-batch: each token sees its prefix and itself.
 
 `register_attention` makes it transformers' attention "planned": a forward that is given a `plan` calls it in each layer
-as plan(layer, query, key, value, scale); any other forward gets transformers' own sdpa.
+as plan(layer, query, key, value, scale); any other forward gets transformers' own sdpa. Vision towers use
+"planned_flash": one call for all images, and for all windows of Qwen2.5-VL's.
 """
 
 import functools
@@ -148,16 +149,20 @@ def _flex(device_type: str):
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, causal: bool = True
+) -> Tensor:
     lengths = (cu_seqlens, cu_seqlens, longest, longest)
     if importlib.util.find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=True)
+        return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=causal)
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 has a window, 2.12 grouped heads too
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    options: dict[str, Any] = {"is_causal": causal}
+    if "is_causal" not in parameters:
+        options = {"window_size": (-1, 0 if causal else -1)}
     if "enable_gqa" in parameters:
         options["enable_gqa"] = True
     else:
@@ -174,6 +179,26 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     return plan(module.layer_idx, query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
+def _takes_varlen(query: Tensor) -> bool:
+    """Return whether attention of variable lengths can run: kernels of 16-bit numbers on a GPU."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _tower_attention(
+    module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs
+):
+    """Compute a vision tower's attention, (1, heads, patches, d) -> (1, patches, heads, d): a patch sees those of its
+    image, or of its window. transformers hands over all of them at once because "flash" is in the name."""
+    if _takes_varlen(query):
+        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        return _varlen(*rows, cu_seq_lens_q, int(max_length_q), scaling, causal=False)[None], None
+    lengths = cu_seq_lens_q.diff().tolist()
+    sequences = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    plain = {"attention_mask": None, "scaling": scaling, "is_causal": False}
+    return torch.cat([sdpa_attention_forward(module, *qkv, **plain)[0] for qkv in sequences], dim=1), None
+
+
 def register_attention() -> None:
+    transformers.AttentionInterface.register("planned_flash", _tower_attention)
     transformers.AttentionInterface.register("planned", _attention)
     transformers.AttentionMaskInterface.register("planned", sdpa_mask)  # for forwards without a plan

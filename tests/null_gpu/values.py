@@ -315,11 +315,11 @@ def replace_attention(attention: Any) -> None:
 
         return call
 
-    def flash(query, key, value, cu_seqlens, longest, scale):
-        without_values(varlen, query, key, value, cu_seqlens, longest, scale)
+    def flash(query, key, value, cu_seqlens, longest, scale, causal=True):
+        without_values(varlen, query, key, value, cu_seqlens, longest, scale, causal)
         at = torch.arange(len(query), device=query.device)
         sequence = torch.searchsorted(cu_seqlens, at, right=True)
-        mask = (sequence[:, None] == sequence[None]) & (at[:, None] >= at[None])
+        mask = (sequence[:, None] == sequence[None]) & ((at[:, None] >= at[None]) | (not causal))
         return _dense(*(x.transpose(0, 1)[None] for x in (query, key, value)), mask, scale)[0].transpose(0, 1)
 
     attention._flex, attention._varlen = flex, flash
