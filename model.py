@@ -10,7 +10,7 @@ import copy
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -205,14 +206,44 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
 # Processor: messages and images to token ids and patches
 
 
+@dataclass(frozen=True, eq=False)
+class Patcher:
+    """The model's image processor for images at their final size, on any device: a table of what each byte becomes."""
+
+    table_CB: Tensor  # (channels, 256) fp32, see Processor._make_patcher
+    patch: int  # pixels on a side
+    merge: int  # patches on a side of an image token
+    frames: int  # copies of an image in each of its patches
+
+    def __call__(self, image: Image.Image, device: torch.device | str = "cpu") -> Tensor:
+        """Return the patches of an RGB image, (patches, channels * frames * patch * patch) fp32."""
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(-1, len(self.table_CB))
+        pixels, table_CB = copy_together([pixels, self.table_CB], torch.device(device))
+        planes = [row_B.index_select(0, pixels[:, c].int()) for c, row_B in enumerate(table_CB)]
+        rows, columns = (n // (self.patch * self.merge) for n in (image.height, image.width))
+        inner = (self.merge, self.patch)
+        patches = torch.stack(planes).view(len(planes), rows, *inner, columns, *inner).permute(1, 4, 2, 5, 0, 3, 6)
+        patches = patches.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
+        return patches.reshape(rows * columns * self.merge**2, -1)
+
+
 @dataclass(eq=False)
 class ImageInput:
-    """One image, ready for the vision tower. `key` identifies its content."""
+    """One image at the size the model sees. `key` identifies its content.
+
+    Its patches are made where the vision tower runs, each time that it does: they are eight times as large as the
+    image, and a frozen tower's features are cached.
+    """
 
     key: str
-    pixel_values: Tensor  # (patches, patch dim)
+    image: Image.Image  # RGB
     grid_thw: tuple[int, int, int]  # in patches
     n_tokens: int  # image tokens of the language model
+    patcher: Callable[[Image.Image, torch.device | str], Tensor]
+
+    def pixel_values(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the patches that the vision tower reads, (patches, patch dim) fp32."""
+        return self.patcher(self.image, device)
 
 
 class Processor:
@@ -233,6 +264,7 @@ class Processor:
         need(least <= most, f"--min-pixels {least}{own[0]} is over --max-pixels {most}{own[1]}; change one of them")
         self.image_processor.size = size
         self.merge_size = self.image_processor.merge_size
+        self.patcher = self._make_patcher(path)
         need(self.tokenizer.chat_template is not None,
              f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
         placeholders = [getattr(config, name, None) for name in PLACEHOLDERS]
@@ -243,6 +275,25 @@ class Processor:
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
         self.banned_ids = sorted({i for i in banned if i is not None})
+
+    def _make_patcher(self, path: str) -> Patcher:
+        """Read the table off the image processor; raise UserError if it does more than look up each byte."""
+        processor, channels = self.image_processor, 3
+        shape = (processor.patch_size, self.merge_size, processor.temporal_patch_size)
+        side = processor.patch_size * self.merge_size
+        rng = np.random.default_rng(0)
+        every_byte = np.arange(16 * side * side, dtype=np.uint8).reshape(4 * side, 4 * side, 1).repeat(channels, 2)
+        noise = rng.integers(0, 256, (3 * side, 2 * side, channels), dtype=np.uint8)
+        ramp, noise = map(Image.fromarray, (every_byte, noise))
+        theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in (ramp, noise)]
+        read = Patcher(torch.arange(256.0).repeat(channels, 1), *shape)(ramp).long()
+        table_CB = torch.zeros(channels, 256)
+        for row_B, bytes_, values in zip(table_CB, *(x.chunk(channels, dim=1) for x in (read, theirs[0])), strict=True):
+            row_B[bytes_] = values
+        patcher = Patcher(table_CB, *shape)
+        same = torch.equal(patcher(noise), theirs[1])
+        need(same, f"--model {path!r}: its image processor is not what it is called; {LIKE_OURS}")
+        return patcher
 
     def banned(self, vocab_size: int) -> Tensor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
@@ -313,10 +364,10 @@ class Processor:
         return image if image.size == size else image.resize(size, Image.Resampling(self.image_processor.resample))
 
     def image(self, key: str, image: Image.Image) -> ImageInput:
-        """Patches of an image, resized here if it was not yet."""
-        out = self.image_processor(images=[self.resize(image)], return_tensors="pt", do_resize=False)
-        t, h, w = out["image_grid_thw"][0].tolist()
-        return ImageInput(key, out["pixel_values"], (t, h, w), t * h * w // self.merge_size**2)
+        """Return an RGB image as the model sees it, resized here if it was not yet."""
+        image = self.resize(image.convert("RGB"))
+        w, h = (n // self.patcher.patch for n in image.size)
+        return ImageInput(key, image, (1, h, w), h * w // self.merge_size**2, self.patcher)
 
     def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
         """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
@@ -415,7 +466,7 @@ def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None 
     batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
     device = hf.get_input_embeddings().weight.device
     for batch in batches:
-        pixels = torch.cat([image.pixel_values for image in batch]).to(device)
+        pixels = torch.cat([image.pixel_values(device) for image in batch])
         grids = torch.tensor([image.grid_thw for image in batch], device=device)
         out = hf.model.get_image_features(pixels, grids, return_dict=True)
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
@@ -485,6 +536,7 @@ class Policy(nn.Module):
         self.tp_group = None  # the processes that divide the language blocks, see parallel/tensor_parallel.py
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
+        self.patcher = processor.patcher
         self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
         self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
         choose_trained(hf, train_vision)
@@ -533,9 +585,9 @@ class Policy(nn.Module):
         a micro-batch without images looks at a blank one, and gives the tower zeros. Through the embeddings, as images
         do: in a loss apart, the first language block of a model with adapters would have an input without gradient, and
         reduce out of turn."""
-        v, m = self.hf.config.vision_config, self.merge_size
-        patches = torch.zeros(m * m, v.in_channels * v.temporal_patch_size * v.patch_size**2)  # the smallest image
-        pooled, layers = vision_features(self.hf, [ImageInput("blank", patches, (1, m, m), 1)])
+        smallest = Image.new("RGB", [self.merge_size * self.patcher.patch] * 2)
+        grid = (1, self.merge_size, self.merge_size)
+        pooled, layers = vision_features(self.hf, [ImageInput("blank", smallest, grid, 1, self.patcher)])
         return sum(layer.sum() for layer in (pooled, *layers)) * 0.0
 
     def values(self, hidden_KH: Tensor) -> Tensor:
@@ -550,7 +602,7 @@ class Policy(nn.Module):
         # transformers expects no image in a response, so the marks of prompts alone
         inputs = {"mm_token_type_ids": (ids_1T == self.image_token_id).int()}
         if prompt.images:
-            inputs["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images]).to(device)
+            inputs["pixel_values"] = torch.cat([image.pixel_values(device) for image in prompt.images])
             inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images], device=device)
         mask = torch.ones_like(ids_1T)
         hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=mask, use_cache=False, **inputs)[0][0]
@@ -621,7 +673,9 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
 
 
 def prepare(hf: nn.Module, family: Family) -> nn.Module:
-    """Notes the family, and lets attention plans reach the recurrent layers."""
+    """Set hf.family and the tower's attention, and let attention plans reach the recurrent layers."""
     hf.family = family
+    if family in FAMILIES.values():  # towers that tell attention where each image, or window, ends
+        hf.get_submodule(family.vision).config._attn_implementation = "planned_flash"
     plan_recurrent_layers(hf.get_submodule(family.language))
     return hf

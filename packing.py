@@ -11,7 +11,7 @@ N items, B bins, D divisions of a few items between two bins.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -336,20 +336,15 @@ def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -
 # ----------------------------------------------------------------------------------------------------------------------
 # Balance over ranks
 
-Arrived = dict[Any, tuple[str, list[Any]]]  # groups by key: the prompt's uid, and rollouts without what was left behind
-Remake = Callable[[Arrived], dict[Any, list[Any]]]  # makes that again
-
-
 def balance_over_ranks(
-    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, remake: Remake
+    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context
 ) -> tuple[list[list[Any]], dict[str, float]]:
-    """This rank's rollouts of each minibatch, whole groups; and the heaviest rank's FLOPs over the mean, before and
-    after.
+    """Send whole groups to the ranks that train on them, evened in FLOPs. Return this rank's rollouts of each
+    minibatch, and the heaviest rank's FLOPs over the mean, before and after.
 
-    `groups` are the ones this process sampled, by a key that orders them over all processes; `chosen` are the keys of
-    those to train on, of all processes. What travels is token ids and numbers: prompts and their images are made again,
-    by uid, where they arrive; images of episodes travel as 8-bit pixels. The processes of a tensor-parallel group get
-    the same rollouts.
+    `groups` are those that this process sampled, by a key that orders them over all processes; `chosen` are the keys of
+    those to train on, of all processes. A group travels with its prompt and images, to its owner alone; the processes
+    of a tensor-parallel group own the same groups.
     """
     costs, sampled_by = {}, {}
     for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(groups[k], rates) for k in chosen if k in groups})):
@@ -359,14 +354,12 @@ def balance_over_ranks(
     minibatch = [i % minibatches for i in range(len(chosen))]
     owner = assign_to_ranks(flops, minibatch, ctx.data_world)
     mine = {key: i % minibatches for i, key in enumerate(chosen) if owner[i] == ctx.data_rank}
-    leaving = {}
-    for key in chosen:
-        if key in groups and (key not in mine or ctx.tp > 1):
-            leaving[key] = groups[key][0].prompt.uid, [replace(r, prompt=None, images=[]) for r in groups[key]]
-    arrived: Arrived = {}
-    for theirs in ctx.gather(leaving):
-        arrived |= {key: group for key, group in theirs.items() if key in mine and key not in groups}
-    groups = groups | remake(arrived)
+    parcels: list[dict[Any, list[Any]]] = [{} for _ in range(ctx.world)]
+    for key, data_rank in zip(chosen, owner, strict=True):
+        for rank in range(data_rank * ctx.tp, (data_rank + 1) * ctx.tp):
+            if key in groups:
+                parcels[rank][key] = groups[key]
+    groups = dict(chain.from_iterable(parcel.items() for parcel in ctx.exchange(parcels)))
     split: list[list[Any]] = [[] for _ in range(minibatches)]
     for key, number in mine.items():
         split[number] += groups[key]

@@ -10,12 +10,12 @@ never written anew: turn k + 1 goes on from turn k's prompt, the tokens that wer
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -24,7 +24,6 @@ from envs import EnvConfig, Environment, Observation  # noqa: F401  what is play
 from errors import UserError, need, printable
 from grpo import Algorithm
 from model import ImageInput, Processor
-from packing import Arrived
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
 from reward import Rewards
 from settings import plain_pair, setting
@@ -40,7 +39,6 @@ class Prompt:
     images: list[ImageInput]
     example: Example
     short_ids: list[int]  # one placeholder per image, for engines that expand them
-    pil_images: list[Image.Image]  # at the size the model sees
     blank: bool = False  # is every image a white one?
     start: Example | None = None  # what was asked: the example, or what an environment makes of it
 
@@ -82,7 +80,6 @@ class Rollout:
     failure: str = ""  # of its environment: "errors" or "timeouts"
     failure_line: str = ""  # the same in words
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
-    pil_images: list[Image.Image] = field(default_factory=list)  # the same, at the size the model sees
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
     discount: float = 1.0  # of the reward that comes after the last turn
@@ -148,7 +145,7 @@ def add_response(
 
 def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
     """A response that was written, not sampled: of a supervised start, or to compare log-probabilities on."""
-    prompt = Prompt(uid, list(prompt_ids), list(images), None, [], [])
+    prompt = Prompt(uid, list(prompt_ids), list(images), None, [])
     n = len(response)
     return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
 
@@ -165,15 +162,13 @@ def as_given(example: Example) -> Example:
     return example
 
 
-def seen(
-    image: Image.Image, processor: Processor, blank: bool = False, key: str = ""
-) -> tuple[Image.Image, ImageInput]:
-    """An image at the size the model sees, and its patches. With `blank` a white one of its size. `key`: what tells its
-    content from that of others, if not its pixels."""
+def preprocess_image(image: Image.Image, processor: Processor, blank: bool = False, key: str = "") -> ImageInput:
+    """Return an RGB image, or with `blank` a white one of its size, as the model sees it. Without a `key` its pixels
+    identify it."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
     image = processor.resize(image)
-    return image, processor.image(key or hashlib.sha1(image.tobytes() + str(image.size).encode()).hexdigest(), image)
+    return processor.image(key or hashlib.sha1(image.tobytes() + str(image.size).encode()).hexdigest(), image)
 
 
 def make_prompts(
@@ -184,28 +179,16 @@ def make_prompts(
 
     def one(example: Example) -> Prompt:
         start = start_of(example)
-        both = [seen(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest()) for data in start.images]
-        pil_images, images = map(list, zip(*both, strict=True)) if both else ([], [])
+        keyed = ((decode_image(data), hashlib.sha1(data).hexdigest()) for data in start.images)
+        images = [preprocess_image(image, processor, blank, key) for image, key in keyed]
         try:
             ids = processor.encode(start.messages, images)
         except UserError as e:
             raise UserError(f"example {example.uid!r}: {e}") from e
-        return Prompt(example.uid, ids, images, example, processor.render(start.messages), pil_images, blank, start)
+        return Prompt(example.uid, ids, images, example, processor.render(start.messages), blank, start)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
-
-
-def remake(
-    arrived: Arrived, by_uid: Mapping[str, Example], processor: Processor, start_of: StartOf = as_given
-) -> dict[Any, list[Rollout]]:
-    """Groups that another process sampled, with what did not travel: prompts, and patches of images."""
-    prompts = make_prompts([by_uid[uid] for uid, _ in arrived.values()], processor, start_of=start_of)
-    groups = {}
-    for prompt, (key, (_, rollouts)) in zip(prompts, arrived.items(), strict=True):
-        of = [replace(r, prompt=prompt, images=[seen(image, processor)[1] for image in r.pil_images]) for r in rollouts]
-        groups[key] = of
-    return groups
 
 
 SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one

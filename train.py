@@ -39,7 +39,7 @@ from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients, resolve_kernel
 from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
-from packing import Batch, Packer, Remake, TokenBatch, balance_over_ranks, flop_rates, token_batch
+from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
 from parallel.nodes import check_restarts, check_settings, check_shared
@@ -56,7 +56,7 @@ from report.trackers import check_trackers
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.custom import absolute_files
-from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts, remake
+from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts
 from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
 from utils import Context, Meter, Stages, copy_together, dist_setup, print0, run_script
 
@@ -171,13 +171,11 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 # The stages of a step
 
 
-def make_batch(
-    pool: GroupPool, cfg: Config, packer: Packer, remade: Remake, ctx: Context, meter: Meter
-) -> Batch:
+def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter: Meter) -> Batch:
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
     groups, chosen = pool.groups, pool.chosen()
-    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, remade)
+    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx)
     for name, value in evenness.items():
         meter.set(name, value)
     rollouts = list(chain.from_iterable(by_minibatch))
@@ -403,8 +401,6 @@ def main(cfg: Config) -> None:
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())
 
-    by_uid = {example.uid: example for example in train_set}
-    remade = partial(remake, by_uid=by_uid, processor=processor, start_of=start_of)
     compares = algo.needs_old_logps or algo.needs_values or algo.needs_reference
 
     # --- loop ---
@@ -426,7 +422,7 @@ def main(cfg: Config) -> None:
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
         with stage("pack"):
-            batch = make_batch(pool, cfg, packer, remade, ctx, meter)
+            batch = make_batch(pool, cfg, packer, ctx, meter)
 
         # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
         with stage("logprobs", timed=compares), comparing(batch):

@@ -7,6 +7,7 @@ import json
 import locale
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -68,6 +69,19 @@ class Context:
         everyone = [None] * self.world if self.main else None
         dist.gather_object(items if self.rank % self.tp == 0 else [], everyone)
         return list(chain.from_iterable(everyone or []))
+
+    def exchange(self, items: Sequence[Any]) -> list[Any]:
+        """Send items[r] to process r, for each r; return what each process sent to this one, in rank order."""
+        if self.world == 1:
+            return list(items)
+        sent = [b"" if r == self.rank else pickle.dumps(item, 5) for r, item in enumerate(items)]
+        sizes = self.gather([len(data) for data in sent])
+        arriving = [row[self.rank] for row in sizes]
+        received = torch.empty(sum(arriving), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(b"".join(sent)) or bytearray(1), dtype=torch.uint8)[: sum(sizes[self.rank])]
+        dist.all_to_all_single(received, packed, arriving, sizes[self.rank])
+        parts = enumerate(received.split(arriving))
+        return [items[r] if r == self.rank else pickle.loads(part.numpy()) for r, part in parts]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sum of each entry over data ranks, in float64 and rank order; a key that only some have counts 0

@@ -105,7 +105,7 @@ def main() -> None:
             logits = hf(
                 input_ids=ids,
                 attention_mask=attention,
-                pixel_values=torch.cat([i.pixel_values for i in images]),
+                pixel_values=torch.cat([i.pixel_values() for i in images]),
                 image_grid_thw=torch.tensor([i.grid_thw for i in images]),
                 mm_token_type_ids=((ids == processor.image_token_id) & attention.bool()).int(),
             ).logits

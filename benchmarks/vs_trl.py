@@ -377,7 +377,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
         give_rewards(rollouts, results, algo, config.new_tokens)
         pool.add(rollouts)
         with clock("pack"):
-            batch = train.make_batch(pool, cfg, packer, dict, ctx, meter)
+            batch = train.make_batch(pool, cfg, packer, ctx, meter)
         train.compute_before_update(batch, models, cfg)
         train.set_advantages(batch, algo, algo.kl_coef, ctx, meter)
         with clock("train"):
@@ -561,7 +561,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         key = hashlib.sha1(pixels.numpy().tobytes()).hexdigest()
         uid = uids.setdefault((key, tuple(prompt)), f"prompt-{len(uids)}")
         grid = tuple(theirs["image_grid_thw"][b].tolist())
-        image = ImageInput(key, pixels, grid, len(pixels) // processor.merge_size**2)
+        image = ImageInput(key, None, grid, len(pixels) // processor.merge_size**2, lambda _, device, own=pixels: own)
         rollouts.append(written(uid, prompt, response, [image]))
         places += range(b * width, b * width + len(response))
     # micro-batches so small that prompts are spread over several; of two updates, or nothing would be clipped

@@ -37,7 +37,7 @@ from rollout import (
     Sampling,
     Turn,
     begun,
-    seen,
+    preprocess_image,
 )
 from utils import print0
 
@@ -54,7 +54,7 @@ class Observed:
 
     tokens: list[int]  # of the chat template, up to the policy's next response; image tokens expanded
     messages: list[dict]
-    images: list[tuple[Image.Image, ImageInput]]
+    images: list[ImageInput]
     rewards: dict[str, float]
     done: bool
 
@@ -126,7 +126,7 @@ class Play(Responses):
         self.processor = of.processor
         self.sampling = sampling
         self.on_rollout = on_rollout
-        self.images: dict[str, Future] = {}  # each is resized and cut into patches once
+        self.images: dict[str, Future] = {}  # each is resized once
         self.changed = threading.Condition()
         self.answers: list[tuple[int, Observed | Failed | None]] = []  # by episode; None: it has begun
         self.failed: list[Failed] = []
@@ -265,12 +265,12 @@ class Play(Responses):
         need(len(images) <= most, f"step returned {len(images)} images, more than images_per_turn = {most}")
         special = self.processor.special_tokens_in(messages)
         need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
-        images = [self._seen(image, episode.rollout.prompt.blank) for image in images]
-        ids = self.processor.expand(self.processor.continuation(messages), [patches for _, patches in images])
+        images = [self._preprocess(image, episode.rollout.prompt.blank) for image in images]
+        ids = self.processor.expand(self.processor.continuation(messages), images)
         return Observed(ids, messages, images, rewards, False)
 
-    def _seen(self, image: Any, blank: bool) -> tuple[Image.Image, ImageInput]:
-        """As the model sees it; one that other episodes saw too is the same object."""
+    def _preprocess(self, image: Any, blank: bool) -> ImageInput:
+        """Return an image as the model sees it; one that other episodes saw too is the same object."""
         need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"
@@ -279,7 +279,7 @@ class Play(Responses):
         if future is mine:
             try:
                 opened = decoded(image) if isinstance(image, bytes) else image.convert("RGB")
-                mine.set_result(seen(opened, self.processor, blank))
+                mine.set_result(preprocess_image(opened, self.processor, blank))
             except BaseException as error:
                 mine.set_exception(error)
         return future.result()
@@ -335,13 +335,11 @@ class Play(Responses):
         if answer.done or r.finish_reason == "length" or r.turns == self.cfg.max_turns:
             self._end(episode, "length" if r.finish_reason == "length" else "done" if answer.done else "max_turns")
             return None
-        images = [image for image, _ in answer.images]
-        patches = [patch for _, patch in answer.images]
         asked = r
         if self.player.separate:
             said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
             messages = [*r.prompt.start.messages, *said, *answer.messages]
-            written = self._as_prompt(r, messages, r.pil_images + images, r.images + patches)
+            written = self._as_prompt(r, messages, r.images + answer.images)
             said = [*r.prompt.token_ids, *r.response, *answer.tokens]
             episode.rewritten = episode.rewritten or self.player.rewritten(said, written.prompt.token_ids)
             if episode.rewritten:
@@ -354,18 +352,17 @@ class Play(Responses):
         r.response += answer.tokens
         r.response_mask += [False] * len(answer.tokens)
         r.messages += answer.messages
-        r.pil_images += images
-        r.images += patches
+        r.images += answer.images
         r.turns += 1
         asked.turns = r.turns
         return asked
 
-    def _as_prompt(self, r: Rollout, messages: list[dict], pil_images: list, images: list[ImageInput]) -> Rollout:
+    def _as_prompt(self, r: Rollout, messages: list[dict], images: list[ImageInput]) -> Rollout:
         """The next turn as the chat template writes all that was said."""
-        pil_images, images = r.prompt.pil_images + pil_images, r.prompt.images + images
+        images = r.prompt.images + images
         short_ids = self.processor.render(messages)
         ids = self.processor.expand(short_ids, images)
-        prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids, pil_images)
+        prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids)
         return Rollout(prompt, r.sample)
 
     def _plain(self, message: dict) -> dict:

@@ -334,5 +334,5 @@ def episode_record(r: Any) -> dict:
     """What an episode's record has more than a response's; its images as tags of the page."""
     if not r.is_episode:
         return {}
-    images = [image_tag(image) for image in r.pil_images]
+    images = [image_tag(image.image) for image in r.images]
     return {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}

@@ -24,7 +24,7 @@ import kernels  # noqa: E402
 import train  # noqa: E402
 from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
 from model import Critic, Policy, Processor, load_config, load_hf, load_processor  # noqa: E402
-from packing import Arrived, Packer, flop_rates  # noqa: E402
+from packing import Packer, flop_rates  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full, shard  # noqa: E402
 from report.log import Skipped  # noqa: E402
@@ -53,7 +53,7 @@ def make_prompts(uids: Sequence[str], processor: Processor) -> list[Prompt]:
             images.append(processor.image(f"{number}/{i}", image))
         content = "<image>" * len(images) + "What now? " * (number + 1)
         prompts.append(
-            Prompt(uid, processor.encode([{"role": "user", "content": content}], images), images, None, [], [])
+            Prompt(uid, processor.encode([{"role": "user", "content": content}], images), images, None, [])
         )
     return prompts
 
@@ -219,16 +219,9 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     prompts = make_prompts([f"p{place}" for place in pool.places()], processor)
     rollouts = make_rollouts(prompts, cfg.algo.group_size)
     pool.add([into_turns(r) for r in rollouts] if "turns" in own else rollouts)
-    made: list[str] = []  # the prompts that came from another process
-
-    def remade(arrived: Arrived) -> dict:
-        uids = [uid for uid, _ in arrived.values()]
-        made.extend(uids)
-        prompts = zip(make_prompts(uids, processor), arrived.items(), strict=True)
-        return {key: [replace(r, prompt=prompt) for r in group] for prompt, (key, (_, group)) in prompts}
-
     meter = Meter()
-    batch = train.make_batch(pool, cfg, packer, remade, ctx, meter)
+    batch = train.make_batch(pool, cfg, packer, ctx, meter)
+    came = sorted({r.prompt.uid for r in batch.rollouts} - {prompt.uid for prompt in prompts})  # from another process
     train.compute_before_update(batch, models, cfg)
     if not cfg.algo.on_policy:
         batch.tokens.old_logps -= moved_policy(batch.rollouts)
@@ -247,7 +240,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
         "micros": len(micros),
         "split": bool(ctx.max(batch.splits_rollouts(0))),
         "images": ctx.gather([len(micro.images) for micro in micros]),  # of each rank
-        "moved": ctx.gather(made),
+        "moved": ctx.gather(came),
     }
 
 

@@ -49,7 +49,7 @@ def make_rollouts(processor, picture):
     for p in range(2):
         image = processor.image(f"p{p}", picture(112, 84, p))
         ids = processor.encode([{"role": "user", "content": "<image>What is this?"}], [image])
-        prompt = Prompt(f"p{p}", ids, [image], None, [], [])
+        prompt = Prompt(f"p{p}", ids, [image], None, [])
         for g, reward in enumerate([0.0, 1.0, 0.3, 0.9]):
             n = rng.randint(3, 9)
             response = [rng.randrange(250) for _ in range(n)]
@@ -84,7 +84,7 @@ def make_batch(rollouts, cfg, models, processor, ctx):
     pool = GroupPool(cfg.algo, 2, 0, ctx)
     pool.add(rollouts)
     packer = Packer(8192, processor.image_token_id, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    batch = train.make_batch(pool, cfg, packer, dict, ctx, Meter())
+    batch = train.make_batch(pool, cfg, packer, ctx, Meter())
     assert len(batch.minibatches[0]) == 1
     train.compute_before_update(batch, models, cfg)
     train.set_advantages(batch, cfg.algo, 0.0, ctx, Meter())
@@ -156,6 +156,6 @@ def test_what_the_loss_reads_is_fp32_and_a_towers_features_are_not_rounded(famil
     assert {name: column.dtype for name, column in read.items()} == dict.fromkeys(read, torch.float32)
     assert torch.equal(read["old_logps"], batch.tokens.old_logps[micro.token_index_K])
     exact = load_hf(str(toys[family]), torch.bfloat16)  # the same tower without FSDP: the same roundings
-    pixels = torch.cat([image.pixel_values for image in micro.images])
+    pixels = torch.cat([image.pixel_values() for image in micro.images])
     grids = torch.tensor([image.grid_thw for image in micro.images])
     assert torch.equal(hidden[0], exact.get_submodule("model.visual")(pixels, grids).last_hidden_state)

@@ -117,7 +117,7 @@ def turn_by_turn(hf, processor, r, temperature=1.0):
                     taken.append(image)
             more = {"mm_token_type_ids": (ids == processor.image_token_id).int()}
             if taken:
-                more["pixel_values"] = torch.cat([image.pixel_values for image in taken])
+                more["pixel_values"] = torch.cat([image.pixel_values() for image in taken])
                 more["image_grid_thw"] = torch.tensor([image.grid_thw for image in taken])
             hf.model.rope_deltas = None
             hidden = hf.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more)[0][0]
@@ -233,7 +233,7 @@ def test_a_template_that_drops_thoughts_makes_each_turn_a_sequence_of_its_own(lo
             assert turn.ids == ids + said[: turn.n_sampled]
             said = said[turn.n_sampled :]
             alone = Rollout(r.prompt, 0, turn.ids[len(ids) :], [True] * turn.n_sampled, [], "", "")
-            alone.prompt = Prompt("x", ids, (r.prompt.images + r.images)[: turn.n_images], None, [], [])
+            alone.prompt = Prompt("x", ids, (r.prompt.images + r.images)[: turn.n_images], None, [])
             separate.append(turn_by_turn(hf, processor, alone).detach())
     assert (logp_N - torch.cat(separate)).abs().max() < 2e-6
     assert (tokens.rollout_logps - torch.cat(separate)).abs().max() < 1e-5
@@ -346,7 +346,7 @@ def test_content_parts_are_marks_with_their_images(loaded):
     assert a.ended_by == b.ended_by == "done" and a.turns == 2 and len(a.images) == 2
     assert a.prompt.token_ids == b.prompt.token_ids and a.response == b.response and a.messages == b.messages
     both = zip(a.prompt.images + a.images, b.prompt.images + b.images, strict=True)
-    assert all(torch.equal(x.pixel_values, y.pixel_values) for x, y in both)
+    assert all(torch.equal(x.pixel_values(), y.pixel_values()) for x, y in both)
 
     class Path(Parts):
         def step(self, response):
@@ -652,7 +652,7 @@ def test_blanked_episodes_show_blank_images_in_every_turn(loaded):
     prompts = make_prompts(examples_of([4, 4]), processor, blank=True, start_of=envs.start_of)
     rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(400))
     images = [image for r in rollouts for image in r.images]
-    assert len(images) > 4 and all(image.pixel_values.std() < 1e-6 for image in images)
+    assert len(images) > 4 and all(image.pixel_values().std() < 1e-6 for image in images)
 
 
 class Sleeps(Scripted):

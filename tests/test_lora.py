@@ -22,7 +22,7 @@ def logits(hf, processor, picture):
     ids = torch.tensor([processor.encode([{"role": "user", "content": "<image>What?"}], [image])])
     hf.eval()
     with torch.no_grad():
-        return hf(input_ids=ids, pixel_values=image.pixel_values, image_grid_thw=torch.tensor([image.grid_thw]),
+        return hf(input_ids=ids, pixel_values=image.pixel_values(), image_grid_thw=torch.tensor([image.grid_thw]),
                   mm_token_type_ids=(ids == processor.image_token_id).int()).logits
 
 

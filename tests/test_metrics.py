@@ -14,7 +14,7 @@ from utils import Context
 
 def rollout(uid, source, kind, images, **rewards):
     example = Example(uid, source, [], [b""] * images, "1", {"answer_type": kind} if kind else {})
-    prompt = Prompt(uid, [1], [None] * images, example, [1], [])
+    prompt = Prompt(uid, [1], [None] * images, example, [1])
     failed = not rewards
     return Rollout(prompt, 0, [5], [True], [0.0], "error" if failed else "stop", "", rewards)
 

@@ -1,6 +1,7 @@
 """Processor, positions and the packed forward against transformers, one by one.   pytest tests/test_model.py"""
 
 import json
+import pickle
 import random
 import shutil
 from itertools import chain, pairwise
@@ -11,9 +12,11 @@ import transformers
 from conftest import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.nn.attention.flex_attention import create_block_mask
 
 import demo
+import layers.attention as attention
 import model as M
 import parallel.sharding as sharding
 from errors import UserError
@@ -28,7 +31,7 @@ QUESTION = "What is this odd thing, and why? "
 def make_group(processor, images, responses, uid):
     """Rollouts of one prompt."""
     ids = processor.encode([{"role": "user", "content": "<image>" * len(images) + QUESTION}], images)
-    prompt = Prompt(uid, ids, images, None, [], [])
+    prompt = Prompt(uid, ids, images, None, [])
     rollouts = []
     for i, response in enumerate(responses):
         n = len(response)
@@ -48,7 +51,7 @@ def separately(hf, processor, rollout, banned):
     images = rollout.prompt.images
     extra = {}
     if images:
-        extra = {"pixel_values": torch.cat([i.pixel_values for i in images]),
+        extra = {"pixel_values": torch.cat([i.pixel_values() for i in images]),
                  "image_grid_thw": torch.tensor([i.grid_thw for i in images]),
                  "mm_token_type_ids": (ids == processor.image_token_id).int()}  # fmt: skip
     hf.model.rope_deltas = None  # transformers would reuse those of the sequence before
@@ -159,7 +162,7 @@ def test_a_response_sees_its_own_prompt_only(loaded, groups_of):
         of_b = (rollout_K >= len(a)) & (rollout_K < len(a) + len(b))
         torch.testing.assert_close(alone, policy(together).logp_K[of_b], rtol=0, atol=2e-6)
         image = b[0].prompt.images[0]
-        blank = M.ImageInput("blank", torch.zeros_like(image.pixel_values), image.grid_thw, image.n_tokens)
+        blank = processor.image("blank", Image.new("RGB", image.image.size))
         unseen = policy(one_micro(make_group(processor, [blank], [r.response for r in b], "b"), processor)).logp_K
     assert (alone - unseen).abs().max() > 1e-3
 
@@ -174,7 +177,7 @@ def test_an_image_in_a_later_turn_shares_what_comes_before_it(loaded, picture):
     turn, answers = [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12]]
     rollouts = []
     for image, answer in [(left, answers[0]), (left, answers[1]), (right, answers[0])]:
-        prompt = Prompt("deep", ids, [first, image], None, [], [])
+        prompt = Prompt("deep", ids, [first, image], None, [])
         mask = [True] * 4 + [False] * len(again) + [True] * 3
         rollouts.append(Rollout(prompt, len(rollouts), turn + again + answer, mask, [0.0] * 7, "stop", ""))
     micro = one_micro(rollouts, processor)
@@ -576,3 +579,65 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
     keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
     want = (q @ keys.transpose(2, 3) * 0.3).masked_fill(~dense_mask(micro.end_T), -torch.inf).softmax(-1) @ values
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
+    """To the last bit, whatever the size and the numbers of the processor's config."""
+    shutil.copytree(toys[family], tmp_path / "toy")
+    file = tmp_path / "toy/preprocessor_config.json"
+    numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.01}
+    file.write_text(json.dumps(json.loads(file.read_text()) | numbers))
+    processor = M.load_processor(str(tmp_path / "toy"))
+    for size in [(30, 40), (200, 60), (1, 150), (333, 222)]:
+        image = processor.image("a", picture(*size))
+        theirs = processor.image_processor(images=[image.image], return_tensors="pt", do_resize=False)
+        assert torch.equal(image.pixel_values(), theirs["pixel_values"])
+        assert [list(image.grid_thw)] == theirs["image_grid_thw"].tolist()
+    assert torch.equal(pickle.loads(pickle.dumps(image)).pixel_values(), image.pixel_values())
+
+
+def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, monkeypatch):
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+
+    plain = pil.Qwen2VLImageProcessorPil.normalize
+
+    def contrast(self, image, *args, **kwargs):
+        return plain(self, image / image.mean(), *args, **kwargs)
+
+    monkeypatch.setattr(pil.Qwen2VLImageProcessorPil, "normalize", contrast)
+    with pytest.raises(UserError, match="--model .*its image processor"):
+        M.load_processor(str(toys["qwen2_5_vl"]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkeypatch):
+    """The call for a GPU has the values and gradients of transformers' own sdpa, window by window."""
+    images = [M.load_processor(str(toys[family])).image(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
+    pixels, grids = torch.cat([i.pixel_values() for i in images]), torch.tensor([i.grid_thw for i in images])
+    calls = []
+
+    def varlen(query, key, value, cu_seqlens, longest, scale, causal):
+        calls.append(len(cu_seqlens) - 1)
+        assert not causal and longest == cu_seqlens.diff().max()
+        sequence = torch.bucketize(torch.arange(len(query)), cu_seqlens, right=True)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        scores = scores.masked_fill(sequence[:, None] != sequence, -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+    def features(name, on_gpu=False):
+        hf = M.load_hf(str(toys[family]), torch.float64)
+        tower = hf.get_submodule(hf.family.vision)
+        tower.config._attn_implementation = name
+        monkeypatch.setattr(attention, "_varlen", varlen)
+        monkeypatch.setattr(attention, "_takes_varlen", lambda query: on_gpu)
+        out = tower(pixels, grid_thw=grids).pooler_output
+        torch.cat(list(out) if isinstance(out, tuple) else [out]).square().sum().backward()
+        return out, [p.grad for p in tower.parameters() if p.grad is not None]
+
+    want = features("sdpa")
+    torch.testing.assert_close(features("planned_flash"), want, rtol=0, atol=0)
+    assert not calls
+    torch.testing.assert_close(features("planned_flash", on_gpu=True), want, rtol=1e-6, atol=1e-8)
+    assert len(calls) == 2 and min(calls) == len(images)  # a call for each of the two layers
+    assert (max(calls) > len(images)) == (family == "qwen2_5_vl")  # which has windows

@@ -41,7 +41,7 @@ def groups(draw):
             response = response + answer
             mask = mask + [draw(st.booleans()) for _ in answer]
             mask[draw(st.integers(len(mask) - len(answer), len(mask) - 1))] = True
-            prompt = Prompt(f"u{u}", ids, images, None, [], [])
+            prompt = Prompt(f"u{u}", ids, images, None, [])
             rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * sum(mask), "stop", ""))
     return rollouts
 
@@ -220,7 +220,7 @@ def test_turns_of_a_rollout_stand_together_and_a_batch_knows_where_they_are_apar
     rollouts = []
     for i in range(2):
         first, second = Turn([5, 1, i, 2], 2, 0), Turn([5, 2, 3, 3, i], 1, 0)
-        prompt = Prompt("u", [5, 1], [], None, [], [])
+        prompt = Prompt("u", [5, 1], [], None, [])
         response, mask = [i, 2, 3, 3, i], [True, True, False, False, True]
         rollouts.append(Rollout(prompt, i, response, mask, [-1.0] * 3, "stop", separate=[first, second]))
     for cap, n_micros in ((99, 1), (5, 2)):

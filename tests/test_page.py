@@ -381,7 +381,7 @@ def test_a_sample_that_failed_and_one_that_was_cut():
 
 def test_an_episode_is_shown_turn_by_turn():
     pixels = Image.new("RGB", (30, 20), "red")
-    r = SimpleNamespace(is_episode=True, pil_images=[pixels], turns=2, ended_by="done", messages=[
+    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], turns=2, ended_by="done", messages=[
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
     page = page_of([record("a", sample() | P.episode_record(r))])

@@ -65,7 +65,7 @@ def test_greedy_equals_transformers_generate(family, loaded, examples):
         ids_1T = torch.tensor([prompt.token_ids])
         more = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": engine.banned.tolist()}
         if prompt.images:
-            more["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images])
+            more["pixel_values"] = torch.cat([image.pixel_values() for image in prompt.images])
             more["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images])
             more["mm_token_type_ids"] = (ids_1T == processor.image_token_id).int()
         hf.model.rope_deltas = None
@@ -265,7 +265,7 @@ def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     real, blank = make_prompts(examples, processor), make_prompts(examples, processor, blank=True)
     assert [p.token_ids for p in real] == [p.token_ids for p in blank]
-    assert blank[0].images[0].pixel_values.std() < 1e-6 < real[0].images[0].pixel_values.std()
+    assert blank[0].images[0].pixel_values().std() < 1e-6 < real[0].images[0].pixel_values().std()
 
 
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
@@ -391,7 +391,7 @@ def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     engine = make_engine("hf", "no folder", processor, CPU, torch.float32, load_hf=lambda: hf, **more)
     assert isinstance(engine, HFEngine) and engine.hf is hf
     prompts = make_prompts(examples, processor)
-    sizes = [image.size for image in itertools.chain.from_iterable(p.pil_images for p in prompts)]
+    sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
     most = {"count": 2, "width": width, "height": height}

@@ -182,7 +182,7 @@ def weights(value, names="ab"):
 
 
 def prompts_of(*uids, images=()):
-    return [Prompt(uid, [3, 5, 7], list(images), None, [3, 5, 7], [None] * len(images)) for uid in uids]
+    return [Prompt(uid, [3, 5, 7], list(images), None, [3, 5, 7]) for uid in uids]
 
 
 def seed_of(r, *more, seed=0):

@@ -107,7 +107,7 @@ class Trainer:
         self.server = SGLangServer(at.url, http, 60.0, at.processor.eos_ids, at.processor.banned(VOCAB).tolist())
 
     def ask(self, prompt, ids=(), room=ROOM, temperature=1.0, top_p=1.0):
-        images = [(f"{i.key}-{self.label}", pil) for i, pil in zip(prompt.images, prompt.pil_images, strict=True)]
+        images = [(f"{i.key}-{self.label}", i.image) for i in prompt.images]
         short = [*prompt.short_ids, *ids]
         return self.server.generate(Ask(prompt.uid, short, images, room, 1, temperature, top_p, self.label))
 

@@ -42,7 +42,7 @@ def make_rollouts(rewards_PG, seed=0, length=None):
     rollouts = []
     for p, rewards in enumerate(rewards_PG):
         example = SimpleNamespace(data_source="mine", uid=f"p{p}")
-        prompt = Prompt(f"p{p}", [rng.randrange(200) for _ in range(5)], [], example, [], [])
+        prompt = Prompt(f"p{p}", [rng.randrange(200) for _ in range(5)], [], example, [])
         for g, reward in enumerate(rewards):
             n = length or rng.randint(1, 8)
             response = [rng.randrange(200) for _ in range(n)]
@@ -57,7 +57,7 @@ def make_batch(cfg, ctx, rollouts, image_token=-1):
     pool = GroupPool(cfg.algo, len(rollouts) // cfg.algo.group_size, 0, ctx)
     pool.add(rollouts)
     packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
-    return train.make_batch(pool, cfg, packer, dict, ctx, Meter())
+    return train.make_batch(pool, cfg, packer, ctx, Meter())
 
 
 def one_update(cfg, ctx, models, rollouts, step=9):

@@ -1,0 +1,157 @@
+"""Host time of a training step: what the CPU does for it besides sampling and besides waiting for a GPU.
+
+    OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 on 8 ranks, and all of it on one rank
+    OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts on 2 ranks
+
+Every rank is a process that joins the others over gloo. Each prompt has an image of 600 tokens, stored as JPEG at
+another size, and each response has --tokens tokens of text with formulas. The functions are those of train.py, on a toy
+model's configuration; nothing is sampled and no model runs. A figure is the seconds of the slowest rank: of CPU time,
+all threads of its process together, as more ranks than cores share this machine.
+
+prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
+balance    FLOPs of each group, groups to their new ranks, packing, columns of tokens (train.make_batch)
+patches    patches of the images that a rank trains on and has not seen before
+columns    metrics of rollouts, advantages
+report     records of samples to rank 0, page and curves; main is what rank 0 waits for before its next step
+"""
+
+import argparse
+import io
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import chain
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+import demo  # noqa: E402
+import train  # noqa: E402
+from model import load_config, load_processor  # noqa: E402
+from packing import Packer, flop_rates  # noqa: E402
+from prepare_data import Example  # noqa: E402
+from report.log import RunLog  # noqa: E402
+from report.metrics import rollout_metrics  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, make_prompts  # noqa: E402
+from utils import Context, Meter, dist_setup  # noqa: E402
+
+TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagoras **side** is $\\sqrt{3}$ cm\n"
+
+
+def make_examples(n: int) -> list[Example]:
+    """Rows with an image that has to be decoded and resized: 16 different files, each as its own row's."""
+    rng = np.random.default_rng(0)
+    files = []
+    for _ in range(16):
+        small = Image.fromarray(rng.integers(0, 255, (27, 40, 3), dtype=np.uint8))
+        out = io.BytesIO()
+        small.resize((850, 565), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+        files.append(out.getvalue())
+    messages = [{"role": "user", "content": "<image>Find x. " + "The figure is not to scale. " * 10}]
+    rows = []
+    for i in range(n):  # bytes after the end of a JPEG are ignored: every row has an image of its own
+        file = files[i % 16] + i.to_bytes(4)
+        rows.append(Example(f"geo-{i}", "shapes", messages, [file], "7", {"split": "train", "index": i}))
+    return rows
+
+
+def make_rollouts(prompts: list[Prompt], group: int, n_tokens: int) -> list[Rollout]:
+    rollouts = []
+    for prompt in prompts:
+        rng = random.Random(prompt.uid)
+        for sample in range(group):
+            n = rng.randint(n_tokens // 2, n_tokens * 3 // 2)
+            response = [rng.randrange(250) for _ in range(n)]
+            text = " ".join(rng.choices(TEXT.split(" "), k=n * 3 // 4))
+            right = float(rng.random() < 0.5)
+            rollouts.append(Rollout(prompt, sample, response, [True] * n, [-1.0] * n, "stop", text,
+                                    {"accuracy": right, "reward": right}, versions=[0] * n, ended_by="response"))
+    return rollouts
+
+
+class Timer:
+    """CPU seconds of this process since the last call."""
+
+    def __init__(self, ctx: Context):
+        self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
+
+    def __call__(self, name: str) -> None:
+        took = time.process_time() - self.since
+        self.seconds[name] = max(self.ctx.gather(took))
+        self.since = time.process_time()
+
+
+def measure(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    ctx = dist_setup()
+    flags = f"--model {args.model} --data - --out {args.out} --steps 1000 --micro-tokens 32768"
+    flags += f" --prompts-per-step {args.prompts} --group-size {args.group}"
+    cfg = train.parse_args(flags.split())
+    processor = load_processor(args.model, 4 * 28 * 28, 600 * 28 * 28)
+    examples = make_examples(args.prompts)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(load_config(args.model)))
+    log = RunLog(cfg, ctx, None, 0)
+    pool = GroupPool(cfg.algo, args.prompts, 0, ctx)
+    timer = Timer(ctx)
+    prompts = make_prompts([examples[i] for i in pool.places()], processor)
+    timer("prompts")
+    assert prompts[0].images[0].n_tokens == 600
+    pool.add(make_rollouts(prompts, args.group, args.tokens))
+    timer("(made up)")
+    meter = Meter()
+    batch = train.make_batch(pool, cfg, packer, ctx, meter)
+    timer("balance")
+    for micro in chain.from_iterable(batch.minibatches):
+        for image in {image.key: image for image in micro.images}.values():
+            image.pixel_values("cpu")
+    timer("patches")
+    metrics = rollout_metrics(pool) | meter.reduce(ctx)
+    train.set_advantages(batch, cfg.algo, 0.0, ctx, meter)
+    timer("columns")
+    began = time.perf_counter()
+    log.step(1, metrics)
+    log.report(1, batch, metrics)
+    waits = time.perf_counter() - began
+    log.close()
+    timer("report")
+    if ctx.main:
+        timer.seconds.pop("(made up)")
+        shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timer.seconds.items())
+        print(f"{ctx.world} rank(s), {args.prompts} prompts x {args.group} x {args.tokens} tokens: {shown}; "
+              f"rank 0 waits {waits:.2f} s for the report")  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--prompts", type=int, default=512, help="prompts of a step, over all ranks")
+    p.add_argument("--group", type=int, default=8, help="responses per prompt")
+    p.add_argument("--tokens", type=int, default=1000, help="mean tokens per response")
+    p.add_argument("--ranks", type=int, nargs="+", default=[8, 1], help="numbers of ranks to measure")
+    p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks and on 1")
+    p.add_argument("--model", help=argparse.SUPPRESS)  # of a rank
+    p.add_argument("--out", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.short:
+        args.prompts, args.group, args.tokens, args.ranks, args.short = 16, 4, 50, [2, 1], False
+    if args.model:
+        measure(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        demo.make_model(Path(folder) / "toy")
+        for ranks in args.ranks:
+            sizes = ["--prompts", args.prompts, "--group", args.group, "--tokens", args.tokens]
+            own = ["--model", Path(folder) / "toy", "--out", Path(folder) / f"run{ranks}"]
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, __file__]
+            command = [sys.executable, *map(str, launch + sizes + own)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            print(next(line for line in done.stdout.splitlines() if "rank(s)" in line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
