@@ -287,7 +287,7 @@ class Processor:
         ramp, noise = map(Image.fromarray, (every_byte, noise))
         theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in (ramp, noise)]
         read = Patcher(torch.arange(256.0).repeat(channels, 1), *shape)(ramp).long()
-        table_CB = torch.zeros(channels, 256)
+        table_CB = theirs[0].new_zeros(channels, 256)
         for row_B, bytes_, values in zip(table_CB, *(x.chunk(channels, dim=1) for x in (read, theirs[0])), strict=True):
             row_B[bytes_] = values
         patcher = Patcher(table_CB, *shape)
