@@ -282,7 +282,7 @@ class Processor:
         shape = (processor.patch_size, self.merge_size, processor.temporal_patch_size)
         side = processor.patch_size * self.merge_size
         rng = np.random.default_rng(0)
-        every_byte = np.arange(16 * side * side, dtype=np.uint8).reshape(4 * side, 4 * side, 1).repeat(channels, 2)
+        every_byte = np.arange(16 * side * side).astype(np.uint8).reshape(4 * side, 4 * side, 1).repeat(channels, 2)
         noise = rng.integers(0, 256, (3 * side, 2 * side, channels), dtype=np.uint8)
         ramp, noise = map(Image.fromarray, (every_byte, noise))
         theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in (ramp, noise)]
