@@ -210,18 +210,16 @@ class RunLog:
         """Draw report.html and curves.png again, if there are new rows."""
         began = time.perf_counter()
         rows = read_rows(self.path)
-        curves = ()
         if len(rows) == self.drawn:
             return
         if importlib.util.find_spec("matplotlib"):
             draw_grid(panels(rows), self.out / "curves.png")
-            curves = run_curves(rows)
         elif self.drawn < 0:
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.drawn = len(rows)
         shown = self.shown or Shown(self.out.name, [], {})
         if self.shown or not (self.out / "report.html").exists():  # else that of before the run was cut off
-            html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=curves)
+            html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=run_curves(rows))
             write_text(self.out / "report.html", html)
         self.reporting = {"time/report": time.perf_counter() - began}
 
