@@ -133,7 +133,7 @@ class Report:
         row |= dict.fromkeys(lost)
         self.record["rows"].append(row)
         self.save()
-        values = (f"{k} {cell(v)}" for k, v in row.items() if k not in ("case", "tail") and v is not None)
+        values = (f"{k} {cell(v)}" for k, v in row.items() if k not in ("case", *HIDDEN) and v is not None)
         print(f"  {row['case']}: {(row.get('error') or ', '.join(values))[:300]}", flush=True)
 
 
@@ -423,9 +423,10 @@ UPDATES = (  # each line in a process, which builds its model once
 
 
 def part_update(p: Parent, until: float) -> None:
-    for i, cases in enumerate(UPDATES):
+    updates = UPDATES[-1:] if p.args.toy else UPDATES
+    for i, cases in enumerate(updates):
         now = time.monotonic()
-        p.run_cases(list(cases), now + (until - now) / (len(UPDATES) - i))
+        p.run_cases(list(cases), now + (until - now) / (len(updates) - i))
 
 
 MEMORY = {  # rows of benchmarks/memory.py -> of the table in docs/hardware.md
@@ -445,6 +446,9 @@ def computed_memory(name: str) -> dict[str, float]:
 
 
 def part_memory(p: Parent, until: float) -> None:
+    if not p.gpu:
+        p.report.add({"case": TOY_MEMORY, "no CUDA": "nothing to measure"})
+        return
     for name in [TOY_MEMORY] if p.args.toy else MEMORY:
         tokens = 300 if p.args.toy else 8192
         child = [sys.executable, "benchmarks/memory.py", "--child", name, "--tokens", tokens, "--recompute"]

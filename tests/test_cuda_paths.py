@@ -152,7 +152,7 @@ def test_the_first_hour_on_a_gpu_is_rehearsed(null_gpu, tmp_path):
     assert data["machine"]["memory_gib"] > 79 and [part["status"] for part in data["parts"]] == ["ok"] * len(parts)
     rows = {row["case"]: row for part in data["parts"] for row in part["rows"]}
     assert {"train.py", "resumed", "eval.py", "merge_lora.py", "LoRA with KL", "ours fused loss"} < rows.keys()
-    for case in ("train.py", "resumed", "3B shared prefix", "7B LoRA packed"):
+    for case in ("train.py", "resumed", "7B LoRA shared prefix", "7B LoRA packed"):
         assert rows[case]["peak GiB"] > 0 and 0 < rows[case]["grad norm"] < 100, case
     memory = rows[gpu.TOY_MEMORY]
     assert 0 < memory["at rest, GiB"] < memory["peak, GiB"] <= memory["reserved, GiB"]
