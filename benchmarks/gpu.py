@@ -969,8 +969,9 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             with ctx.device:
                 return transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
 
+        example = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # for vLLM's limits: it keeps a tower
         engine = make_engine(kind, str(folder / "model"), processor, ctx.device, torch.bfloat16, load_hf=load_hf,
-                             examples=[], max_model_len=1024, settings=settings)
+                             examples=[example], max_model_len=1024, settings=settings)
         times = []
         for _ in range(6):
             engine.sleep()
