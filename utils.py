@@ -29,7 +29,9 @@ from errors import Interrupted, Note, UserError, keep_printing, printable
 # How torch allocates, unless the user says otherwise. Segments that grow leave fewer gaps between tensors of changing
 # sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Pinned host memory is not rounded
 # up to powers of two, which would double what a sleeping engine keeps there.
-ALLOC_CONF = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+ALLOC_CONF = "expandable_segments:True"
+if torch.__version__ >= (2, 13):  # older versions refuse options that they do not know
+    ALLOC_CONF += ",pinned_max_round_threshold_mb:1"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 

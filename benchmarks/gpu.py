@@ -1,46 +1,50 @@
-"""First contact with a GPU: does everything run there, is it right, how fast is it? One command, no network, under 9
-minutes.
+"""The first hour on a GPU: does README's command start, is everything right, how fast is it? No network is used.
 
-    python benchmarks/gpu.py                   # one GPU; --only 1,3 for some parts, --json FILE for the results
-    python benchmarks/gpu.py --short           # on a CPU, a minute or two: tiny shapes, Triton's interpreter
+    python benchmarks/gpu.py                                  # all parts in 9 minutes, on one GPU
+    python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time:
+    python benchmarks/gpu.py --only head,update               # --json FILE keeps the parts of earlier calls, if
+    python benchmarks/gpu.py --only memory,sync,waits         # machine, packages and code are the same
+    python benchmarks/gpu.py --short                          # tiny shapes; works on a CPU too, in a few minutes
 
-1  tests marked gpu: policy head against float64, flex and flash against the dense mask, bf16 ratios; then
-   tests/test_kernels.py
-2  train.py for three steps on toys in bf16: every --attn and --kernel, LoRA, PPO, recomputation, trained tower,
-   reference, resume
-3  the policy head at 16384 tokens x 3584 x 152064 against the peers that are installed
-4  the update on randomly initialised Qwen2.5-VL of 3B, and of 7B with LoRA, 32 prompts x 8 responses of geo3k-like
-   lengths:
-   shared prefix, packed, padded
-5  host synchronisations in the micro-batch loop of train.update_policy
+Parts, in order of worth:
 
-Every part runs in children that are killed when they are late; one that crashes, hangs or runs out of memory is noted
-and the rest goes on. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. A
-part gets the time that those before it left; what was cut is said. The exit code is 1 if anything failed, was cut or
-could not be tried.
+1  start    README's commands on a random model with the width, heads and vocabulary of Qwen2.5-VL-3B but 4 layers:
+            prepare_data.py, train.py for 2 steps, the same resumed, eval.py, merge_lora.py
+2  correct  tests marked gpu, tests/test_kernels.py, and train.py on toys for 3 steps: every --attn and --kernel, LoRA,
+            PPO, recomputation, a trained tower, a reference, and others
+3  head     the policy head at 16384 tokens x 3584 x 152064, against the peers that are installed
+4  update   the update of Qwen2.5-VL-3B, and of 7B with LoRA, on 32 prompts x 8 responses of geo3k-like lengths: with
+            shared prefixes, and packed without
+5  memory   the largest allocation of updates, against the table of docs/hardware.md
+6  sync     the weight sync, from the trainer to an engine in the same process
+7  waits    how often a micro-batch of train.update_policy makes the host wait for the GPU
 
-Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 wants torchvision), safetensors, numpy, pillow, pyarrow,
-tqdm and pytest, and says which are missing; pytest-xdist, trl and liger-kernel are used where installed. vllm,
-flash-attn and math-verify are not needed: the toys' answers are graded without. To train on geo3k there, bring three
-small wheels, which any machine can run: math-verify 0.9.0, latex2sympy2-extended 1.11.0 and antlr4-python3-runtime
-4.13.2.
+A part runs in child processes. One that crashes, hangs or runs out of memory becomes a row with an error, and the rest
+goes on. Each part has a number of seconds that those before it leave to it; it also gets what they did not use. Results
+are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is 1 if anything
+failed or was cut. Without a GPU nothing starts, unless --short is given.
 
-What is counted. Tokens/s are response tokens trained on, whatever else a way computes. MFU is the model's FLOPs by
-packing.flop_rates over time over the datasheet's dense bf16 rate: a forward and two for the backward, one where weights
-are frozen (LoRA), the frozen tower's forward; attention pairs that are seen; no recomputation, no padding. Copies of a
-prompt count where a way makes them; the last column counts each prompt once, so it compares the ways. Images are not
-cached between ways. Times are of one whole update, optimizer included, after a warm-up of the fullest micro-batches.
-Policy head: minimum of the runs.
+Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
+pyarrow, tqdm and pytest, and says which are missing. vllm, trl and liger-kernel are used if installed.
+
+Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_rates, divided by the time and the
+datasheet's dense bf16 rate: one forward, two for the backward (one with LoRA, whose weights are frozen), the forward of
+the frozen tower, attention over visible pairs; no recomputation. Copies of a prompt count if an update computes them;
+the last column counts each prompt once. Images are not cached between updates. An update is timed whole, with its
+optimizer step, after a warm-up on its largest and smallest micro-batch; the policy head is the minimum of the runs.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,52 +52,38 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-TITLES = {1: "Tests", 2: "train.py on toys", 3: "The policy head", 4: "The update", 5: "Host synchronisations"}
-LIMITS = {1: 110, 2: 125, 3: 70, 4: 185, 5: 35}  # seconds that a part gets at least; 525 together
 NEEDED = "torch triton transformers safetensors numpy pillow pyarrow tqdm pytest".split()
-OPTIONAL = "torchvision pytest-xdist trl liger-kernel math-verify vllm flash-attn".split()
-PATIENCE = 100  # seconds without a result, after which a child counts as hung
-PEAK_TFLOPS = {
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "A100": 312,
-    "B200": 2250,
-}  # dense bf16, datasheets
-SIZES = {
-    4: {
-        "3B": ("3B shared prefix", "3B packed", "3B padded"),
-        "7B": ("7B LoRA shared prefix", "7B LoRA packed", "7B LoRA padded"),
-    }
+OPTIONAL = "torchvision trl liger-kernel math-verify vllm flash-attn".split()
+PATIENCE = 100  # seconds without a new row, after which a child counts as hung
+PEAK_TFLOPS = {  # dense bf16, datasheets
+    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,
 }
+HIDDEN = ("tail", "failures", "flags", "skipped tests", "self-test", "first s", "graphs")  # not in tables
+Row = dict[str, Any]
 
 
 def parse_args() -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    p.add_argument("--only", help="comma-separated numbers of parts; default: all")
-    p.add_argument("--json", type=Path, default=Path("out/gpu.json"), help="where results go, row by row")
-    p.add_argument("--short", "--toy", dest="toy", action="store_true", help="tiny shapes, on a CPU")
-    p.add_argument("--minutes", type=float, default=8.8, help="stop after so long")
-    hidden = {"help": argparse.SUPPRESS}
-    p.add_argument(
-        "--break", dest="broken", default="", **hidden
-    )  # 1:crash,3:hang for the tests: children of these parts do that
-    p.add_argument("--child", type=int, **hidden)
-    p.add_argument("--cases", default="", **hidden)
-    p.add_argument("--rows", type=Path, **hidden)
-    p.add_argument("--level", type=int, default=0, **hidden)
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    p.add_argument("--only", default="", help="comma-separated names or numbers of parts (default: all)")
+    p.add_argument("--json", type=Path, default=Path("out/gpu.json"), help="results file, written row by row")
+    p.add_argument("--short", "--toy", dest="toy", action="store_true", help="tiny shapes, on a GPU or a CPU")
+    p.add_argument("--minutes", type=float, default=8.8, help="total time limit (default: 8.8)")
+    # For the tests: "correct:crash,waits:hang" makes the children of these parts do that
+    p.add_argument("--break", dest="broken", default="", help=argparse.SUPPRESS)
+    for flag, kind, default in (("child", str, None), ("cases", str, ""), ("rows", Path, None), ("level", int, 0)):
+        p.add_argument(f"--{flag}", type=kind, default=default, help=argparse.SUPPRESS)
     return p.parse_args()
 
 
@@ -102,74 +92,86 @@ def parse_args() -> argparse.Namespace:
 
 
 class Report:
-    """What is known so far, in a file that is whole at any time."""
+    """The results so far, in a file that is whole at any time."""
 
-    def __init__(self, path: Path, toy: bool):
-        self.path = path
-        command = "python " + shlex.join([str(Path(sys.argv[0])), *sys.argv[1:]])
-        self.data = {"command": command, "date": time.strftime("%Y-%m-%d"), "toy": toy, "machine": {}, "parts": []}
+    def __init__(self, path: Path, toy: bool, machine: Row):
+        self.path, command = path, f"python {shlex.join(sys.argv)}"
+        self.data = {"command": command, "date": time.strftime("%Y-%m-%d"), "toy": toy, "code": hash_code(),
+                     "machine": machine, "parts": []}
+
+    def keep_earlier(self, chosen: list["Part"]) -> None:
+        """Keep the other parts of an existing file of the same machine, packages and code; set another file aside."""
+        if not self.path.exists():
+            return
+        old = json.loads(self.path.read_text())
+        same = all(old.get(key) == self.data[key] for key in ("toy", "code"))
+        same &= all(old["machine"].get(key) == self.data["machine"].get(key) for key in ("device", "versions"))
+        kept = [part for part in old["parts"] if part["name"] not in [part.name for part in chosen]]
+        if not same:
+            aside = self.path.rename(f"{self.path}.old")
+            print(f"{self.path} is of another machine, other code or --short: moved to {aside}", flush=True)
+        elif kept:
+            self.data |= {"parts": kept, "command": f"{old['command']}; {self.data['command']}"}
+
+    def begin(self, part: "Part") -> Row:
+        number = PARTS.index(part) + 1
+        self.record = {"part": number, "name": part.name, "title": part.title, "status": "stopped", "seconds": 0.0,
+                       "rows": []}
+        self.data["parts"] = sorted([*self.data["parts"], self.record], key=lambda record: record["part"])
+        self.save()
+        return self.record
 
     def save(self) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(f"{self.path}.tmp")
         temporary.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
-        os.replace(temporary, self.path)
+        temporary.replace(self.path)
 
-    def add(self, row: dict) -> None:
-        row = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-        }  # JSON knows no NaN
-        self.data["parts"][-1]["rows"].append(row)
+    def add(self, row: Row) -> None:
+        """Add a row to the current part, and print it."""
+        lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]  # JSON knows no NaN
+        row |= dict.fromkeys(lost)
+        self.record["rows"].append(row)
         self.save()
-        shown = row.get("error") or ", ".join(
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "case"
-        )
-        print(f"  {row['case']}: {shown[:300]}", flush=True)
+        values = (f"{k} {cell(v)}" for k, v in row.items() if k not in ("case", *HIDDEN) and v is not None)
+        print(f"  {row['case']}: {(row.get('error') or ', '.join(values))[:300]}", flush=True)
+
+
+def hash_code() -> str:
+    """Return a hash of all Python files, as a machine may have no git, or changes that are not committed."""
+    files = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
+    return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 class Parent:
-    def __init__(self, args: argparse.Namespace, report: Report, scratch: Path):
-        self.args, self.report, self.scratch, self.part, self.children = args, report, scratch, 0, 0
-        self.stopped = False
+    """Starts the children of the parts, and ends those that are late."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path):
+        self.args, self.scratch, self.part, self.children, self.stopped = args, scratch, "", 0, False
         self.broken = dict(item.split(":") for item in args.broken.split(",") if item)
-        paths = [
-            str(ROOT),
-            str(ROOT / "benchmarks"),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]  # wheels may live there
-        self.env = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
-        if args.toy:
-            self.env |= {
-                "OMP_NUM_THREADS": "1",
-                "TRITON_INTERPRET": "1",
-                "GPU_TESTS_ON_CPU": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
+        self.gpu = False
+        self.report: Report
+        paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1",
+                                 "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+    def use_cpu(self) -> None:
+        self.env |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "GPU_TESTS_ON_CPU": "1",
+                     "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, command: list, until: float, watch: Path | None = None, **env: str) -> tuple[str, str]:
-        """-> ("" or what went wrong, end of the output). A child ends with its whole family, at the latest at `until`,
-        or when the file that it writes rows into has not grown for too long."""
-        kind, patience = self.broken.get(str(self.part)), PATIENCE
-        if kind:
-            patience = 2
-            command = [
-                sys.executable,
-                "-c",
-                "import os, time; " + ("os.abort()" if kind == "crash" else "time.sleep(3600)"),
-            ]
+        """Run a child and return what went wrong, or "", and the end of its output. It is ended with its whole family
+        at the time `until`, or when the file `watch`, which it writes rows into, has not grown for too long."""
+        if time.monotonic() > until:
+            return CUT, ""
+        patience, command = PATIENCE, list(map(str, command))
+        if kind := self.broken.get(self.part):
+            patience, watch = 2, Path("-")
+            code = {"crash": "os.abort()", "hang": "time.sleep(99)"}[kind]
+            command = [sys.executable, "-c", f"import os, time; {code}"]
         with tempfile.TemporaryFile() as output:
-            child = subprocess.Popen(
-                list(map(str, command)),
-                cwd=ROOT,
-                env=self.env | env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            child = subprocess.Popen(command, cwd=ROOT, env=self.env | env, stdout=output, stderr=subprocess.STDOUT,
+                                     start_new_session=True)
             moved, size, why = time.monotonic(), 0, ""
             try:
                 while child.poll() is None and not why:
@@ -178,118 +180,143 @@ class Parent:
                     moved, size = (now, grown) if grown > size else (moved, size)
                     if now > until or self.stopped:
                         why = "stopped: no time left"
-                    elif now - moved > patience:
+                    elif watch and now - moved > patience:
                         why = f"hung: stopped after {patience} s without a result"
             finally:  # also when this process is told to stop
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
+                end(child)
             code = child.wait()
-            output.seek(max(0, output.seek(0, os.SEEK_END) - 4000))
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 8000))
             tail = output.read().decode(errors="replace")
         if not why and code:
             why = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "") + last_words(tail)
         return why, tail
 
+    def run_case(self, case: str, command: list, until: float, **env: str) -> Row:
+        """Run a Python command in a child, and return a row of how long it took, or of what went wrong."""
+        began = time.monotonic()
+        why, tail = self.run([sys.executable, *command], until, **env)
+        row = {"case": case, "seconds": time.monotonic() - began} | ({"error": why, "tail": tail} if why else {})
+        passed = re.findall(r"^self-test: (.*)", tail, re.M)
+        return row | ({"self-test": passed[-1]} if passed else {})
+
     def run_cases(self, cases: list[str], until: float) -> None:
-        """Cases one after another in a child. Behind one that ends it, a fresh child goes on; after too little memory
-        at the next level of savings, which the following cases then share."""
+        """Run cases one after another in a child. If one ends it, a fresh child takes the next. After one that ran out
+        of memory it runs the same case at the next level of savings, which the following cases then share."""
         left, level = list(cases), 0
         while left and time.monotonic() < until:
             self.children += 1
             file = self.scratch / f"rows_{self.children}.jsonl"
-            child = [
-                sys.executable,
-                __file__,
-                "--child",
-                self.part,
-                "--cases",
-                ";".join(left),
-                "--rows",
-                file,
-                "--level",
-                level,
-            ]
-            why, tail = self.run(child + ["--toy"] * self.args.toy, until, file)
+            child = [sys.executable, __file__, "--child", self.part, "--cases", ";".join(left), "--rows", file]
+            why, tail = self.run([*child, "--level", level, *["--toy"] * self.args.toy], until, file)
             rows = read_rows(file)
             for row in rows:
                 if "case" in row:
                     self.report.add(row)
             left = [case for case in left if case not in {row.get("case") for row in rows}]
-            if left and rows and "oom" in rows[-1] and self.part == 4 and rows[-1]["level"] + 1 < len(LEVELS):
+            if left and rows and "oom" in rows[-1] and self.part == "update" and rows[-1]["level"] + 1 < len(LEVELS):
                 level = rows[-1]["level"] + 1
-            elif left and why:
-                self.report.add({"case": left.pop(0), "error": why, "tail": tail})
             elif left:
-                self.report.add({"case": left.pop(0), "error": "the child ended without a word", "tail": tail})
+                self.report.add({"case": left.pop(0), "error": why or "the child ended without a word", "tail": tail})
         for case in left:
-            self.report.add({"case": case, "error": "cut: no time left"})
+            self.report.add({"case": case, "error": CUT})
+
+    def train(self, case: str, commands: list[list], out: Path, steps: int, until: float, **env: str) -> Row:
+        """Run commands that train into the folder `out`, and return a row of what they logged."""
+        seconds, seen = 0.0, len(read_rows(out / "metrics.jsonl"))
+        for command in commands:
+            row = self.run_case(case, command, until, **env)
+            row["seconds"] = seconds = seconds + row["seconds"]
+            if "error" in row:
+                return row
+        logged = [r for r in read_rows(out / "metrics.jsonl")[seen:] if "policy/grad_norm" in r]
+        norms = [r["policy/grad_norm"] for r in logged]
+        if len(logged) != steps or not all(n is not None and math.isfinite(n) and n > 0 for n in norms):
+            return row | {"error": f"{len(logged)} of {steps} steps, gradient norms {norms}"}
+        row |= {"s a step": logged[-1]["time/step"], "grad norm": norms[-1]}
+        row |= {"largest dlogp": max(r["rollout/max_abs_dlogp"] for r in logged)}
+        row |= {"peak GiB": logged[-1]["memory/peak_gib"]} if "memory/peak_gib" in logged[-1] else {}
+        return row
+
+
+CUT = "cut: no time left"
+
+
+def end(child: subprocess.Popen) -> None:
+    """End a process with its whole family. Python processes first print where they were (PYTHONFAULTHANDLER)."""
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        if child.poll() is None:
+            os.killpg(child.pid, number)
+            time.sleep(0.5)
 
 
 def last_words(output: str) -> str:
-    """ ": " and the last line that names an error, else the last line; of a child that said nothing, nothing."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line or "No module" in line]
+    """Return ": " and the last line that names an error, else the last line; "" if there is none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and "ChildFailedError" not in line]
+    named = [line for line in lines if "Error" in line or "No module" in line or line.startswith("error:")]
     return "".join(f": {line[:200]}" for line in (named or lines)[-1:])
 
 
-def read_rows(file: Path) -> list[dict]:
-    """Of a file of JSON lines, the last of which may be half written."""
+def read_rows(file: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines, the last of which may be half written."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
-def part_1(p: Parent, until: float) -> None:
-    xdist = ["-n", "4"] if importlib.util.find_spec("xdist") and not p.args.toy else []
-    files = {
-        "tests/test_gpu.py": ["-m", "gpu"],
-        "tests/test_kernels.py": ["-k", "no_tokens or finite" if p.args.toy else "not compile"],
+# ----------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def readme_flags() -> list[str]:
+    """Return the flags of the train.py command in README.md."""
+    command = re.search(r"^torchrun .*?train\.py ((?:.*\\\n)*.*)", (ROOT / "README.md").read_text(), re.M)
+    return shlex.split(command[1].replace("\\\n", " "))
+
+
+# Instead of README's values: a few short steps
+START = "--steps 2 --prompts-per-step 8 --max-new-tokens 128 --save-every 2 --min-pixels 250000"
+SHORT_START = "--steps 2 --prompts-per-step 4 --max-new-tokens 4 --save-every 2 --micro-tokens 400"
+
+
+def part_start(p: Parent, until: float) -> None:
+    folder, size = p.scratch / "start", "toy" if p.args.toy else "3B, 4 layers"
+    model, data, out = folder / "model", folder / "train.parquet", folder / "run"
+    task = "geo3k" if importlib.util.find_spec("math_verify") else "vqa"  # whose answers need no math-verify
+    setup = {
+        "random model": [__file__, "--child", "model", "--rows", model, "--cases", size],
+        "prepare_data.py": ["prepare_data.py", task, "--toy", "--n", 32, "--out", data],
     }
-    for name, chosen in files.items():
-        if time.monotonic() > until:
-            p.report.add({"case": name, "error": "cut: no time left"})
-            continue
-        rows = p.scratch / f"{Path(name).stem}.jsonl"
-        began = time.monotonic()
-        # this file is the plugin that writes a row for each test as it ends
-        why, tail = p.run(
-            [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", *xdist, *chosen, name],
-            until,
-            rows,
-            GPU_BENCH_ROWS=str(rows),
-        )
-        outcomes = read_rows(rows)
-        count = Counter(row["outcome"] for row in outcomes)
-        row = {
-            "case": name,
-            **{kind: count[kind] for kind in ("passed", "failed", "skipped")},
-            "seconds": time.monotonic() - began,
-        }
-        skipped = Counter(row["test"].split("[")[0] for row in outcomes if row["outcome"] == "skipped")
-        row |= {"skipped tests": dict(skipped)} if skipped else {}
-        bad = [row["test"] for row in outcomes if row["outcome"] == "failed"]
-        if why or bad or not count["passed"]:
-            row |= {
-                "error": f"{count['passed']} passed, {count['failed']} failed"
-                + (f" ({', '.join(bad[:5])})" if bad else "")
-                + (f"; {why}" if why else ""),
-                "failures": bad,
-                "tail": tail,
-            }
-        p.report.add(row)
+    with ThreadPoolExecutor() as pool:
+        for row in list(pool.map(lambda item: p.run_case(*item, until), setup.items())):
+            p.report.add(row)
+    reward = ["--reward", f"{model / 'reward.py'}:score"]  # which differs between random answers
+    flags = [*readme_flags(), "--model", model, "--data", data, "--eval-data", data, "--out", out, *reward]
+    flags += (SHORT_START if p.args.toy else START).split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "train.py"]
+    row = p.train("train.py", [[*torchrun, *flags]], out, 2, until)
+    p.report.add(row | {"flags": shlex.join(map(str, flags))})
+    if "error" in row:
+        return
+    resume = ["train.py", "--out", out, "--resume", "auto", *reward, "--steps", 3]
+    p.report.add(p.train("resumed", [resume], out, 1, until))
+    after = {
+        "eval.py": ["eval.py", out, "--data", data, "--baseline", model, *reward, "--out", out / "eval"],
+        "merge_lora.py": ["merge_lora.py", out, "--out", folder / "merged"],
+    }
+    for case, command in after.items() if p.gpu or not p.args.toy else ():  # on a CPU other tests run them
+        p.report.add(p.run_case(case, command, until))
+    shutil.rmtree(folder)  # checkpoints are large
 
 
-def pytest_runtest_logreport(report) -> None:
-    """A pytest hook, see part_1."""
-    ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
-    if ended and "GPU_BENCH_ROWS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
-        with open(os.environ["GPU_BENCH_ROWS"], "a") as file:
-            file.write(json.dumps({"test": report.nodeid, "outcome": report.outcome}) + "\n")
-
-
+TESTS = {  # case -> (file, what pytest's -k selects)
+    "tests: head": ("tests/test_gpu.py", "float64 or nothing_to_learn"),
+    "tests: attention": ("tests/test_gpu.py", "dense_mask"),
+    "tests: models": ("tests/test_gpu.py", "run_by_run"),
+    "tests: bf16 ratios": ("tests/test_gpu.py", "ratios"),
+    "tests: kernels": ("tests/test_kernels.py", "not compile"),
+}
 BASE = (
-    "--steps 3 --prompts-per-step 8 --group-size 4 --max-new-tokens 16 --max-prompt-tokens 100 --micro-tokens 400 --lr "
-    "1e-4 "
-    "--rollout hf --dtype bfloat16 --weight-decay 0 "
+    "--steps 3 --prompts-per-step 8 --group-size 4 --max-new-tokens 16 --max-prompt-tokens 100 --micro-tokens 400 "
+    "--lr 1e-4 --rollout hf --dtype bfloat16 --weight-decay 0 "
 )
 RUNS = {  # name -> flags; a "/" begins a second run into the same folder
     "flex, triton": "--attn flex --kernel triton",
@@ -310,161 +337,223 @@ RUNS = {  # name -> flags; a "/" begins a second run into the same folder
     "Qwen3-VL": "--attn flex --family qwen3_vl",
     "Qwen3.5": "--attn flex --family qwen3_5",
 }
-TOY_RUNS = ("resumed", "LoRA with KL")
+SHORT_RUNS = ("LoRA with KL",)
+AT_ONCE = 8  # children of this part, which wait for compilers most of the time: their times are of a shared machine
 
 
-def part_2(p: Parent, until: float) -> None:
-    runs = {name: RUNS[name] for name in TOY_RUNS} if p.args.toy else RUNS
-    families = {
-        flags.split("--family ")[1].split()[0] if "--family" in flags else "qwen2_5_vl" for flags in runs.values()
-    }
-    folder = p.scratch / "toys"
-    why, tail = p.run([sys.executable, __file__, "--child", 2, "--rows", folder, "--cases", ";".join(families)], until)
-    if why:
-        p.report.add({"case": "toy models and data", "error": why, "tail": tail})
-        return
-    with ThreadPoolExecutor(2 if p.args.toy else 6) as pool:  # so times are those of a shared machine
-        for row in as_completed([pool.submit(one_run, p, folder, until, *item) for item in runs.items()]):
+def part_correct(p: Parent, until: float) -> None:
+    tests, runs = TESTS, {name: split_family(flags) for name, flags in RUNS.items()}
+    if p.args.toy:
+        chosen = "nothing_to_learn or sdpa" if p.gpu else "test"  # whose cases are small on a CPU
+        tests, runs = {"tests": ("tests/test_gpu.py", chosen)}, {name: runs[name] for name in SHORT_RUNS}
+    folder, at_once = p.scratch / "toys", 2 if p.args.toy else AT_ONCE
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
+    with ThreadPoolExecutor(at_once) as pool:
+        begun = [pool.submit(run_tests, p, case, *args, until, **threads) for case, args in tests.items()]
+        families = ";".join(sorted({family for family, _ in runs.values()}))
+        make = [__file__, "--child", "toys", "--rows", folder, "--cases", families]
+        p.report.add(p.run_case("toy models and data", make, until))
+        begun += [pool.submit(run_toy, p, folder, name, *args, until, **threads) for name, args in runs.items()]
+        for row in as_completed(begun):
             p.report.add(row.result())
 
 
-def one_run(p: Parent, folder: Path, until: float, name: str, flags: str) -> dict:
-    if time.monotonic() > until:
-        return {"case": name, "error": "cut: no time left"}
-    out, began = folder / "runs" / name.replace(" ", "_").replace(",", ""), time.monotonic()
-    words, family = flags.split(), "qwen2_5_vl"
-    if "--family" in words:
-        at = words.index("--family")
-        family = words[at + 1]
-        del words[at : at + 2]
-    if p.args.toy:  # what a CPU can do
-        words = ["sdpa" if w in ("flex", "flash") else "torch" if w == "triton" else w for w in words]
-    for part in " ".join(words).split(" / "):
-        command = [
-            sys.executable,
-            "train.py",
-            "--model",
-            folder / family,
-            "--data",
-            folder / "train.parquet",
-            "--out",
-            out,
-            "--reward",
-            f"{folder / 'reward.py'}:score",
-            *BASE.split(),
-            *part.split(),
-        ]
-        why, tail = p.run(command, until)
-        if why:
-            return {"case": name, "error": why, "flags": flags, "tail": tail, "seconds": time.monotonic() - began}
-    steps = [row for row in read_rows(out / "metrics.jsonl") if "policy/grad_norm" in row]
-    norms = [row["policy/grad_norm"] for row in steps]
-    dlogp = max((row["rollout/max_abs_dlogp"] for row in steps), default=math.nan)
-    row = {
-        "case": name,
-        "flags": flags,
-        "s a step": steps[-1]["time/step"] if steps else math.nan,
-        "seconds": time.monotonic() - began,
-        "largest dlogp": dlogp,
-        "grad norm": norms[-1] if norms else math.nan,
-    }
-    if len(steps) != 3 or not all(n is not None and math.isfinite(n) and n > 0 for n in norms):
-        row |= {"error": f"{len(steps)} of 3 steps, gradient norms {norms}", "tail": tail}
+def split_family(flags: str) -> tuple[str, str]:
+    """Return the family of a run of RUNS, and its flags without it."""
+    family = re.search(r"--family (\S+)", flags)
+    return family[1] if family else "qwen2_5_vl", re.sub(r"--family \S+", "", flags)
+
+
+def run_toy(p: Parent, folder: Path, name: str, family: str, flags: str, until: float, **env: str) -> Row:
+    if not p.gpu:  # what a CPU can do
+        flags = re.sub("flex|flash", "sdpa", flags).replace("triton", "torch")
+    out = folder / "runs" / re.sub(r"\W+", "_", name)
+    base = ["train.py", *toy_data(folder, family), "--out", out, *BASE.split()]
+    commands = [[*base, *part.split()] for part in flags.split(" / ")]
+    return p.train(name, commands, out, 3, until, **env) | {"flags": flags}
+
+
+def toy_data(folder: Path, family: str) -> list:
+    """Return the flags of train.py that name what make_toys wrote."""
+    reward = f"{folder / 'reward.py'}:score"
+    return ["--model", folder / family, "--data", folder / "train.parquet", "--reward", reward]
+
+
+def run_tests(p: Parent, case: str, file: str, chosen: str, until: float, **env: str) -> Row:
+    """Run tests in a child for which this file is a plugin of pytest that writes a row as each test ends."""
+    rows, began = p.scratch / (re.sub(r"\W+", "_", case) + ".jsonl"), time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", "-k", chosen, file]
+    why, tail = p.run(command, until, rows, GPU_BENCH_ROWS=str(rows), **env)
+    ended = read_rows(rows)
+    count = Counter(row["outcome"] for row in ended)
+    row = {"case": case, **{kind: count[kind] for kind in ("passed", "failed", "skipped")}}
+    row |= {"seconds": time.monotonic() - began}
+    skipped = Counter(test["test"].split("[")[0] for test in ended if test["outcome"] == "skipped")
+    row |= {"skipped tests": dict(skipped)} if skipped else {}
+    bad = [test["test"] for test in ended if test["outcome"] == "failed"]
+    if why or bad or not count["passed"]:
+        named = f" ({', '.join(bad[:5])})" if bad else ""
+        error = f"{count['passed']} passed, {count['failed']} failed{named}" + (f"; {why}" if why else "")
+        row |= {"error": error, "failures": bad, "tail": tail}
     return row
 
 
-def part_3(p: Parent, until: float) -> None:
-    names = [
-        "ours fused loss",
-        "ours any loss",
-        "ours cuBLAS tiles",
-        "torch linear_cross_entropy",
-        "Liger scaled CE",
-        "TRL chunked",
-        "naive",
-        "naive 16-bit logits",
-        "verl FusedLinearForPPO",
-        "Apple CCE",
-        "ours plain torch",
-    ]
-    p.run_cases(["ours fused loss", "naive", "Apple CCE"] if p.args.toy else names, until)
+def pytest_runtest_logreport(report) -> None:
+    """Write a row for a test that ended. A hook of pytest, see run_tests."""
+    ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
+    if ended and "GPU_BENCH_ROWS" in os.environ:
+        with open(os.environ["GPU_BENCH_ROWS"], "a") as file:
+            file.write(json.dumps({"test": report.nodeid, "outcome": report.outcome}) + "\n")
 
 
-def part_4(p: Parent, until: float) -> None:
-    sizes = list(SIZES[4].values())
-    for i, cases in enumerate(sizes):
+HEADS = (
+    "ours fused loss", "ours any loss", "ours cuBLAS tiles", "torch linear_cross_entropy", "Liger scaled CE",
+    "TRL chunked", "naive", "naive 16-bit logits", "verl FusedLinearForPPO", "Apple CCE", "ours plain torch",
+)
+
+
+def part_head(p: Parent, until: float) -> None:
+    p.run_cases(["ours fused loss", "naive", "Apple CCE"] if p.args.toy else list(HEADS), until)
+
+
+UPDATES = (  # each line in a process, which builds its model once
+    ("3B shared prefix", "3B packed"),
+    ("7B LoRA shared prefix", "7B LoRA packed"),
+)
+
+
+def part_update(p: Parent, until: float) -> None:
+    updates = UPDATES[-1:] if p.args.toy else UPDATES
+    for i, cases in enumerate(updates):
         now = time.monotonic()
-        p.run_cases(list(cases), now + (until - now) / (len(sizes) - i))
+        p.run_cases(list(cases), now + (until - now) / (len(updates) - i))
 
 
-def part_5(p: Parent, until: float) -> None:
-    p.run_cases(["sdpa"] if p.args.toy else ["flex", "flash", "flex, gspo, KL"], until)
+MEMORY = {  # rows of benchmarks/memory.py -> of the table in docs/hardware.md
+    "3B 1 GPU": "3B on 1 GPU",
+    "7B 1 GPU, LoRA 64, bf16 masters": "7B on 1, `--lora-rank 64 --master-dtype bf16`",
+    "7B 8 GPUs": "7B on 8",
+    "3B 8 GPUs": "3B on 8",
+}
+TOY_MEMORY = "toy 2 GPUs"
 
 
-PARTS = {1: part_1, 2: part_2, 3: part_3, 4: part_4, 5: part_5}
+def computed_memory(name: str) -> dict[str, float]:
+    """Return GiB at rest, at the peak and reserved that docs/hardware.md has for a micro-batch of 8,192 tokens."""
+    lines = (ROOT / "docs/hardware.md").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"| {MEMORY[name]} |")]
+    return dict(zip(("at rest", "peak", "reserved"), map(float, line.split("|")[2:5]), strict=True))
+
+
+def part_memory(p: Parent, until: float) -> None:
+    if not p.gpu:
+        p.report.add({"case": TOY_MEMORY, "no CUDA": "nothing to measure"})
+        return
+    for name in [TOY_MEMORY] if p.args.toy else MEMORY:
+        tokens = 300 if p.args.toy else 8192
+        child = [sys.executable, "benchmarks/memory.py", "--child", name, "--tokens", tokens, "--recompute"]
+        why, tail = p.run(child, until)
+        found = [line for line in tail.splitlines() if line.startswith("{")]
+        if why or not found:
+            p.report.add({"case": name, "error": why or "no result", "tail": tail})
+            continue
+        got, computed = json.loads(found[-1]), {} if p.args.toy else computed_memory(name)
+        row = {"case": name, "tokens": got["tokens"]}
+        for key in ("at rest", "peak", "reserved"):
+            row |= {f"{key}, GiB": got[key]} | ({f"{key}, table": computed[key]} if computed else {})
+        p.report.add(row | {"outside of torch, GiB": got["in use"] - got["reserved"]})
+
+
+def part_sync(p: Parent, until: float) -> None:
+    p.run_cases(["toy, hf", "toy, vllm"] if p.args.toy else ["3B, hf", "7B LoRA, hf", "3B, vllm"], until)
+
+
+def part_waits(p: Parent, until: float) -> None:
+    p.run_cases(["flex", "flash", "flex, gspo, KL"] if p.gpu else ["sdpa"], until)
+
+
+class Part(NamedTuple):
+    name: str
+    title: str
+    seconds: int  # that the parts before it leave to it
+    run: Callable[[Parent, float], None]
+    needs: tuple[str, ...] = ()  # packages; what other parts miss their children say themselves
+
+
+PARTS = (
+    Part("start", "README's commands", 140, part_start),
+    Part("correct", "Tests, and train.py on toys", 130, part_correct, ("pytest", "triton")),
+    Part("head", "The policy head", 50, part_head),
+    Part("update", "The update", 95, part_update),
+    Part("memory", "Memory of the update", 45, part_memory),
+    Part("sync", "The weight sync", 25, part_sync),
+    Part("waits", "Host synchronisations", 30, part_waits),
+)
+
+
+def choose(only: str) -> list[Part]:
+    """Return the parts that --only names, in their order."""
+    known = {key: part for i, part in enumerate(PARTS, 1) for key in (str(i), part.name)}
+    asked = only.split(",") if only else list(known)
+    if unknown := [key for key in asked if key not in known]:
+        names = ", ".join(f"{i} {part.name}" for i, part in enumerate(PARTS, 1))
+        sys.exit(f"error: --only {unknown[0]}: no such part; there are {names}")
+    return [part for part in PARTS if part in [known[key] for key in asked]]
 
 
 def main(args: argparse.Namespace) -> None:
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    began, report = time.monotonic(), Report(args.json, args.toy)
-    end = began + 60 * args.minutes
-    chosen = sorted(part for part in TITLES if str(part) in args.only.split(",")) if args.only else list(TITLES)
-    if args.only and len(chosen) < len(args.only.split(",")):
-        sys.exit(f"error: --only {args.only}: the parts are {', '.join(map(str, TITLES))}")
-    report.save()
+    chosen, deadline = choose(args.only), time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as scratch:
-        p = Parent(args, report, Path(scratch))
+        p = Parent(args, Path(scratch))
 
         def stop(number: int, _) -> None:
-            p.stopped = True  # for the threads of part 2
+            p.stopped = True  # for the threads of parts
             sys.exit(128 + number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
+        found = machine(p)
+        p.gpu = "memory_gib" in found
+        if not p.gpu and not args.toy:
+            sys.exit(f"error: there is no GPU to measure ({found['device']}); --short runs tiny shapes on a CPU")
+        if not p.gpu:
+            p.use_cpu()
+        p.report = Report(args.json, args.toy, found)
+        p.report.keep_earlier(chosen)
         try:
-            report.data["machine"] = machine(p)
-            for part in chosen:
-                later = 0 if args.toy else sum(LIMITS[other] for other in chosen if other > part)
-                run_part(p, part, end - time.monotonic() - later)
+            for i, part in enumerate(chosen):
+                later = 0 if args.toy else sum(other.seconds for other in chosen[i + 1 :])
+                run_part(p, part, deadline - time.monotonic() - later)
         finally:
-            report.data["seconds"] = time.monotonic() - began
-            report.save()
-            print("\n" + markdown(report.data), flush=True)
-    bad = [
-        f"part {part['part']} ({part['status']})"
-        for part in report.data["parts"]
-        if part["status"] not in ("ok", "no CUDA")
-    ]
+            p.report.save()
+            print("\n" + markdown(p.report.data), flush=True)
+    records = [record for record in p.report.data["parts"] if record["name"] in [part.name for part in chosen]]
+    bad = [f"{record['name']} ({record['status']})" for record in records if record["status"] not in ("ok", "no CUDA")]
     if bad:
         sys.exit(f"error: {', '.join(bad)}")
 
 
-def run_part(p: Parent, part: int, seconds: float) -> None:
-    record = {"part": part, "title": TITLES[part], "status": "stopped", "seconds": 0.0, "rows": []}
-    p.part, start = part, time.monotonic()
-    p.report.data["parts"].append(record)
-    p.report.save()
-    print(f"part {part}, {TITLES[part]}: {max(0.0, seconds):.0f} s", flush=True)
-    # a toy part 3 is plain torch; the other parts' children say themselves what they miss
-    needs = {1: ("pytest", "triton"), 3: () if p.args.toy else ("triton",)}.get(part, ())
-    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+def run_part(p: Parent, part: Part, seconds: float) -> None:
+    p.part, start = part.name, time.monotonic()
+    record = p.report.begin(part)
+    print(f"part {record['part']}, {part.name}: {max(0.0, seconds):.0f} s", flush=True)
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
         remedy = "pip install -c requirements.txt -r requirements-dev.txt, or bring the wheels"
         p.report.add({"case": "not started", "error": f"{' and '.join(missing)} missing: {remedy}"})
     elif seconds > 5:
-        PARTS[part](p, start + seconds)
-    errors = [row["error"] for row in record["rows"] if "error" in row]
-    record["status"] = (
-        "cut" if not record["rows"] else f"{len(errors)} of {len(record['rows'])} failed" if errors else "ok"
-    )
-    if part == 5 and record["rows"] and all("no CUDA" in row for row in record["rows"]):
+        part.run(p, start + seconds)
+    rows = record["rows"]
+    failed = sum("error" in row for row in rows)
+    record["status"] = f"{failed} of {len(rows)} failed" if failed else "ok" if rows else "cut"
+    if rows and all("no CUDA" in row for row in rows):
         record["status"] = "no CUDA"
     record["seconds"] = time.monotonic() - start
     p.report.save()
 
 
-def machine(p: Parent) -> dict:
-    """Hardware and versions, asked of a child."""
+def machine(p: Parent) -> Row:
+    """Return hardware, which a child looks up, and versions. Print which packages are missing."""
     versions, missing = {"python": platform.python_version()}, []
     for name in (*NEEDED, *OPTIONAL):
         try:
@@ -472,58 +561,47 @@ def machine(p: Parent) -> dict:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     needed = [*NEEDED, *["torchvision"] * versions.get("transformers", "").startswith("5.17")]
-    lacking = [name for name in needed if name in missing]
-    if lacking:
+    if lacking := [name for name in needed if name in missing]:
         print(f"missing, bring their wheels: {', '.join(lacking)}", flush=True)
     file = p.scratch / "machine.jsonl"
-    why, tail = p.run([sys.executable, __file__, "--child", 0, "--rows", file], time.monotonic() + 60)
-    found = read_rows(file)
-    return {"versions": versions, "missing": missing, **(found[0] if found else {"error": why, "tail": tail})}
+    child = [sys.executable, __file__, "--child", "machine", "--rows", file, *["--toy"] * p.args.toy]
+    why, tail = p.run(child, time.monotonic() + 120)  # the first import of torch may take a minute
+    rows = read_rows(file)
+    if not rows:
+        sys.exit(f"{tail}\nerror: could not look for a GPU: {why}")
+    return {"versions": versions, "missing": missing, **rows[0]}
 
 
-def markdown(data: dict) -> str:
-    """Rows for RESULTS.md."""
-    m, versions = data["machine"], data["machine"].get("versions", {})
-    lines = ["Tiny shapes on a CPU: only whether all runs.", ""] if data["toy"] else []
-    lines += [
-        f"`{data['command']}`, {data['date']}: {m.get('device', 'unknown device')}, "
-        + (f"{m['memory_gib']:.0f} GiB, " if m.get("memory_gib") else "")
-        + ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
-        + (
-            f"; bf16 product of 8192 x 8192 x 8192 at {m['matmul_tflops']:.0f} TFLOP/s (datasheet "
-            f"{m.get('peak_tflops') or 'unknown'})"
-            if "matmul_tflops" in m
-            else ""
-        )
-        + f"; {data['seconds']:.0f} s"
-    ]
-    for part in data["parts"]:
-        lines += ["", f"{part['part']}. {part['title']}: {part['status']}, {part['seconds']:.0f} s", ""]
-        good = [row for row in part["rows"] if "error" not in row]
-        columns = [key for key in dict.fromkeys(chain.from_iterable(good)) if key not in HIDDEN]
+def markdown(data: Row) -> str:
+    """Return rows for RESULTS.md."""
+    m, versions = data["machine"], data["machine"]["versions"]
+    facts = [f"`{data['command']}`, {data['date']}: {m['device']}"]
+    facts += [f"{m['memory_gib']:.0f} GiB"] if "memory_gib" in m else []
+    facts += [f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions]
+    if "matmul_tflops" in m:
+        peak = m["peak_tflops"] or "unknown"
+        facts += [f"bf16 product of 8192 x 8192 x 8192 at {m['matmul_tflops']:.0f} TFLOP/s (datasheet {peak})"]
+    lines = ["Tiny shapes: shows only that everything runs.", ""] if data["toy"] else []
+    lines += [", ".join([*facts, f"{sum(record['seconds'] for record in data['parts']):.0f} s"])]
+    for record in data["parts"]:
+        lines += ["", f"{record['part']}. {record['title']}: {record['status']}, {record['seconds']:.0f} s", ""]
+        good = [row for row in record["rows"] if "error" not in row]
         if good:
-            lines += [
-                "| " + " | ".join("" if c == "case" else c for c in columns) + " |",
-                "|---|" + "--:|" * (len(columns) - 1),
-            ]
-            lines += ["| " + " | ".join(cell(row.get(c, "")) for c in columns) + " |" for row in good]
-        lines += [f"- {row['case']}: {row['error']}" for row in part["rows"] if "error" in row]
-        lines += [
-            f"- {row['case']}, skipped: "
-            + ", ".join(f"{t.split('::')[-1]} x {n}" for t, n in row["skipped tests"].items())
-            for row in part["rows"]
-            if "skipped tests" in row
-        ]
+            columns = [key for key in dict.fromkeys(chain.from_iterable(good)) if key not in HIDDEN]
+            lines += ["| " + " | ".join("" if c == "case" else c for c in columns) + " |"]
+            lines += ["|---|" + "--:|" * (len(columns) - 1)]
+            lines += ["| " + " | ".join(cell(row.get(c)) for c in columns) + " |" for row in good]
+        for row in record["rows"]:
+            skipped = ", ".join(f"{t.split('::')[-1]} x {n}" for t, n in row.get("skipped tests", {}).items())
+            lines += [f"- {row['case']}, skipped: {skipped}"] if skipped else []
+            lines += [f"- {row['case']}, {key}: {row[key]}" for key in ("error", "self-test") if key in row]
     return "\n".join(lines)
 
 
-HIDDEN = ("tail", "failures", "flags", "skipped tests", "first s", "graphs")
-
-
-def cell(x) -> str:
-    if x is None:
-        return ""
-    return f"{x:.3g}" if isinstance(x, float) and abs(x) < 100 else f"{x:.0f}" if isinstance(x, float) else str(x)
+def cell(x: Any) -> str:
+    if isinstance(x, float):
+        return f"{x:.3g}" if abs(x) < 100 else f"{x:.0f}"
+    return "" if x is None else str(x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -531,34 +609,35 @@ def cell(x) -> str:
 
 
 def child(args: argparse.Namespace) -> None:
-    cases = args.cases.split(";")
-    if args.child == 2:
-        make_toys(args.rows, cases)
+    cases = args.cases.split(";") if args.cases else []
+    if args.child in ("model", "toys"):
+        {"model": make_model, "toys": make_toys}[args.child](args.rows, *cases)
         return
-    rows = {0: child_machine, 3: child_head, 4: child_update, 5: child_syncs}[args.child]
+    children = {"machine": child_machine, "head": child_head, "update": child_update, "sync": child_sync,
+                "waits": child_waits}
 
-    def write(row: dict) -> None:
+    def write(row: Row) -> None:
         with open(args.rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     import torch
 
     try:
-        for row in rows(cases, args):
+        for row in children[args.child](cases, args):
             write(row)
     except torch.OutOfMemoryError as error:  # with what it left behind nothing can be measured in this process
         write({"oom": str(error).splitlines()[0], "level": args.level})
         raise
 
 
-def child_machine(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
+def child_machine(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import torch
 
     if not torch.cuda.is_available():
-        yield {"device": f"no CUDA: {platform.machine()}, {os.cpu_count()} cores", "memory_gib": 0.0}
+        yield {"device": f"no CUDA device, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"}
         return
-    name, x = torch.cuda.get_device_name(), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    times = []
+    n = 256 if args.toy else 8192
+    name, x, times = torch.cuda.get_device_name(), torch.randn(n, n, device="cuda", dtype=torch.bfloat16), []
     for _ in range(10):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -566,18 +645,18 @@ def child_machine(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
-    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
-    yield {
-        "device": name,
-        "memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30,
-        "cuda": torch.version.cuda,
-        "matmul_tflops": 2 * 8192**3 / sorted(times)[5] / 1e9,
-        "peak_tflops": peak,
-    }
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    row = {"device": name, "memory_gib": memory, "cuda": torch.version.cuda, "peak_tflops": peak_tflops(name)}
+    median = sorted(times)[5]
+    yield row | ({"matmul_tflops": 2 * n**3 / median / 1e9} if median and not args.toy else {})
 
 
-def make_toys(folder: Path, families: list[str]) -> None:
-    """Random toy models, images and a reward that has something to say about random answers."""
+def peak_tflops(device: str) -> float | None:
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in device), None)
+
+
+def make_toys(folder: Path, *families: str) -> None:
+    """Write random toy models, images, and a reward that differs between random answers."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -587,23 +666,47 @@ def make_toys(folder: Path, families: list[str]) -> None:
     for family in families:
         demo.make_model(folder / family, family, vocab=640)
     pq.write_table(pa.Table.from_pylist(list(shapes_rows(24, "train", 0))), folder / "train.parquet")
-    (folder / "reward.py").write_text(
-        "def score(response, example):\n    return {'reward': (len(response) * 7919 % 5) / 4}\n"
-    )
+    write_reward(folder)
 
 
-def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
+def write_reward(folder: Path) -> None:
+    score = "def score(response, example):\n    return {'reward': (len(response) * 7919 % 5) / 4}\n"
+    (folder / "reward.py").write_text(score)
+
+
+def make_model(folder: Path, size: str) -> None:
+    """Write a model of a size of TEXT with random weights, a toy's tokenizer and processor, and a reward."""
+    import torch
+    import transformers
+
+    import demo
+    from parallel.loading import save_hf
+
+    demo.make_model(folder, vocab=640)
+    toy, config = transformers.AutoConfig.from_pretrained(folder), config_of(size)
+    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        setattr(config, name, getattr(toy, name))
+    for name in ("eos_token_id", "pad_token_id"):
+        setattr(config.text_config, name, getattr(toy.text_config, name))
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        hf = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    hf.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    save_hf(hf, folder)
+    write_reward(folder)
+
+
+def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import policy_head as bench
     import torch
 
-    shape, dtype, repeats = (
-        ((16384, 3584, 152064), torch.bfloat16, 7) if bench.GPU else ((64, 32, 1000), torch.float32, 1)
-    )
+    shape, dtype, repeats = (16384, 3584, 152064), torch.bfloat16, 7
+    if args.toy:
+        shape, dtype, repeats = (64, 32, 1000), dtype if bench.GPU else torch.float32, 1
     inputs = bench.problem(shape, dtype)
     small = bench.problem((min(shape[0], 512), shape[1], min(shape[2], 32768)), dtype)
-    exact = bench.run_once(
-        bench.naive_64, tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small), "full"
-    )
+    doubles = tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small)
+    exact = bench.run_once(bench.naive_64, doubles, "full")
     for name in cases:
         found, missing = bench.contenders([name])
         if not found:
@@ -619,9 +722,8 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
                 before = torch.cuda.memory_allocated()
                 bench.run_once(found[name], inputs, "full")
                 row["extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            row |= zip(
-                ("logp", "entropy", "d hidden", "d weight"), bench.errors(found[name], small, exact), strict=True
-            )
+            errors = bench.errors(found[name], small, exact)
+            row |= zip(("logp", "entropy", "d hidden", "d weight"), errors, strict=True)
         except RuntimeError as error:  # a peer's; ours must not
             if name.startswith("ours"):
                 raise
@@ -629,103 +731,50 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
         yield row
 
 
-# (tokens of a micro-batch, recompute activations?): the next one where memory does not suffice
+# (tokens of a micro-batch, recompute activations?): the next one if memory does not suffice
 LEVELS = [(8192, False), (8192, True), (4096, True), (2048, True)]
+SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
 TEXT = {
-    "3B": dict(
-        hidden_size=2048,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        intermediate_size=11008,
-        vocab_size=151936,
-    ),
-    "7B": dict(
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        intermediate_size=18944,
-        vocab_size=152064,
-    ),
-    "8B": dict(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=12288,
-        vocab_size=151936,
-    ),
-    "30B-A3B": dict(
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        vocab_size=151936,
-    ),
-    "toy": dict(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        vocab_size=640,
-    ),
+    "3B": (2048, 36, 16, 2, 11008, 151936),
+    "3B, 4 layers": (2048, 4, 16, 2, 11008, 151936),
+    "7B": (3584, 28, 28, 4, 18944, 152064),
+    "8B": (4096, 36, 32, 8, 12288, 151936),
+    "30B-A3B": (2048, 48, 32, 4, 6144, 151936),
+    "toy": (128, 2, 4, 2, 256, 640),
 }
-VISION = dict(
-    depth=32,
-    hidden_size=1280,
-    num_heads=16,
-    intermediate_size=3420,
-    window_size=112,
-    fullatt_block_indexes=[7, 15, 23, 31],
-    patch_size=14,
-)
-QWEN3_VISION = dict(
-    depth=27,
-    hidden_size=1152,
-    num_heads=16,
-    intermediate_size=4304,
-    patch_size=16,
-    num_position_embeddings=2304,
-    deepstack_visual_indexes=[8, 16, 24],
-)
-TOY_VISION = VISION | dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, fullatt_block_indexes=[1])
+EXPERTS = dict(head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+VISION = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, window_size=112,
+              fullatt_block_indexes=[7, 15, 23, 31], patch_size=14)
+QWEN3_VISION = dict(depth=27, hidden_size=1152, num_heads=16, intermediate_size=4304, patch_size=16,
+                    num_position_embeddings=2304, deepstack_visual_indexes=[8, 16, 24])
+OTHER_VISION = {  # of all but Qwen2.5-VL's own sizes
+    "8B": QWEN3_VISION,
+    "30B-A3B": QWEN3_VISION,
+    "3B, 4 layers": VISION | dict(depth=8, fullatt_block_indexes=[7]),
+    "toy": VISION | dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, fullatt_block_indexes=[1]),
+}
 PAD, IMAGE, BEGIN, END, EOS = range(5)  # token ids, the same for all sizes
 
 
 def config_of(size: str):
-    """Return the configuration of Qwen2.5-VL 3B or 7B, Qwen3-VL 8B or 30B-A3B, or a toy, as on the hub."""
+    """Return the configuration of Qwen2.5-VL 3B or 7B, Qwen3-VL 8B or 30B-A3B as on the hub, or of a smaller model."""
     import transformers
 
-    text = dict(TEXT[size])
+    text = dict(zip(SHAPE, TEXT[size], strict=True)) | (EXPERTS if size == "30B-A3B" else {})
     half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-    kind, vision = {"8B": ("Qwen3VL", QWEN3_VISION), "30B-A3B": ("Qwen3VLMoe", QWEN3_VISION)}.get(
-        size, ("Qwen2_5_VL", TOY_VISION if size == "toy" else VISION)
-    )
-    vision = vision | {"out_hidden_size": text["hidden_size"]}
+    vision = OTHER_VISION.get(size, VISION) | {"out_hidden_size": text["hidden_size"]}
     text |= {"rope_parameters": rope, "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": EOS}
-    return getattr(transformers, f"{kind}Config")(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=size == "3B",
-        image_token_id=IMAGE,
-        video_token_id=PAD,
-        vision_start_token_id=BEGIN,
-        vision_end_token_id=END,
-    )
+    ids = dict(image_token_id=IMAGE, video_token_id=PAD, vision_start_token_id=BEGIN, vision_end_token_id=END)
+    kind = {"8B": "Qwen3VL", "30B-A3B": "Qwen3VLMoe"}.get(size, "Qwen2_5_VL")
+    config_class = getattr(transformers, f"{kind}Config")
+    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=size.startswith("3B"), **ids)
 
 
 def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
-    """A sharded policy with random weights, as train.py makes it, made on the device: nothing is written or read but a
-    config. Its masters are fp32, or bf16 with LoRA, unless `master` is a dtype."""
+    """Return a policy with random weights, sharded as train.py does it, and a processor. Everything is made on the
+    device; only a config is written and read. Masters are fp32, or bf16 with LoRA, unless `master` is a dtype."""
     import torch
 
     from layers.lora import add_lora
@@ -733,21 +782,13 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     from parallel import loading
     from parallel.sharding import PLAIN, shard
 
-    class Either(Policy):
-        """Forwards a micro-batch as ever; and a list of rollouts as a padded batch, by transformers' own forward, to
-        their loss. It has to be this module's forward, because the gathering of weights hangs on that."""
-
-        def forward(self, micro, *rest):
-            return padded_loss(self, micro) if isinstance(micro, list) else super().forward(micro, *rest)
-
     master = master or (torch.bfloat16 if lora else torch.float32)
-    processor = SimpleNamespace(
-        merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], banned=lambda v: torch.tensor([*range(EOS), v - 1])
-    )
+    banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
+    processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], banned=banned)
     with tempfile.TemporaryDirectory() as folder:
         config_of(size).save_pretrained(folder)
         hf = loading.meta_hf(folder, master)
-    policy = Either(add_lora(hf, lora) if lora else hf, processor)
+    policy = Policy(add_lora(hf, lora) if lora else hf, processor)
     if recompute:
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
@@ -767,19 +808,16 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
 
 
 def draw_rollouts(config, n_prompts: int, group: int, toy: bool) -> list:
-    """Lengths as benchmarks/balance.py has them, kept within 109 to 700 tokens of prompt and 200 to 1000 of
-    response."""
+    """Return rollouts with lengths as in benchmarks/balance.py, kept within 109 to 700 tokens of prompt and 200 to 1000
+    of response."""
     import numpy as np
     import torch
 
     from model import ImageInput
     from rollout import Prompt, Rollout
 
-    rng = np.random.default_rng(0)
-    noise = torch.Generator().manual_seed(0)
-    shrink = 0.1 if toy else 1.0
-    v = config.vision_config
-    rollouts = []
+    rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    shrink, v, rollouts = 0.1 if toy else 1.0, config.vision_config, []
     for p in range(n_prompts):
         n = int(shrink * np.clip(np.exp(rng.normal(np.log(361), 0.5)), 109, 700))
         side = max(1, round(math.sqrt(n * rng.uniform(0.2, 0.9))) - 1)
@@ -797,7 +835,7 @@ def draw_rollouts(config, n_prompts: int, group: int, toy: bool) -> list:
 
 
 def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
-    """What train.py packs of them in a step, with their advantages."""
+    """Return the batch that train.py packs of rollouts, with their advantages."""
     import grpo
     import train
     from packing import Batch, Packer, flop_rates, token_batch
@@ -814,46 +852,8 @@ def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
     return batch
 
 
-def padded_loss(policy, part: list):
-    """transformers' forward of whole right-padded sequences, logits from the first trained one on. `part` are rollouts
-    with the weight and the advantage of their tokens."""
-    import torch
-
-    hf, device = policy.hf, policy.banned.device
-    sequences = [r.prompt.token_ids + r.response for r, _ in part]
-    length = max(map(len, sequences))
-    first = min(len(r.prompt.token_ids) for r, _ in part) - 1
-    ids, valid = torch.zeros(2, len(part), length, dtype=torch.long)
-    for i, sequence in enumerate(sequences):
-        ids[i, : len(sequence)] = torch.tensor(sequence)
-        valid[i, : len(sequence)] = 1
-    images = list(chain.from_iterable(r.prompt.images for r, _ in part))
-    hf.model.rope_deltas = None
-    ids, valid = ids.to(device), valid.to(device)
-    logits = hf(
-        input_ids=ids,
-        attention_mask=valid,
-        pixel_values=torch.cat([i.pixel_values for i in images]).to(device),
-        image_grid_thw=torch.tensor([i.grid_thw for i in images], device=device),
-        mm_token_type_ids=((ids == IMAGE) & valid.bool()).int(),
-        logits_to_keep=length - first,
-        use_cache=False,
-    ).logits
-    loss = 0.0
-    for i, (r, factor) in enumerate(part):
-        n, begin = len(r.response), len(r.prompt.token_ids)
-        z = logits[i, begin - 1 - first : begin - 1 - first + n].float().index_fill(1, policy.banned, -torch.inf)
-        logp = z.log_softmax(-1).gather(1, ids[i, begin : begin + n, None])[:, 0]
-        loss = loss - (factor * (logp - logp.detach()).exp()).sum()
-    return loss
-
-
-def padded_size(part: list) -> int:
-    return len(part) * max(len(r.prompt.token_ids) + len(r.response) for r, _ in part)
-
-
 def flops_of(micros: list, config, lora: bool) -> float:
-    """Of an update by these micro-batches, see this file's first words."""
+    """Return the FLOPs of an update by these micro-batches, counted as the top of this file says."""
     import torch
 
     from packing import flop_rates
@@ -866,12 +866,21 @@ def flops_of(micros: list, config, lora: bool) -> float:
     return (2 if lora else 3) * products + 3 * pairs + tower
 
 
-def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
+def synchronize() -> float:
+    """Wait for the GPU, and return the time in seconds."""
     import torch
 
-    import grpo
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
+    import torch
+
     import train
     from layers.lora import Lora
+    from packing import Batch
     from parallel.models import Models
     from parallel.sharding import make_optimizer
     from report.log import Skipped
@@ -885,9 +894,8 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
     tokens = 300 if args.toy else tokens
     config = config_of(size)
     policy, processor = build(size, ctx, lora, recompute)
-    optimizer = make_optimizer(policy, 0.0, 0.0)  # a rate of 0: each way starts from the same weights
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    optimizer = make_optimizer(policy, 0.0, 0.0)  # a rate of 0: each case starts from the same weights
+    peak = peak_tflops(torch.cuda.get_device_name()) if cuda else None
     flags = f"--model - --data - --out - --steps 1 --group-size 8 --max-new-tokens 1024 --micro-tokens {tokens}"
     cfg = train.parse_args(flags.split())
     packed = {}
@@ -896,83 +904,91 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
         packed[attn] = make_batch(rollouts, cfg, config, ctx, tokens, share=attn == "flex")
     [shared] = packed["flex"].minibatches
     trained = sum(len(m.target_K) for m in shared)
-    once = flops_of(shared, config, bool(lora))
-
-    def sync() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     for case in cases:
         attn = "flex" if "shared" in case else "flash"
-        batch = packed[attn]
+        batch, models = packed[attn], Models(policy, optimizer)
         [micros] = batch.minibatches
         policy.attention = attn if cuda else "sdpa"
-        flops, computed = flops_of(micros, config, bool(lora)), sum(m.n_tokens for m in micros)
-        if "padded" in case:
-            columns = batch.tokens.to(ctx.device)
-            factors = (columns.weights * columns.advantages).split([len(r.response) for r in batch.rollouts])
-            pulled = [(r, f) for r, f in zip(batch.rollouts, factors, strict=True) if f.any()]
-            rows = max(1, tokens // max(len(r.prompt.token_ids) + len(r.response) for r, _ in pulled))
-            micros = [pulled[i : i + rows] for i in range(0, len(pulled), rows)]
-            computed = sum(map(padded_size, micros))
 
-        def backward(some: list, batch=batch, case: str = case) -> float:
-            total = 0.0
-            for micro in some:
-                if "padded" in case:
-                    loss = policy(micro)
-                else:
-                    rows = batch.tokens[micro.token_index_K].to(ctx.device)
-                    loss = policy(micro, 1.0, grpo.PolicyLoss(cfg.algo), rows).loss
-                loss.backward()
-                total += loss.item()
-            return total
+        def update(batch: Batch, models=models) -> dict[str, float]:
+            meter = Meter()
+            train.update_policy(models, batch, cfg, train.State(), ctx, meter, Skipped(Path("."), ctx))
+            models.zero_grad()
+            return meter.reduce(ctx)
 
-        began = sync()
-        weigh = padded_size if "padded" in case else (lambda m: m.n_tokens)
-        backward([max(micros, key=weigh), min(micros, key=weigh), micros[-1]])
-        optimizer.zero_grad(set_to_none=True)
-        first = sync() - began
+        began = synchronize()
+        fullest, emptiest = max(micros, key=lambda m: m.n_tokens), min(micros, key=lambda m: m.n_tokens)
+        update(replace(batch, minibatches=[[fullest, emptiest]]))
+        first = synchronize() - began
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        began = sync()
-        if "padded" in case:
-            loss = backward(micros)
-            norm, _ = train.clipped_step(policy, optimizer, cfg.optim.max_grad_norm)
-        else:
-            meter = Meter()
-            models = Models(policy, optimizer)
-            train.update_policy(models, batch, cfg, train.State(), ctx, meter, Skipped(Path("."), ctx))
-            metrics = meter.reduce(ctx)
-            loss, norm = metrics["loss/policy"], metrics["policy/grad_norm"]
-        seconds = sync() - began
-        optimizer.zero_grad(set_to_none=True)
-        rate = (lambda f, s=seconds: f / s / 1e12 / peak) if peak else (lambda f: math.nan)
+        began = synchronize()
+        metrics = update(batch)
+        seconds = synchronize() - began
+        flops = flops_of(micros, config, bool(lora))
+        rates = {"MFU": flops, "MFU, prompts once": flops_of(shared, config, bool(lora))} if peak else {}
         graphs = importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"] if cuda else 0
-        yield {
-            "case": case,
-            "s": seconds,
-            "tokens/s": trained / seconds,
-            "computed tokens": computed,
-            "micro-batches": len(micros),
-            "TFLOP/s": flops / seconds / 1e12,
-            "MFU": rate(flops),
-            "MFU, prompts once": rate(once),
-            "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-            "grad norm": norm,
-            "loss": loss,
-            "micro-tokens": tokens,
-            "recomputed": "yes" if recompute else "no",
-            "first s": first,
-            "graphs": graphs,
-        }
+        row = {"case": case, "s": seconds, "tokens/s": trained / seconds}
+        row |= {"computed tokens": sum(m.n_tokens for m in micros)}
+        row |= {"micro-batches": len(micros), "TFLOP/s": flops / seconds / 1e12}
+        row |= {name: n / seconds / 1e12 / peak for name, n in rates.items()}
+        row |= {"peak GiB": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}
+        row |= {"grad norm": metrics["policy/grad_norm"], "loss": metrics["loss/policy"]}
+        row |= {"micro-tokens": tokens, "recomputed": "yes" if recompute else "no"}
+        yield row | {"first s": first, "graphs": graphs}
 
 
-def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
-    """Warnings of CUDA's synchronisation debug mode in an update of 8 micro-batches less those in one of 4, by 4."""
-    from dataclasses import replace
+def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
+    """Time syncs as a step has them, from an engine that sleeps. The first one sends frozen weights too."""
+    from functools import partial
 
+    import torch
+    import transformers
+
+    from engines.choose import make_engine
+    from layers.lora import Lora
+    from model import load_processor
+    from parallel.sharding import full_parameters
+    from utils import dist_setup
+
+    ctx = dist_setup()
+    for case in cases:
+        model, kind = case.split(", ")
+        if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+            yield {"case": case, "not here": "vLLM is not installed"}
+            continue
+        size = model.split()[0]
+        policy, processor = build(size, ctx, Lora(64, 32.0) if "LoRA" in model else None, True)
+        settings, folder = {"load_format": "dummy", "gpu_memory_utilization": 0.3}, Path(tempfile.mkdtemp())
+        if kind == "vllm":
+            make_model(folder / "model", size)
+            processor = load_processor(str(folder / "model"))
+
+        def load_hf(size: str = size) -> torch.nn.Module:
+            with ctx.device:
+                return transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
+
+        example = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # for vLLM's limits: it keeps a tower
+        engine = make_engine(kind, str(folder / "model"), processor, ctx.device, torch.bfloat16, load_hf=load_hf,
+                             examples=[example], max_model_len=1024, settings=settings)
+        times = []
+        for _ in range(6):
+            engine.sleep()
+            began = synchronize()
+            sent = engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
+            times.append(synchronize() - began)
+            engine.wake()
+        gib, best = sent["sync/bytes"] / 2**30, min(times[1:])
+        row = {"case": case, "s": best, "slowest, s": max(times[1:]), "first, s": times[0]}
+        yield row | {"GiB": gib, "GiB/s": gib / best}
+        shutil.rmtree(folder)
+        del policy, engine
+
+
+def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
+    """Count the warnings of CUDA's synchronisation debug mode: those in an update of 8 micro-batches less those in one
+    of 4, divided by 4."""
     import torch
 
     import train
@@ -1008,8 +1024,8 @@ def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
                 train.update_policy(models, part, cfg, state, ctx, Meter(), Skipped(Path("."), ctx))
                 if cuda:
                     torch.cuda.set_sync_debug_mode("default")
-            found = [w for w in caught if "called a synchronizing" in str(w.message)]
-            return Counter("/".join(Path(w.filename).parts[-2:]) + f":{w.lineno}" for w in found)
+            waits = [w for w in caught if "called a synchronizing" in str(w.message)]
+            return Counter("/".join(Path(w.filename).parts[-2:]) + f":{w.lineno}" for w in waits)
 
         assert len(micros) >= 8, "the toy has too few micro-batches"
         count(8)  # compiles, fills caches
@@ -1017,13 +1033,8 @@ def child_syncs(cases: list[str], args: argparse.Namespace) -> Iterator[dict]:
         a_micro = {line: n / 4 for line, n in (many - few).most_common()}
         each = sum(a_micro.values())
         most = ", ".join(f"{line} {n:.3g}" for line, n in list(a_micro.items())[:8])
-        row = {
-            "case": case,
-            "a micro-batch": each,
-            "an update besides": few.total() - 4 * each,
-            "most often": most or "-",
-        }
-        yield row if cuda else row | {"no CUDA": "nothing to count"}
+        row = {"case": case, "a micro-batch": each, "an update besides": few.total() - 4 * each}
+        yield row | {"most often": most or "-"} | ({} if cuda else {"no CUDA": "nothing to count"})
 
 
 if __name__ == "__main__":

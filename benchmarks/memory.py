@@ -118,7 +118,7 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     rollouts = draw_rollouts(policy.hf.config, tokens, single)
     batch = gpu.make_batch(rollouts, cfg, policy.hf.config, ctx, tokens, share=True)
     batch.minibatches = [batch.minibatches[0][:2]]
-    read = {"allocated": 0.0, "peak": 0.0, "reserved": 0.0}
+    read = {"allocated": 0.0, "peak": 0.0, "reserved": 0.0, "in use": 0.0}
 
     def memory() -> dict[str, float]:
         if cuda:
@@ -126,6 +126,8 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
             read["allocated"] = stats["allocated_bytes.all.current"] / 2**30
             read["peak"] = stats["allocated_bytes.all.peak"] / 2**30
             read["reserved"] = stats["reserved_bytes.all.peak"] / 2**30
+            free, total = torch.cuda.mem_get_info()
+            read["in use"] = (total - free) / 2**30  # of the GPU: also by CUDA itself, and other processes
         return dict(read)
 
     if cuda:
@@ -137,7 +139,7 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     after = memory()
     n_tokens = max(micro.n_tokens for micro in batch.minibatches[0])
     return {"tokens": n_tokens, "at rest": rest, "with gradients": after["allocated"],
-            "peak": after["peak"], "reserved": after["reserved"]}
+            "peak": after["peak"], "reserved": after["reserved"], "in use": after["in use"]}
 
 
 def run(row: Row, tokens: int, recompute: bool, single: bool = False) -> dict[str, float] | None:

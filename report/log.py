@@ -193,12 +193,11 @@ class RunLog:
         n_rows = len(read_rows(self.path))
         if n_rows == self.drawn:
             return
-        curves = bool(importlib.util.find_spec("matplotlib"))
-        if not curves and self.drawn < 0:
+        if self.drawn < 0 and not importlib.util.find_spec("matplotlib"):
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.drawn = n_rows
         large = self.shown is not None and self.shown.large()
-        self.writer.write(partial(write_report, self.out, self.shown, curves), large)
+        self.writer.write(partial(write_report, self.out, self.shown), large)
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""

@@ -1,6 +1,7 @@
 """Curves of runs, with matplotlib, which only these need: panels for a page, curves.png, and several runs over each
 other. Figures are matplotlib's objects alone: no backend is chosen, nothing global is changed."""
 
+import importlib.util
 import io
 import json
 import re
@@ -216,8 +217,11 @@ def dress(axes: Any) -> Any:
 
 
 def run_curves(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """Of a metrics.jsonl's rows, for a page: each panel an <svg> whose letters are paths, so that it needs no font."""
-    curves = []
+    """Return the panels of metrics.jsonl's rows for a page, each an <svg> whose letters are paths, so that it needs no
+    font; nothing if matplotlib is not installed."""
+    curves: list[Curve] = []
+    if not importlib.util.find_spec("matplotlib"):
+        return curves
     for panel in panels(rows):
         figure = new_figure(4.9, 2.7)
         panel.draw(dress(figure.add_subplot()))

@@ -1,6 +1,7 @@
 """Pages and curves, written beside the run: thousands of responses with formulas take a rank many seconds, in which the
 others would wait. A thread would not help, as it shares the interpreter with the loop."""
 
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -41,15 +42,14 @@ def write_samples(path: Path, shown: Shown) -> None:
     write_text(path, page(*shown[:3], facts=shown.facts))
 
 
-def write_report(out: Path, shown: Shown | None, curves: bool) -> None:
-    """Draw OUT/curves.png from metrics.jsonl, if there are to be `curves`, and write OUT/report.html with them."""
-    rows, drawn = read_rows(out / "metrics.jsonl"), ()
-    if curves:
+def write_report(out: Path, shown: Shown | None) -> None:
+    """Draw OUT/curves.png from metrics.jsonl, if matplotlib is installed, and write OUT/report.html."""
+    rows = read_rows(out / "metrics.jsonl")
+    if importlib.util.find_spec("matplotlib"):
         draw_grid(panels(rows), out / "curves.png")
-        drawn = run_curves(rows)
     if shown or not (out / "report.html").exists():  # else the page of before the run was interrupted stays
         shown = shown or Shown(out.name)
-        html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=drawn)
+        html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=run_curves(rows))
         write_text(out / "report.html", html)
 
 

@@ -49,7 +49,7 @@ def null_gpu() -> dict[str, str]:
 def folder(tmp_path_factory) -> Path:
     """Toys of all families, images and a reward."""
     folder = tmp_path_factory.mktemp("toys")
-    gpu.make_toys(folder, "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
+    gpu.make_toys(folder, *"qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
     return folder
 
 
@@ -63,11 +63,9 @@ def run(env: dict[str, str], *command) -> str:
 
 def train(env: dict[str, str], folder: Path, out: Path, flags: str) -> list[dict]:
     """Run train.py, once for each part of the flags, with "--family" as in gpu.RUNS; return its rows of metrics."""
-    family = re.search(r"--family (\S+)", flags)
-    toy = folder / (family[1] if family else "qwen2_5_vl")
-    for part in re.sub(r"--family \S+", "", flags).split(" / "):
-        given = ["--model", toy, "--data", folder / "train.parquet", "--reward", f"{folder / 'reward.py'}:score"]
-        run(env, ROOT / "train.py", *given, "--out", out, *gpu.BASE.split(), *part.split())
+    family, flags = gpu.split_family(flags)
+    for part in flags.split(" / "):
+        run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *gpu.BASE.split(), *part.split())
     return [row for row in gpu.read_rows(out / "metrics.jsonl") if "policy/grad_norm" in row]
 
 
@@ -137,8 +135,25 @@ def test_memory_is_allocated_in_segments_that_grow(null_gpu):
 def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path):
     """gpu.py counts; with values the policy head would be the plain one, which waits more often."""
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
-    run(limited, ROOT / "benchmarks/gpu.py", "--only", 5, "--json", tmp_path / "gpu.json")
+    run(limited, ROOT / "benchmarks/gpu.py", "--only", "waits", "--json", tmp_path / "gpu.json")
     [part] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert part["status"] == "ok" and len(part["rows"]) == 3
     for row in part["rows"]:
         assert 0 < row["a micro-batch"] <= 3 and re.search(r"\w+\.py:\d+ \d", row["most often"]), row
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_gpu_is_rehearsed(null_gpu, tmp_path):
+    """All parts of gpu.py with tiny shapes, but for the one that is tested above."""
+    parts = [part.name for part in gpu.PARTS if part.name != "waits"]
+    out = tmp_path / "gpu.json"
+    run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 14, "--only", ",".join(parts), "--json", out)
+    data = json.loads(out.read_text())
+    assert data["machine"]["memory_gib"] > 79 and [part["status"] for part in data["parts"]] == ["ok"] * len(parts)
+    rows = {row["case"]: row for part in data["parts"] for row in part["rows"]}
+    assert {"train.py", "resumed", "eval.py", "merge_lora.py", "LoRA with KL", "ours fused loss"} < rows.keys()
+    for case in ("train.py", "resumed", "7B LoRA shared prefix", "7B LoRA packed"):
+        assert rows[case]["peak GiB"] > 0 and 0 < rows[case]["grad norm"] < 100, case
+    memory = rows[gpu.TOY_MEMORY]
+    assert 0 < memory["at rest, GiB"] < memory["peak, GiB"] <= memory["reserved, GiB"]
+    assert rows["toy, hf"]["GiB"] > 0

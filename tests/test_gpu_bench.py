@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,23 +14,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu  # noqa: E402
+import memory  # noqa: E402
+
+MACHINE = {"device": "H100", "versions": {"torch": "2.11.0"}}
 
 
-def bench(tmp_path, *flags, code=0):
+def run(*flags) -> subprocess.CompletedProcess:
+    """Run gpu.py as on a machine without a GPU."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "benchmarks/gpu.py", *map(str, flags)]
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
+
+
+def bench(tmp_path, *flags, code=0) -> tuple[dict, str]:
     out = tmp_path / "gpu.json"
-    env = {
-        key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
-    }  # its tests are no worker's of ours
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", "--short", "--json", out, *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=env,
-    )
+    done = run("--short", "--json", out, *flags)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout.split("\n\n", 1)[1]
+
+
+def make_parent(tmp_path, toy=True, machine=MACHINE) -> gpu.Parent:
+    parent = gpu.Parent(SimpleNamespace(toy=toy, broken=""), tmp_path)
+    parent.report = gpu.Report(tmp_path / "gpu.json", toy, machine)
+    return parent
 
 
 def test_scripts_start_with_the_packages_of_the_bare_machine():
@@ -42,82 +50,147 @@ def test_scripts_start_with_the_packages_of_the_bare_machine():
     assert done.returncode == 0 and "--model" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("version, known", [("2.11.0", False), ("2.13.0+cu130", True), ("2.14.1", True)])
+def test_torch_is_given_options_that_it_knows(version, known):
+    """torch 2.11, which the bare machine has, ends every process on a GPU that names an unknown one."""
+    code = f"import torch; torch.__version__ = type(torch.__version__)({version!r}); "
+    code += "import utils; print(utils.ALLOC_CONF)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "expandable_segments:True" in done.stdout and ("pinned_max_round" in done.stdout) == known, done.stderr
+
+
+def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
+    done = run("--json", tmp_path / "gpu.json")
+    assert done.returncode == 1 and not done.stdout and not any(tmp_path.iterdir())
+    assert re.fullmatch(r"error: there is no GPU to measure \(no CUDA device, torch .*\); --short .*\n", done.stderr)
+
+
 @pytest.mark.slow
 def test_all_parts_run_on_a_cpu(tmp_path):
     data, markdown = bench(tmp_path)
-    status = {part["part"]: part["status"] for part in data["parts"]}
-    errors = [
-        (row["case"], row.get("tail", "")[-1500:]) for part in data["parts"] for row in part["rows"] if "error" in row
-    ]
-    assert status == {1: "ok", 2: "ok", 3: "ok", 4: "ok", 5: "no CUDA"}, errors
-    assert (
-        data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"] and "--short" in data["command"]
-    )
-    tests, runs, head, update, syncs = (part["rows"] for part in data["parts"])
-    assert sum(row["passed"] for row in tests) > 15 and all(row["failed"] == 0 for row in tests)
-    assert {row["case"] for row in runs} == set(gpu.TOY_RUNS) and all(
-        row["grad norm"] > 0 and row["largest dlogp"] < 0.1 for row in runs
-    )
-    assert (
-        all(row["d weight"] < 1e-5 for row in head if "not here" not in row)
-        and "cut_cross_entropy" in head[-1]["not here"]
-    )
-    for size in gpu.SIZES[4].values():  # three ways to the same gradient
-        shared, packed, padded = ([row for row in update if row["case"] == case][0] for case in size)
-        assert (
-            packed["grad norm"]
-            == pytest.approx(shared["grad norm"], rel=0.01)
-            == pytest.approx(padded["grad norm"], rel=0.01)
-        )
-        assert (
-            shared["computed tokens"] < packed["computed tokens"] < padded["computed tokens"] and shared["tokens/s"] > 0
-        )
-    assert (
-        all(f"{part['part']}. {part['title']}: " in markdown for part in data["parts"])
-        and "| 3B shared prefix |" in markdown
-    )
+    status = {part["name"]: part["status"] for part in data["parts"]}
+    rows = [row for part in data["parts"] for row in part["rows"]]
+    bad = [(row["case"], row.get("tail", "")[-1500:]) for row in rows if "error" in row]
+    assert status == {part.name: "ok" for part in gpu.PARTS} | dict.fromkeys(("memory", "waits"), "no CUDA"), bad
+    assert data["machine"]["versions"]["torch"] and "no CUDA" in data["machine"]["device"]
+    assert "--short" in data["command"]
+    start, correct, head, update, _, sync, _ = (part["rows"] for part in data["parts"])
+    assert [row["case"] for row in start] == ["random model", "prepare_data.py", "train.py", "resumed"]
+    tests = [row for row in correct if "passed" in row]
+    assert sum(row["passed"] for row in tests) > 10 and all(row["failed"] == 0 for row in tests)
+    runs = [row for row in start + correct if "grad norm" in row]
+    assert {row["case"] for row in runs} == {"train.py", "resumed", *gpu.SHORT_RUNS}
+    assert all(row["grad norm"] > 0 and row["largest dlogp"] < 0.1 for row in runs)
+    assert all(row["d weight"] < 1e-5 for row in head if "not here" not in row)
+    assert "cut_cross_entropy" in head[-1]["not here"]
+    shared, packed = update
+    assert [row["case"] for row in update] == list(gpu.UPDATES[-1]), "two ways to the same gradient"
+    assert shared["grad norm"] == pytest.approx(packed["grad norm"], rel=0.01)
+    assert shared["computed tokens"] < packed["computed tokens"] and shared["tokens/s"] > 0
+    assert sync[0]["GiB"] > 0 and sync[0]["s"] <= sync[0]["slowest, s"]
+    assert all(f"{part['part']}. {part['title']}: " in markdown for part in data["parts"])
+    assert "| 7B LoRA packed |" in markdown
 
 
-def test_what_crashes_or_hangs_is_told_and_the_rest_goes_on(tmp_path):
-    data, markdown = bench(tmp_path, "--only", "1,3,5", "--break", "1:crash,5:hang", code=1)
-    status = {part["part"]: part["status"] for part in data["parts"]}
-    assert status == {1: "2 of 2 failed", 3: "ok", 5: "1 of 1 failed"}
-    assert all("exit code -6 (SIGABRT)" in row["error"] for row in data["parts"][0]["rows"])
-    assert "hung: stopped after 2 s" in data["parts"][2]["rows"][0]["error"]
-    assert "- sdpa: hung" in markdown and "| ours fused loss |" in markdown
+def test_what_crashes_or_hangs_is_a_row_and_the_rest_goes_on(tmp_path):
+    data, markdown = bench(tmp_path, "--only", "waits,3,update", "--break", "update:crash,waits:hang", code=1)
+    status = {part["name"]: part["status"] for part in data["parts"]}
+    assert list(status.items()) == [("head", "ok"), ("update", "2 of 2 failed"), ("waits", "1 of 1 failed")]
+    assert all("exit code -6 (SIGABRT)" in row["error"] for row in data["parts"][1]["rows"])
+    [row] = data["parts"][2]["rows"]
+    assert "hung: stopped after 2 s" in row["error"] and "Current thread" in row["tail"], "where it hung"
+    assert "- sdpa, error: hung" in markdown and "| ours fused loss |" in markdown
     assert "GiB" not in markdown and "nan" not in markdown, "a CPU has no such figures"
 
 
+def test_parts_are_chosen_by_name_or_number():
+    names = [part.name for part in gpu.PARTS]
+    assert names == "start correct head update memory sync waits".split(), "in order of worth"
+    assert [part.name for part in gpu.choose("waits,1,head")] == ["start", "head", "waits"]
+    assert [part.name for part in gpu.choose("")] == names
+    with pytest.raises(SystemExit, match="--only speed: no such part; there are 1 start, 2 correct"):
+        gpu.choose("1,speed")
+    assert sum(part.seconds for part in gpu.PARTS) < 8.8 * 60, "all of them fit into one call"
+
+
+def test_a_part_gets_what_those_before_it_left(tmp_path, monkeypatch):
+    given = []
+    parts = [gpu.Part(str(i), "", 100, lambda p, until: given.append(until - time.monotonic())) for i in range(3)]
+    monkeypatch.setattr(gpu, "PARTS", tuple(parts))
+    monkeypatch.setattr(gpu, "machine", lambda p: MACHINE | {"memory_gib": 80.0})
+    args = SimpleNamespace(toy=False, broken="", only="", minutes=6.0, json=tmp_path / "gpu.json")
+    with pytest.raises(SystemExit, match=r"0 \(cut\), 1 \(cut\), 2 \(cut\)"):  # they had no rows
+        gpu.main(args)
+    assert given == pytest.approx([160, 260, 360], abs=5)
+    args.only, args.minutes = "2", 1.0
+    with pytest.raises(SystemExit):
+        gpu.main(args)
+    assert given[3] == pytest.approx(60, abs=5)
+
+
+def test_parts_of_earlier_calls_are_kept_on_the_same_machine(tmp_path):
+    def call(only: str, machine: dict = MACHINE) -> list[tuple[str, int]]:
+        report = gpu.Report(tmp_path / "gpu.json", False, machine)
+        report.keep_earlier(gpu.choose(only))
+        for part in gpu.choose(only):
+            report.begin(part)
+            report.add({"case": "a", "s": float("nan")})
+        data = json.loads((tmp_path / "gpu.json").read_text())
+        return [(part["name"], len(part["rows"])) for part in data["parts"]]
+
+    assert call("head,waits") == [("head", 1), ("waits", 1)]
+    assert call("start,head") == [("start", 1), ("head", 1), ("waits", 1)]
+    assert call("head", MACHINE | {"device": "H200"}) == [("head", 1)]
+    assert len(json.loads((tmp_path / "gpu.json.old").read_text())["parts"]) == 3
+
+
+def test_the_flags_of_readme_and_the_table_of_memory_are_found():
+    flags = gpu.readme_flags()
+    assert flags[:2] == ["--model", "Qwen/Qwen2.5-VL-7B-Instruct"] and {"--steps", "--save-every"} < {*flags}
+    for row in memory.ROWS:
+        if row.name in gpu.MEMORY:
+            computed = gpu.computed_memory(row.name)
+            assert 0 < computed["at rest"] < computed["peak"] < computed["reserved"] < 80
+    assert {*gpu.MEMORY} < {row.name for row in memory.ROWS} and memory.TOY.name == gpu.TOY_MEMORY
+
+
+def test_each_test_for_gpus_runs_once():
+    names = re.findall(r"^def (test_\w+)", (ROOT / "tests/test_gpu.py").read_text(), re.M)
+    chosen = [words.split(" or ") for file, words in gpu.TESTS.values() if file == "tests/test_gpu.py"]
+    for name in names:
+        assert sum(any(word in name for word in words) for words in chosen) == 1, name
+    assert len(names) >= 6
+
+
 def test_a_part_without_its_packages_fails_with_the_remedy(tmp_path, monkeypatch):
-    report = gpu.Report(tmp_path / "gpu.json", True)
-    parent = gpu.Parent(SimpleNamespace(toy=True, broken=""), report, tmp_path)
+    parent = make_parent(tmp_path)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "pytest" else name)
     monkeypatch.setattr(parent, "run", lambda *_, **__: pytest.fail("started"))
-    gpu.run_part(parent, 1, 60.0)
-    part = report.data["parts"][0]
+    gpu.run_part(parent, gpu.choose("correct")[0], 60.0)
+    [part] = parent.report.data["parts"]
     assert part["status"] == "1 of 1 failed"
     remedy = "pip install -c requirements.txt -r requirements-dev.txt, or bring the wheels"
     assert part["rows"][0]["error"] == f"pytest missing: {remedy}"
 
 
-def test_a_child_that_fails_is_told_with_its_last_error(tmp_path):
-    parent = gpu.Parent(SimpleNamespace(toy=True, broken=""), gpu.Report(tmp_path / "gpu.json", True), tmp_path)
-    for code, said in {
+def test_a_child_that_fails_is_reported_with_its_last_error(tmp_path):
+    parent = make_parent(tmp_path)
+    torchrun = "x.ChildFailedError: "
+    for code, error in {
         "import nothing_here": "exit code 1: ModuleNotFoundError: No module named 'nothing_here'",
         "print('why', flush=True); raise SystemExit(4)": "exit code 4: why",
+        f"print('error: --x: no', {torchrun!r}, sep='\\n', flush=True); exit(1)": "exit code 1: error: --x: no",
         "raise SystemExit(3)": "exit code 3",
     }.items():
-        assert parent.run([sys.executable, "-c", code], time.monotonic() + 30)[0] == said
+        assert parent.run([sys.executable, "-c", code], time.monotonic() + 30)[0] == error
 
 
 def test_too_little_memory_too_little_time_and_half_a_row(tmp_path, monkeypatch):
     """A child that runs out of memory is followed by one that saves some; what it had finished is kept. Time that is
     over cuts."""
-    args = SimpleNamespace(toy=False, broken="")
-    report = gpu.Report(tmp_path / "gpu.json", False)
-    report.data["parts"].append({"part": 4, "rows": []})
-    parent, seen = gpu.Parent(args, report, tmp_path), []
-    parent.part = 4
+    parent, seen = make_parent(tmp_path, toy=False), []
+    parent.part = "update"
+    parent.report.begin(gpu.choose("update")[0])
 
     def run(command, until, watch):
         cases, level = command[command.index("--cases") + 1].split(";"), command[command.index("--level") + 1]
@@ -129,8 +202,9 @@ def test_too_little_memory_too_little_time_and_half_a_row(tmp_path, monkeypatch)
     monkeypatch.setattr(parent, "run", run)
     parent.run_cases(["a", "b", "c"], time.monotonic() + 60)
     assert seen == [(["a", "b", "c"], 0), (["b", "c"], 2)]
-    assert [row["case"] for row in report.data["parts"][0]["rows"]] == ["a", "b", "c"]
-    assert report.data["parts"][0]["rows"][2] == {"case": "c", "error": "exit code 1", "tail": "the end"}
+    [part] = parent.report.data["parts"]
+    assert [row["case"] for row in part["rows"]] == ["a", "b", "c"]
+    assert part["rows"][2] == {"case": "c", "error": "exit code 1", "tail": "the end"}
     parent.run_cases(["d"], time.monotonic() - 1)
     rows = json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["rows"]
     assert rows[0] == {"case": "a", "s": None} and rows[3] == {"case": "d", "error": "cut: no time left"}
