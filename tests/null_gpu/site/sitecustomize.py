@@ -15,6 +15,7 @@ class _Hooks(importlib.abc.MetaPathFinder):
 
     def __init__(self):
         self.hooks = {"torch": "install", "layers.attention": "compile_attention"}
+        self.hooks |= {"triton.runtime.interpreter": "interpret_in_place", "vllm": "add_vllm_kernels"}
         if os.environ["NULL_GPU_VALUES_MIB"] == "inf":
             self.hooks |= {"layers.attention": "replace_attention", "kernels": "replace_kernels"}
 
