@@ -69,7 +69,8 @@ def build() -> None:
     for name, (source, prefixes) in libraries.items():
         build_library(name, source, {function for function in names if function.startswith(prefixes)})
     build_library("libcuda.so.1", "driver.c", driver, f"-l:libcudart.so.{major}")
-    build_library("libnvidia-ml.so.1", "nvml.c", find_names("nvml", *torch_cuda, *SITE.glob("vllm/third_party/pynvml.py")), f"-l:libcudart.so.{major}")
+    nvml = find_names("nvml", *torch_cuda, *SITE.glob("vllm/third_party/pynvml.py"))
+    build_library("libnvidia-ml.so.1", "nvml.c", nvml, f"-l:libcudart.so.{major}")
     print(f"built the null GPU for torch {torch.__version__} in {OUT}")
 
 

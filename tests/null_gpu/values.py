@@ -393,8 +393,8 @@ def add_vllm_kernels(vllm: Any) -> None:
 
 
 def interpret_in_place(interpreter: Any) -> None:
-    """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of whole storages, and
-    compute in bfloat16, whose bits it would take for integers."""
+    """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of storages,
+    and compute in bfloat16, whose bits it would take for integers."""
     binary_op = interpreter.InterpreterBuilder.binary_op
 
     def moved(x: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Values for vLLM's CUDA build on the null GPU: see `values.py`, which computes torch's own operations.
+"""Values for vLLM's CUDA wheel on the null GPU: CPU functions for its CUDA kernels (values.py has those of torch).
 
-vLLM runs its default path for an H100 (Model Runner V2, FlashAttention 3 over a paged KV cache, its fused kernels), with
+vLLM takes its default path for an H100 (Model Runner V2, FlashAttention 3 over a paged KV cache, fused kernels), with
 every check, allocation and launch. Its kernels are of two kinds:
 
-- Triton kernels (inputs of a step, slots, M-RoPE, the ban's neighbours in the sampler, log-probabilities) run in Triton's
-  interpreter, in the tensors' own memory. This needs TRITON_INTERPRET=1; nothing is replaced.
-- CUDA kernels do nothing. Those of a Qwen2.5-VL in bfloat16 are REPLACED here by CPU functions of the same name:
-  _C.rms_norm, _C.fused_add_rms_norm, _C.silu_and_mul, _C_cache_ops.reshape_and_cache_flash, _vllm_fa3_C.fwd.
+- Triton kernels (a step's inputs, slots of the KV cache, M-RoPE, sampling, log-probabilities) run in Triton's
+  interpreter, in the tensors' own memory. TRITON_INTERPRET=1 asks for it; nothing is replaced.
+- CUDA kernels do nothing. Those that a Qwen2.5-VL in bfloat16 needs are REPLACED, each by the function below that
+  REPLACED names: _C.rms_norm, _C.fused_add_rms_norm, _C.silu_and_mul, _C_cache_ops.reshape_and_cache_flash and
+  _vllm_fa3_C.fwd. What _vllm_fa3_C.get_scheduler_metadata returns is garbage: only the attention kernel reads it.
 
-Left out: CUDA graphs and torch.compile (start the engine with enforce_eager=true), other families, quantization, more
-than one GPU. FlashAttention's schedule (_vllm_fa3_C.get_scheduler_metadata), which only its kernel reads, is garbage.
+Left out: CUDA graphs and torch.compile (the engine starts with enforce_eager), other families (experts and recurrent
+layers have kernels of their own), quantization, and several GPUs, between which nothing is sent.
 """
 
 import itertools
@@ -69,4 +70,3 @@ REPLACED = {
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache,
     "_vllm_fa3_C::fwd": flash_attention_3,
 }
-
