@@ -392,6 +392,16 @@ def add_vllm_kernels(vllm: Any) -> None:
     KERNELS.update(kernels.REPLACED)
 
 
+def find_null_gpu(system_utils: Any) -> None:
+    """Let vLLM find this GPU's runtime, which it looks up by path: packages load NVIDIA's into the process too."""
+    find = system_utils.find_loaded_library
+
+    def find_preloaded(name: str) -> str | None:
+        return next((file for file in os.environ["LD_PRELOAD"].split() if name in file), None) or find(name)
+
+    system_utils.find_loaded_library = find_preloaded
+
+
 def interpret_in_place(interpreter: Any) -> None:
     """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of storages,
     and compute in bfloat16, whose bits it would take for integers."""

@@ -9,6 +9,9 @@ every check, allocation and launch. Its kernels are of two kinds:
   REPLACED names: _C.rms_norm, _C.fused_add_rms_norm, _C.silu_and_mul, _C_cache_ops.reshape_and_cache_flash and
   _vllm_fa3_C.fwd. What _vllm_fa3_C.get_scheduler_metadata returns is garbage: only the attention kernel reads it.
 
+vLLM's find_loaded_library is replaced too (values.find_null_gpu): sleep copies weights with the CUDA runtime that it
+finds in the process, and packages load NVIDIA's there as well.
+
 Left out: CUDA graphs and torch.compile (the engine starts with enforce_eager), other families (experts and recurrent
 layers have kernels of their own), quantization, and several GPUs, between which nothing is sent.
 """
