@@ -59,6 +59,7 @@ def build() -> None:
     torch_cuda = [SITE / "torch/lib" / name for name in ("libtorch_cuda.so", "libc10_cuda.so")]
     driver = names | find_names("cu", SITE / "triton/backends/nvidia/driver.c", *torch_cuda)
     driver = {name for name in driver if re.match("cu(?!File)[A-Z]", name)}
+    names |= find_names("cuda", *SITE.glob("vllm/distributed/device_communicators/cuda_wrapper.py"))
     libraries = {
         f"libcudart.so.{major}": ("runtime.c", ("cuda", "__cuda")),
         f"libcublas.so.{major}": ("blas.c", ("cublas",)),
