@@ -3,15 +3,17 @@
 # make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
 # make test-sglang   the same with SGLang, whose server takes part in the tests
 # make test-cuda-paths   install torch for CUDA, run CUDA's branches on a GPU that does not exist (tests/null_gpu)
+# make test-vllm-cuda   the same with vLLM for CUDA: its default engine for a GPU, sleep and all
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
 VENV_CUDA ?= .venv-cuda
+VENV_VLLM_CUDA ?= .venv-vllm-cuda
 PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths lint bench clean
+.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -33,7 +35,7 @@ demo: $(VENV)/.run
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -n auto --dist worksteal
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not vllm and not sglang and not cuda_paths and not slow"
+	$(PYTEST) -m "not vllm and not sglang and not cuda_paths and not vllm_cuda and not slow"
 
 test-all: $(VENV)/.dev
 	$(PYTEST)
@@ -80,6 +82,19 @@ test-cuda-paths: $(VENV_CUDA)/.dev
 	$(VENV_CUDA)/bin/python tests/null_gpu/build.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_CUDA)/bin/python -m pytest -n auto -m "cuda_paths and ($(CUDA_PATHS))" \
 	tests/test_cuda_paths.py
+
+$(VENV_VLLM_CUDA)/.dev: requirements.txt requirements-gpu.txt
+	@echo "installing torch and vLLM for CUDA into $(VENV_VLLM_CUDA): 9 GB"
+	$(PYTHON) -m venv $(VENV_VLLM_CUDA)
+	$(VENV_VLLM_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^torch==/torch===/p' requirements.txt)
+	$(VENV_VLLM_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-gpu.txt
+	$(VENV_VLLM_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^pytest==' requirements-dev.txt)
+	touch $@
+
+# by hand: CI does not download it
+test-vllm-cuda: $(VENV_VLLM_CUDA)/.dev
+	$(VENV_VLLM_CUDA)/bin/python tests/null_gpu/build.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_VLLM_CUDA)/bin/python -m pytest -m vllm_cuda tests/test_vllm_cuda.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -20,7 +20,7 @@ PINNED = dict(re.findall(r"^(torch|triton)==([\w.]+)", "".join(f.read_text() for
 # where it is written -> what is given to pip; PyPI's own torch is the build for CUDA
 COMBINATIONS = {
     "Makefile, tests": "-c requirements.txt -r requirements.txt -r requirements-dev.txt",
-    "docs, GPU": "-r requirements.txt -r requirements-gpu.txt",
+    "docs, GPU; Makefile, vLLM for CUDA": "-r requirements.txt -r requirements-gpu.txt",
     "docs, tests on a GPU": "-c requirements.txt -r requirements.txt -r requirements-gpu.txt -r requirements-dev.txt",
 }
 

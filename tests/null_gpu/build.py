@@ -59,6 +59,7 @@ def build() -> None:
     torch_cuda = [SITE / "torch/lib" / name for name in ("libtorch_cuda.so", "libc10_cuda.so")]
     driver = names | find_names("cu", SITE / "triton/backends/nvidia/driver.c", *torch_cuda)
     driver = {name for name in driver if re.match("cu(?!File)[A-Z]", name)}
+    names |= find_names("cuda", *SITE.glob("vllm/distributed/device_communicators/cuda_wrapper.py"))
     libraries = {
         f"libcudart.so.{major}": ("runtime.c", ("cuda", "__cuda")),
         f"libcublas.so.{major}": ("blas.c", ("cublas",)),
@@ -69,7 +70,8 @@ def build() -> None:
     for name, (source, prefixes) in libraries.items():
         build_library(name, source, {function for function in names if function.startswith(prefixes)})
     build_library("libcuda.so.1", "driver.c", driver, f"-l:libcudart.so.{major}")
-    build_library("libnvidia-ml.so.1", "nvml.c", find_names("nvml", *torch_cuda), f"-l:libcudart.so.{major}")
+    nvml = find_names("nvml", *torch_cuda, *SITE.glob("vllm/third_party/pynvml.py"))
+    build_library("libnvidia-ml.so.1", "nvml.c", nvml, f"-l:libcudart.so.{major}")
     print(f"built the null GPU for torch {torch.__version__} in {OUT}")
 
 

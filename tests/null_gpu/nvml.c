@@ -1,17 +1,20 @@
 // NVML, which torch and vLLM ask about the device.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 int cudaMemGetInfo(size_t *free, size_t *total);
-int cudaGetDeviceCount(int *n);
 
-int nvmlDeviceGetCount_v2(unsigned *n) {
-  cudaGetDeviceCount((int *)n);
+int nvmlDeviceGetCount_v2(unsigned *n) {  // of the machine: NVML does not look at CUDA_VISIBLE_DEVICES
+  const char *text = getenv("NULL_GPU_COUNT");
+  *n = text ? atoi(text) : 1;
   return 0;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **device) {
+  unsigned n;
+  nvmlDeviceGetCount_v2(&n);
   *device = (void *)0x10;
-  return 0;
+  return i < n ? 0 : 2;  // an invalid argument
 }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
 int nvmlDeviceGetHandleByUUID(const char *id, void **device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }

@@ -127,6 +127,11 @@ cudaError_t cudaFreeHost(void *pointer) {
   return cudaSuccess;
 }
 
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags) {
+  *device = host;
+  return cudaSuccess;
+}
+
 static cudaError_t copy(void *to, const void *from, size_t size) {
   if (size <= largest_copy()) memmove(to, from, size);
   return cudaSuccess;

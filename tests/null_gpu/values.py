@@ -19,6 +19,7 @@ An operation without a CPU kernel is an error. With a limit it keeps what its me
 """
 
 import ctypes
+import importlib.util
 import itertools
 import os
 import sys
@@ -26,6 +27,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,14 +84,17 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
+        if any(type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ for x in tensors):
             return NotImplemented  # a DTensor, say, which calls operations on the tensors inside
-        name = func._schema.name
-        if name == "fsdp::all_gather_copy_in":  # written in Python, so its own operations come here
-            from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
+        if torch.is_inference_mode_enabled():  # an operation comes whole: reshape, which may be a copy or a view
             with self:
-                return _fsdp_collectives.all_gather_copy_in_cuda(*args, **kwargs)
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = func._schema.name
+        if name == "fsdp::all_gather_copy_in" or func.namespace == "vllm":  # written in Python: its own operations come
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         on_gpu = any(x.is_cuda for x in tensors)
         on_gpu |= any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
         native = name in NATIVE_ONLY or func.namespace in NATIVE_NAMESPACES or _is_view(func) or "empty" in name
@@ -100,6 +105,8 @@ class Values(TorchDispatchMode):
             values = self._compute(func, args, kwargs)
             return args[0] if func._schema.is_mutable else tree_map(_to_device, values)
         results = _run_natively(func, args, kwargs)
+        if isinstance(results, list):  # a tensor that is not defined comes as None, which no list may hold
+            results = [torch.empty(0) if x is None else x for x in results]
         if n_bytes(tensors) + n_bytes(results) > self.limit:
             return results
         try:
@@ -110,7 +117,7 @@ class Values(TorchDispatchMode):
                 raise
             garbage[name] += 1
             return results
-        if not func._schema.is_mutable:
+        if not func._schema.is_mutable or func.name() in KERNELS:
             for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
                 if isinstance(result, Tensor) and result.numel() and result.shape == value.shape:
                     (on_host(result) if result.is_cuda else result).copy_(value)
@@ -201,7 +208,7 @@ def _probabilities(query, key, bias, causal, scale) -> tuple[Tensor, float]:
     return scores.softmax(dim=-1).nan_to_num(0), scale
 
 
-def _attend(query, key, value, bias, causal, scale) -> Tensor:
+def attend(query, key, value, bias, causal, scale) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     return (_probabilities(query, key, bias, causal, scale)[0] @ value.float()).to(query.dtype)
@@ -221,7 +228,7 @@ def _attention_gradients(grad, query, key, value, bias, causal, scale) -> tuple[
 
 
 def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    return (_attend(query, key, value, None, is_causal, scale), *[torch.empty(0)] * 8)
+    return (attend(query, key, value, None, is_causal, scale), *[torch.empty(0)] * 8)
 
 
 def _flash_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, *rest, scale=None):
@@ -229,7 +236,7 @@ def _flash_backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k,
 
 
 def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
-    return (_attend(query, key, value, bias, is_causal, scale), *[torch.empty(0)] * 3)
+    return (attend(query, key, value, bias, is_causal, scale), *[torch.empty(0)] * 3)
 
 
 def _efficient_backward(
@@ -376,6 +383,49 @@ def replace_kernels(kernels: Any) -> None:
         return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
     kernels.HEADS["triton"], kernels.triton_logprob = BothHeads, both_logprobs
+
+
+def add_vllm_kernels(vllm: Any) -> None:
+    """Give the operations of vLLM that CUDA alone has a CPU's kernels."""
+    spec = importlib.util.spec_from_file_location("vllm_kernels", Path(__file__).parent / "vllm_kernels.py")
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    KERNELS.update(kernels.REPLACED)
+
+
+def find_null_gpu(system_utils: Any) -> None:
+    """Let vLLM find this GPU's runtime, which it looks up by path: packages load NVIDIA's into the process too."""
+    find = system_utils.find_loaded_library
+
+    def find_preloaded(name: str) -> str | None:
+        return next((file for file in os.environ["LD_PRELOAD"].split() if name in file), None) or find(name)
+
+    system_utils.find_loaded_library = find_preloaded
+
+
+def interpret_in_place(interpreter: Any) -> None:
+    """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of storages,
+    and compute in bfloat16, whose bits it would take for integers."""
+    binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def moved(x: Any) -> Any:
+        return on_host(x) if isinstance(x, Tensor) and x.is_cuda else x
+
+    def to_host(executor: Any, args: list, kwargs: dict) -> tuple[list, dict]:
+        return tree_map(moved, list(args)), tree_map(moved, kwargs)
+
+    def compute(builder: Any, lhs: Any, rhs: Any, operation: Callable) -> Any:
+        bfloat16 = interpreter.tl.bfloat16
+        if lhs.dtype.scalar != bfloat16:
+            return binary_op(builder, lhs, rhs, operation)
+        result = operation(*((x.data.astype("uint32") << 16).view("float32") for x in (lhs, rhs)))
+        if result.dtype == "float32":
+            result = torch.from_numpy(result).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(result, bfloat16)
+
+    interpreter.GridExecutor._init_args_hst = to_host
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None
+    interpreter.InterpreterBuilder.binary_op = compute
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ class _Hooks(importlib.abc.MetaPathFinder):
 
     def __init__(self):
         self.hooks = {"torch": "install", "layers.attention": "compile_attention"}
+        self.hooks |= {"triton.runtime.interpreter": "interpret_in_place", "vllm": "add_vllm_kernels"}
+        self.hooks |= {"vllm.utils.system_utils": "find_null_gpu"}
         if os.environ["NULL_GPU_VALUES_MIB"] == "inf":
             self.hooks |= {"layers.attention": "replace_attention", "kernels": "replace_kernels"}
 
@@ -24,6 +26,8 @@ class _Hooks(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.util.find_spec(name)
         self.hooks[name] = hook  # transformers looks for packages of these names without importing them
+        if spec is None:  # vLLM is not installed
+            return None
         load = spec.loader.exec_module
 
         def load_and_change(module):
