@@ -656,6 +656,14 @@ TEXT = {
         intermediate_size=12288,
         vocab_size=151936,
     ),
+    "32B": dict(
+        hidden_size=5120,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=27648,
+        vocab_size=152064,
+    ),
     "30B-A3B": dict(
         hidden_size=2048,
         num_hidden_layers=48,
@@ -700,7 +708,7 @@ PAD, IMAGE, BEGIN, END, EOS = range(5)  # token ids, the same for all sizes
 
 
 def config_of(size: str):
-    """Return the configuration of Qwen2.5-VL 3B or 7B, Qwen3-VL 8B or 30B-A3B, or a toy, as on the hub."""
+    """Return the configuration of Qwen2.5-VL 3B, 7B or 32B, Qwen3-VL 8B or 30B-A3B, or a toy, as on the hub."""
     import transformers
 
     text = dict(TEXT[size])
@@ -710,7 +718,7 @@ def config_of(size: str):
     kind, vision = {"8B": ("Qwen3VL", QWEN3_VISION), "30B-A3B": ("Qwen3VLMoe", QWEN3_VISION)}.get(
         size, ("Qwen2_5_VL", TOY_VISION if size == "toy" else VISION)
     )
-    vision = vision | {"out_hidden_size": text["hidden_size"]}
+    vision = vision | {"out_hidden_size": text["hidden_size"]} | ({"intermediate_size": 3456} if size == "32B" else {})
     text |= {"rope_parameters": rope, "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": EOS}
     return getattr(transformers, f"{kind}Config")(
         text_config=text,

@@ -1,13 +1,13 @@
 """Peak GPU memory of the update, by torch's own allocator: real models, any number of GPUs, on one GPU.
 
-    python benchmarks/memory.py                                     # the tables of docs/hardware.md
-    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row
+    python benchmarks/memory.py --null-gpu                          # the tables of docs/hardware.md; no GPU is needed
+    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on the GPU that is there
     python benchmarks/memory.py --short                             # a toy, seconds
 
 Each figure is a process of its own that builds the policy of rank 0 with random weights, sharded as if the other ranks
 were there (torch's fake process group: collectives return at once), and makes an update of two full micro-batches with
 train.update_policy: the second one finds gradients, as all but the first do. A micro-batch holds prompts of 512 tokens,
-300 of them an image's, each with 8 responses of about 960 tokens; with --single one sequence.
+300 of them an image's, each with 8 responses of about 960 tokens; with --single it is one sequence.
 
     at rest    weights and optimizer, between updates
     peak       largest memory that tensors had at once in the update
@@ -15,7 +15,8 @@ train.update_policy: the second one finds gradients, as all but the first do. A 
     longest    the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left for a
                sleeping engine and CUDA itself: guessed from the first two figures, as memory grows linearly, and tried
 
-It needs one CUDA device, whose kind does not matter, nor whether it computes (tests/null_gpu): only sizes do.
+It needs torch for CUDA and one device, whose kind does not matter, nor whether it computes: only sizes do. --null-gpu
+uses one that does not exist (`make test-cuda-paths` builds it, in .venv-cuda), and about 3 GB of host memory.
 Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
 """
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPU_GIB, KEPT_GIB = 79.1, 5.0
 LONGEST = 131072
+VALUES_MIB = "4"  # of the null GPU: room for indices of LONGEST tokens, whose values decide what is allocated
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ ROWS = (
     Row("7B 8 GPUs", "7B", 8),
     Row("7B 2 x 8 GPUs, HSDP", "7B", 16, replicate=2),
     Row("7B 8 GPUs, LoRA 64, bf16 masters", "7B", 8, lora_rank=64, master_dtype="bfloat16"),
+    Row("32B 8 GPUs", "32B", 8),
+    Row("32B 16 GPUs", "32B", 16),
+    Row("32B 32 GPUs", "32B", 32),
     Row("Qwen3-VL-8B 8 GPUs", "8B", 8),
     Row("Qwen3-VL-30B-A3B 8 GPUs", "30B-A3B", 8),
     Row("Qwen3-VL-30B-A3B 8 GPUs, bf16 masters", "30B-A3B", 8, master_dtype="bfloat16"),
@@ -102,8 +107,9 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     from parallel.models import Models
     from parallel.sharding import ParallelConfig, make_optimizer
     from report.log import Skipped
-    from utils import Context, Meter
+    from utils import ALLOC_CONF, Context, Meter
 
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)  # as dist_setup does
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
@@ -140,24 +146,36 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
             "peak": after["peak"], "reserved": after["reserved"]}
 
 
-def run(row: Row, tokens: int, recompute: bool, single: bool = False) -> dict[str, float] | None:
+def null_gpu() -> dict[str, str]:
+    """Return the environment variables of a process whose GPU does not exist."""
+    sys.path.append(str(ROOT / "tests"))
+    from null_gpu.build import HERE, environment
+
+    found = environment()
+    if not found["LD_PRELOAD"]:
+        sys.exit("error: --null-gpu: build it first, with the same Python: python tests/null_gpu/build.py")
+    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB}
+
+
+def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
     """Measure in a process of its own; None if the memory does not suffice."""
     command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
-    command += ["--single"] * single
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command += ["--single"] * args.single
+    environment = os.environ | (null_gpu() if args.null_gpu else {})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode and "OutOfMemoryError" not in done.stderr:
-        sys.exit(f"error: {row.name}, {tokens} tokens: {done.stderr[-3000:]}")
+        sys.exit(f"error: {row.name}, {tokens} tokens: exit status {done.returncode}: {done.stderr[-3000:]}")
     return json.loads(lines[-1]) if lines and not done.returncode else None
 
 
-def longest(row: Row, recompute: bool, at: dict[int, dict[str, float]]) -> int:
+def longest(row: Row, args: argparse.Namespace, recompute: bool, at: dict[int, dict[str, float]]) -> int:
     """Return the largest multiple of 1,024 tokens whose peak leaves room, by trying around where the line says."""
     (a, low), (b, high) = sorted(at.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
     guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
     while guess > 0:
-        found = run(row, guess, recompute)
+        found = run(row, guess, args, recompute)
         if found and found["peak"] <= GPU_GIB - KEPT_GIB:
             return guess
         guess -= 1024
@@ -176,13 +194,13 @@ def main(args: argparse.Namespace) -> None:
     print("| GiB a GPU | recomputed | tokens | at rest | with gradients | peak | reserved | longest |")
     print("|---|---|--:|--:|--:|--:|--:|--:|")
     for row in chosen:
-        for recompute in (True, False):
+        for recompute in (True, False)[: 1 if args.only_recomputed else 2]:
             at = {}
             for tokens in sizes:
-                found = run(row, tokens, recompute, args.single)
+                found = run(row, tokens, args, recompute)
                 at |= {tokens: found} if found else {}
                 last = len(at) > 1 and tokens == sizes[-1]
-                most = longest(row, recompute, at) if last and not args.no_longest else ""
+                most = longest(row, args, recompute, at) if last and not args.no_longest else ""
                 keys = ("at rest", "with gradients", "peak", "reserved")
                 cells = [cell(found and found[key]) for key in keys]
                 yes = "yes" if recompute else "no"
@@ -194,6 +212,8 @@ if __name__ == "__main__":
     p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
     p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
+    p.add_argument("--only-recomputed", action="store_true", help="with --grad-checkpointing alone")
+    p.add_argument("--null-gpu", action="store_true", help="on a GPU that does not exist (tests/null_gpu)")
     p.add_argument("--single", action="store_true", help="one sequence a micro-batch")
     p.add_argument("--short", action="store_true", help="a toy; on a CPU no figures")
     p.add_argument("--child", help=argparse.SUPPRESS)
