@@ -154,7 +154,7 @@ def null_gpu() -> dict[str, str]:
     found = environment()
     if not found["LD_PRELOAD"]:
         sys.exit("error: --null-gpu: build it first, with the same Python: python tests/null_gpu/build.py")
-    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB}
+    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": "400"}
 
 
 def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
