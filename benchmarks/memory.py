@@ -146,22 +146,22 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
             "peak": after["peak"], "reserved": after["reserved"]}
 
 
-def null_gpu() -> dict[str, str]:
-    """Return the environment variables of a process whose GPU does not exist."""
+def null_gpu(gib: float) -> dict[str, str]:
+    """Return the environment variables of a process whose GPU, of so much memory, does not exist."""
     sys.path.append(str(ROOT / "tests"))
     from null_gpu.build import HERE, environment
 
     found = environment()
     if not found["LD_PRELOAD"]:
         sys.exit("error: --null-gpu: build it first, with the same Python: python tests/null_gpu/build.py")
-    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": "400"}
+    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": str(gib)}
 
 
 def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
     """Measure in a process of its own; None if the memory does not suffice."""
     command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
     command += ["--single"] * args.single
-    environment = os.environ | (null_gpu() if args.null_gpu else {})
+    environment = os.environ | (null_gpu(args.gib) if args.null_gpu else {})
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode and "OutOfMemoryError" not in done.stderr:
@@ -214,6 +214,7 @@ if __name__ == "__main__":
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
     p.add_argument("--only-recomputed", action="store_true", help="with --grad-checkpointing alone")
     p.add_argument("--null-gpu", action="store_true", help="on a GPU that does not exist (tests/null_gpu)")
+    p.add_argument("--gib", type=float, default=400, help="memory of the GPU of --null-gpu")
     p.add_argument("--single", action="store_true", help="one sequence a micro-batch")
     p.add_argument("--short", action="store_true", help="a toy; on a CPU no figures")
     p.add_argument("--child", help=argparse.SUPPRESS)
