@@ -31,7 +31,7 @@ from envs._load import Environments, load_environments
 from envs._play import Episodes, player
 from errors import check_writable, need
 from model import ModelConfig, Processor, default_dtype, load_config
-from parallel.checkpoint import load_trained, locate, on_rank0, read_json
+from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
 from report.ablation import Ablation
 from report.evaluation import (
@@ -314,21 +314,21 @@ def start_engine(
     """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
     of at most `longest` tokens. It is `running`, if that is given: an engine of a model with the same architecture."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-    hf = load_trained(path, dtype)
-    print0(f"loaded {hf.loaded_from}")
-    base, length = locate(path)[0], longest + cfg.max_new_tokens
+    weights, length = TrainedWeights(path, dtype), longest + cfg.max_new_tokens
+    base = weights.cfg.model
     if running is not None:
         engine, running.processor = running, processor
     elif cfg.rollout == "server":
         servers = read_settings(ServerConfig, vars(cfg))
-        asked = (servers, base, hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
+        asked = (servers, base, weights.hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
         engine = connect(*asked, trained_tower=True)
     else:
         limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
         limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-        engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, load_hf=lambda: hf, **limits)
-    if cfg.rollout != "hf":
-        engine.load_weights((name, parameter.detach()) for name, parameter in hf.named_parameters())
+        limits["family_paths"] = weights.cfg.family_paths
+        engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, **limits)
+    engine.sync(lambda trainable_only: weights)
+    print0(f"loaded {weights.hf.loaded_from}")
     return engine
 
 

@@ -64,7 +64,7 @@ def main(cfg: MergeConfig) -> None:
     if cfg.push:
         open_repository(cfg.push)
     processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
-    hf = load_trained(cfg.run, merge=False)
+    hf = load_trained(cfg.run)
     with whole_folder(out) as folder:
         if cfg.adapter:
             write_adapter(hf, base, folder)

@@ -41,7 +41,7 @@ from layers.attention import resolve_attention
 from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel.checkpoint import load_checkpoint
-from parallel.models import Models, OptimConfig, build_models, probe_memory, saved_parts
+from parallel.models import Models, OptimConfig, build_models, peak_memory, probe_memory, saved_parts
 from parallel.nodes import check_restarts, check_settings, check_shared
 from parallel.resume import Saver, absolute, changed_settings, find_start, resumed_settings
 from parallel.rounds import Rounds
@@ -432,7 +432,7 @@ def main(cfg: Config) -> None:
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
         # 6. update
-        with stage("update"), training(batch, algo.epochs, meter, engine.asleep_bytes):
+        with stage("update"), training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
             models.zero_grad()  # a waking engine needs their memory

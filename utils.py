@@ -27,11 +27,12 @@ import torch.distributed as dist
 from errors import Interrupted, Note, UserError, keep_printing, printable
 
 # How torch allocates, unless the user says otherwise. Segments that grow leave fewer gaps between tensors of changing
-# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Pinned host memory is not rounded
-# up to powers of two, which would double what a sleeping engine keeps there.
+# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Pinned host memory above 64 MiB is
+# not rounded up to powers of two, which would double what a sleeping engine keeps there. Then it must not be kept for
+# reuse either: torch 2.13 would give a freed block of 65 MiB to a tensor of 128.
 ALLOC_CONF = "expandable_segments:True"
 if torch.__version__ >= (2, 13):  # older versions refuse options that they do not know
-    ALLOC_CONF += ",pinned_max_round_threshold_mb:1"
+    ALLOC_CONF += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 

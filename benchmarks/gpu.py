@@ -739,6 +739,7 @@ TEXT = {
     "3B, 4 layers": (2048, 4, 16, 2, 11008, 151936),
     "7B": (3584, 28, 28, 4, 18944, 152064),
     "8B": (4096, 36, 32, 8, 12288, 151936),
+    "32B": (5120, 64, 40, 8, 27648, 152064),
     "30B-A3B": (2048, 48, 32, 4, 6144, 151936),
     "toy": (128, 2, 4, 2, 256, 640),
 }
@@ -750,6 +751,7 @@ QWEN3_VISION = dict(depth=27, hidden_size=1152, num_heads=16, intermediate_size=
 OTHER_VISION = {  # of all but Qwen2.5-VL's own sizes
     "8B": QWEN3_VISION,
     "30B-A3B": QWEN3_VISION,
+    "32B": VISION | dict(intermediate_size=3456),
     "3B, 4 layers": VISION | dict(depth=8, fullatt_block_indexes=[7]),
     "toy": VISION | dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, fullatt_block_indexes=[1]),
 }
@@ -757,7 +759,7 @@ PAD, IMAGE, BEGIN, END, EOS = range(5)  # token ids, the same for all sizes
 
 
 def config_of(size: str):
-    """Return the configuration of Qwen2.5-VL 3B or 7B, Qwen3-VL 8B or 30B-A3B as on the hub, or of a smaller model."""
+    """Return the configuration of Qwen2.5-VL 3B, 7B or 32B or Qwen3-VL 8B or 30B-A3B, or of a smaller model."""
     import transformers
 
     text = dict(zip(SHAPE, TEXT[size], strict=True)) | (EXPERTS if size == "30B-A3B" else {})
@@ -807,25 +809,35 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     return policy, processor
 
 
+def noisy_image(key: str, side: int, config):
+    """Return an image of noise with side x side image tokens."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from model import ImageInput, Patcher
+
+    v, rng = config.vision_config, np.random.default_rng(side)
+    patcher = Patcher(torch.linspace(-2, 2, 256).repeat(3, 1), v.patch_size, 2, v.temporal_patch_size)
+    pixels = rng.integers(0, 256, (2 * side * v.patch_size, 2 * side * v.patch_size, 3), dtype=np.uint8)
+    return ImageInput(key, Image.fromarray(pixels), (1, 2 * side, 2 * side), side * side, patcher)
+
+
 def draw_rollouts(config, n_prompts: int, group: int, toy: bool) -> list:
     """Return rollouts with lengths as in benchmarks/balance.py, kept within 109 to 700 tokens of prompt and 200 to 1000
     of response."""
     import numpy as np
-    import torch
 
-    from model import ImageInput
     from rollout import Prompt, Rollout
 
-    rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    shrink, v, rollouts = 0.1 if toy else 1.0, config.vision_config, []
+    rng, shrink, rollouts = np.random.default_rng(0), 0.1 if toy else 1.0, []
     for p in range(n_prompts):
         n = int(shrink * np.clip(np.exp(rng.normal(np.log(361), 0.5)), 109, 700))
         side = max(1, round(math.sqrt(n * rng.uniform(0.2, 0.9))) - 1)
-        pixels = torch.randn(4 * side * side, v.in_channels * v.temporal_patch_size * v.patch_size**2, generator=noise)
-        image = ImageInput(str(p), pixels, (1, 2 * side, 2 * side), side * side)
+        image = noisy_image(str(p), side, config)
         text = rng.integers(5, 600, max(1, n - side * side - 2)).tolist()
         ids = [BEGIN, *[IMAGE] * side * side, END, *text]
-        prompt = Prompt(f"p{p:03}", ids, [image], None, [], [])
+        prompt = Prompt(f"p{p:03}", ids, [image], None, [])
         for g in range(group):
             length = int(shrink * np.clip(np.exp(rng.normal(np.log(326), 0.75)), 200, 1000))
             response = rng.integers(5, config.text_config.vocab_size - 1, length).tolist()

@@ -1,13 +1,13 @@
 """Peak GPU memory of the update, by torch's own allocator: real models, any number of GPUs, on one GPU.
 
-    python benchmarks/memory.py                                     # the tables of docs/hardware.md
-    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row
+    python benchmarks/memory.py --null-gpu                          # the tables of docs/hardware.md; no GPU is needed
+    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on the GPU that is there
     python benchmarks/memory.py --short                             # a toy, seconds
 
 Each figure is a process of its own that builds the policy of rank 0 with random weights, sharded as if the other ranks
 were there (torch's fake process group: collectives return at once), and makes an update of two full micro-batches with
 train.update_policy: the second one finds gradients, as all but the first do. A micro-batch holds prompts of 512 tokens,
-300 of them an image's, each with 8 responses of about 960 tokens; with --single one sequence.
+300 of them an image's, each with 8 responses of about 960 tokens; with --single it is one sequence.
 
     at rest    weights and optimizer, between updates
     peak       largest memory that tensors had at once in the update
@@ -15,7 +15,8 @@ train.update_policy: the second one finds gradients, as all but the first do. A 
     longest    the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left for a
                sleeping engine and CUDA itself: guessed from the first two figures, as memory grows linearly, and tried
 
-It needs one CUDA device, whose kind does not matter, nor whether it computes (tests/null_gpu): only sizes do.
+It needs torch for CUDA and one device, whose kind does not matter, nor whether it computes: only sizes do. --null-gpu
+uses one that does not exist (`make test-cuda-paths` builds it, in .venv-cuda), and about 3 GB of host memory.
 Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
 """
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPU_GIB, KEPT_GIB = 79.1, 5.0
 LONGEST = 131072
+VALUES_MIB = "4"  # of the null GPU: room for indices of LONGEST tokens, whose values decide what is allocated
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ ROWS = (
     Row("7B 8 GPUs", "7B", 8),
     Row("7B 2 x 8 GPUs, HSDP", "7B", 16, replicate=2),
     Row("7B 8 GPUs, LoRA 64, bf16 masters", "7B", 8, lora_rank=64, master_dtype="bfloat16"),
+    Row("32B 8 GPUs", "32B", 8),
+    Row("32B 16 GPUs", "32B", 16),
+    Row("32B 32 GPUs", "32B", 32),
     Row("Qwen3-VL-8B 8 GPUs", "8B", 8),
     Row("Qwen3-VL-30B-A3B 8 GPUs", "30B-A3B", 8),
     Row("Qwen3-VL-30B-A3B 8 GPUs, bf16 masters", "30B-A3B", 8, master_dtype="bfloat16"),
@@ -67,22 +72,19 @@ TOY = Row("toy 2 GPUs", "toy", 2)
 def draw_rollouts(config, tokens: int, single: bool) -> list:
     """Return groups of 8 rollouts of random tokens that fill two micro-batches of so many tokens, or 16 of them."""
     import torch
-    from gpu import BEGIN, END, IMAGE
+    from gpu import BEGIN, END, IMAGE, noisy_image
 
-    from model import ImageInput
     from rollout import Prompt, Rollout
 
     side = 2 if tokens < 2048 else 17  # 300 tokens with the marks of an image
-    v = config.vision_config
-    pixels = torch.randn(4 * side * side, v.in_channels * v.temporal_patch_size * v.patch_size**2)
     groups = 1 if single else max(1, round(tokens / 8192))
     prompt_tokens = 512 if tokens >= 2048 else 20
     length = tokens - prompt_tokens if single else (tokens // groups - prompt_tokens) // 8
     text = torch.randint(5, 600, (prompt_tokens - side * side - 2,)).tolist()
     rollouts = []
     for p in range(2 * groups):
-        image = ImageInput(str(p), pixels, (1, 2 * side, 2 * side), side * side)
-        prompt = Prompt(f"p{p:03}", [BEGIN, *[IMAGE] * side * side, END, *text], [image], None, [], [])
+        image = noisy_image(str(p), side, config)
+        prompt = Prompt(f"p{p:03}", [BEGIN, *[IMAGE] * side * side, END, *text], [image], None, [])
         for g in range(8):
             response = torch.randint(5, config.text_config.vocab_size - 1, (length,)).tolist()
             rewards = {"reward": float(g % 2)}
@@ -102,8 +104,9 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     from parallel.models import Models
     from parallel.sharding import ParallelConfig, make_optimizer
     from report.log import Skipped
-    from utils import Context, Meter
+    from utils import ALLOC_CONF, Context, Meter
 
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)  # as dist_setup does
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
@@ -142,24 +145,36 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
             "peak": after["peak"], "reserved": after["reserved"], "in use": after["in use"]}
 
 
-def run(row: Row, tokens: int, recompute: bool, single: bool = False) -> dict[str, float] | None:
+def null_gpu(gib: float) -> dict[str, str]:
+    """Return the environment variables of a process whose GPU, of so much memory, does not exist."""
+    sys.path.append(str(ROOT / "tests"))
+    from null_gpu.build import HERE, environment
+
+    found = environment()
+    if not found["LD_PRELOAD"]:
+        sys.exit("error: --null-gpu: build it first, with the same Python: python tests/null_gpu/build.py")
+    return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": str(gib)}
+
+
+def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
     """Measure in a process of its own; None if the memory does not suffice."""
     command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
-    command += ["--single"] * single
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command += ["--single"] * args.single
+    environment = os.environ | (null_gpu(args.gib) if args.null_gpu else {})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode and "OutOfMemoryError" not in done.stderr:
-        sys.exit(f"error: {row.name}, {tokens} tokens: {done.stderr[-3000:]}")
+        sys.exit(f"error: {row.name}, {tokens} tokens: exit status {done.returncode}: {done.stderr[-3000:]}")
     return json.loads(lines[-1]) if lines and not done.returncode else None
 
 
-def longest(row: Row, recompute: bool, at: dict[int, dict[str, float]]) -> int:
+def longest(row: Row, args: argparse.Namespace, recompute: bool, at: dict[int, dict[str, float]]) -> int:
     """Return the largest multiple of 1,024 tokens whose peak leaves room, by trying around where the line says."""
     (a, low), (b, high) = sorted(at.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
     guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
     while guess > 0:
-        found = run(row, guess, recompute)
+        found = run(row, guess, args, recompute)
         if found and found["peak"] <= GPU_GIB - KEPT_GIB:
             return guess
         guess -= 1024
@@ -178,13 +193,13 @@ def main(args: argparse.Namespace) -> None:
     print("| GiB a GPU | recomputed | tokens | at rest | with gradients | peak | reserved | longest |")
     print("|---|---|--:|--:|--:|--:|--:|--:|")
     for row in chosen:
-        for recompute in (True, False):
+        for recompute in (True, False)[: 1 if args.only_recomputed else 2]:
             at = {}
             for tokens in sizes:
-                found = run(row, tokens, recompute, args.single)
+                found = run(row, tokens, args, recompute)
                 at |= {tokens: found} if found else {}
                 last = len(at) > 1 and tokens == sizes[-1]
-                most = longest(row, recompute, at) if last and not args.no_longest else ""
+                most = longest(row, args, recompute, at) if last and not args.no_longest else ""
                 keys = ("at rest", "with gradients", "peak", "reserved")
                 cells = [cell(found and found[key]) for key in keys]
                 yes = "yes" if recompute else "no"
@@ -196,6 +211,9 @@ if __name__ == "__main__":
     p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
     p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
+    p.add_argument("--only-recomputed", action="store_true", help="with --grad-checkpointing alone")
+    p.add_argument("--null-gpu", action="store_true", help="on a GPU that does not exist (tests/null_gpu)")
+    p.add_argument("--gib", type=float, default=400, help="memory of the GPU of --null-gpu")
     p.add_argument("--single", action="store_true", help="one sequence a micro-batch")
     p.add_argument("--short", action="store_true", help="a toy; on a CPU no figures")
     p.add_argument("--child", help=argparse.SUPPRESS)

@@ -57,17 +57,17 @@ def make_engine(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    load_hf: Callable[[], torch.nn.Module],
     examples: Sequence[Example],
     max_model_len: int,
+    family_paths: tuple[str, ...] = (),
     of_episodes: ImageLimits | None = None,
     cache: VisionCache | None = None,
     settings: dict | None = None,
 ) -> Engine:
     """The engine that resolve_engine chose, for prompts made of `examples` and sequences of at most max_model_len
-    tokens. `load_hf` gives the hf engine its model; vLLM reads `path` itself, and takes `settings` (--vllm)."""
+    tokens. vLLM takes `settings` (--vllm)."""
     if choice == "hf":
-        return HFEngine(load_hf(), processor, device, vision_cache=cache)
+        return HFEngine(load_hf(path, dtype, family_paths), processor, device, vision_cache=cache)
     more = {"max_model_len": max_model_len, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}
     return VLLMEngine(path, processor, device, dtype, **more, **settings or {})
 
@@ -99,7 +99,7 @@ def start_engine(
         engine = connect(*asked, **more)
     else:
         more = {
-            "load_hf": partial(load_hf, cfg.model, models.dtype, cfg.family_paths),
+            "family_paths": cfg.family_paths,
             "examples": examples,
             "max_model_len": length,
             "of_episodes": of_episodes,

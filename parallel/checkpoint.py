@@ -31,10 +31,10 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from errors import CLOSED, FULL, UserError, existing, need, writing
-from layers.lora import add_lora, lora_layers, merge_lora, read_adapter
+from layers.lora import add_lora, lora_layers, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
-from parallel.loading import BAD, find_bad
-from parallel.sharding import reshard
+from parallel.loading import BAD, find_bad, find_stored, meta_hf, opened, read_stored
+from parallel.sharding import full_parameters, reshard
 from settings import read_settings
 from utils import print0
 
@@ -420,42 +420,68 @@ class _Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-def _load(state: dict[str, torch.Tensor], checkpoint: Path, **options) -> None:
+def _load(state: dict[str, torch.Tensor], reader: _Reader) -> None:
     """Into the tensors themselves. What is no tensor torch would read with torch.load(weights_only=False)."""
-    reader = _Reader(checkpoint)
     held = reader.metadata.state_dict_metadata
     programs = [name for name in state if isinstance(held.get(name), metadata.BytesStorageMetadata)]
-    need(not programs, f"{checkpoint / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
-    with _one_error(checkpoint):
-        dcp.load(state, storage_reader=reader, **options)
+    need(not programs, f"{reader.path / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
+    with _one_error(reader.path), warnings.catch_warnings(action="ignore"):  # that merge_lora.py is one process
+        dcp.load(state, storage_reader=reader)
 
 
 def load_checkpoint(path: Path, models: Models) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
     state = _state(models)
-    _load(state, path)
+    _load(state, _Reader(path))
     bad = find_bad(state)
     need(not bad, f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before")
     return read_trainer(path)
 
 
-def load_trained(path: str, dtype: torch.dtype = torch.float32, merge: bool = True) -> nn.Module:
-    """The Hugging Face model of a model folder, hub id, run directory, checkpoint or PEFT adapter, its adapters
-    merged or not. Of a run directory it is the newest intact checkpoint's; `loaded_from` says which."""
-    base, found, args = locate(path)
-    found = intact(Path(path)) if args else found
-    cfg = read_settings(ModelConfig, args | {"model": base})
-    hf = load_hf(base, torch.float32 if found else dtype, cfg.family_paths)
-    if args:
-        if lora := cfg.lora(args.get("seed", 0)):
-            add_lora(hf, lora)
-        state = {f"model.hf.{name}": p.detach() for name, p in hf.named_parameters() if not lora or ".lora_" in name}
-        with warnings.catch_warnings(action="ignore"):  # that no process group takes part is the intent
-            _load(state, found, no_dist=True)
-    elif found:
-        read_adapter(hf, found, base)
-    hf.loaded_from = found or base
-    bad = find_bad(dict(hf.named_parameters())) or ""
-    blamed = base if lora_layers(hf) and ".lora_" not in bad else hf.loaded_from  # for weights that no adapter changed
-    need(not bad, f"{blamed}: {bad} {BAD}: damaged, or of a training that diverged")
-    return (merge_lora(hf) if merge else hf).to(dtype)
+class TrainedWeights(full_parameters):
+    """The weights of a model folder, hub id, run directory (its newest intact checkpoint), checkpoint or PEFT adapter,
+    given out as full_parameters does those of a sharded model. Each is read when its turn comes, in fp32, so that a
+    process holds one of them at a time. `hf` is the model that `build` made of the base model that `cfg` names, with
+    adapters; its `loaded_from` says what was found."""
+
+    def __init__(self, path: str, dtype: torch.dtype | None = None, build: Callable[..., nn.Module] = meta_hf):
+        base, found, args = locate(path)
+        found = intact(Path(path)) if args else found
+        self.cfg = read_settings(ModelConfig, args | {"model": base})
+        self.hf = build(base, paths=self.cfg.family_paths)
+        self.hf.loaded_from = self.source = found or base
+        if lora := self.cfg.lora(args.get("seed", 0)):
+            add_lora(self.hf, lora)
+        elif found and not args:
+            read_adapter(self.hf, found, base)
+        super().__init__(self, dtype=dtype)
+        self.reader = _Reader(found) if args else None
+        if adapters := {name: p.detach() for name, p in self.hf.named_parameters() if ".lora_" in name}:
+            self._fill(adapters)
+            self.reader, self.source = None, base  # of the rest
+        waiting = {name: list(p.shape) for name, p in self.chosen.items() if p.is_meta}
+        self.stored = find_stored(self.hf, base, waiting) if waiting and not self.reader else {}
+
+    def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read them, if they are in a checkpoint; and check them."""
+        if self.reader:
+            _load({f"model.hf.{name}": tensor for name, tensor in tensors.items()}, self.reader)
+        bad = find_bad(tensors)
+        need(not bad, f"{self.source}: {bad} {BAD}: damaged, or of a training that diverged")
+
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        parameter = self.chosen[name].detach()
+        tensor = torch.empty(parameter.shape) if parameter.is_meta else parameter
+        for stored in self.stored.get(name, []):
+            with opened(stored.file) as file:
+                read_stored(stored, file, tensor, (0,) * tensor.ndim)
+        self._fill({name: tensor})
+        return tensor.to(dtype or tensor.dtype)
+
+
+def load_trained(path: str) -> nn.Module:
+    """Return the model that TrainedWeights reads, all of it, in fp32, its adapters not merged."""
+    weights = TrainedWeights(path, build=load_hf)
+    for name in weights.chosen:
+        weights.whole(name)  # in place
+    return weights.hf

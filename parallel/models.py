@@ -1,6 +1,8 @@
 """What trains: policy, critic and reference with their optimizers, built without weights, sharded and filled."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
 from rollout import Examples, Rollout, StartOf, as_given, make_prompts
 from settings import setting
-from utils import Context, print0
+from utils import Context, Meter, print0
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,17 @@ def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
     parts += ["reference"] if algo.ref_every else []
     parts += [f"lora_rank_{cfg.lora_rank}"] if cfg.lora_rank else []
     return sorted(parts)
+
+
+@contextmanager
+def peak_memory(meter: Meter, asleep_bytes: Callable[[], int]) -> Iterator[None]:
+    """Record the peak GPU memory of what is done here. torch's allocator also counts the memory that a sleeping engine
+    gave back."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    if torch.cuda.is_available():
+        meter.max("memory/peak_gib", (torch.cuda.max_memory_allocated() - asleep_bytes()) / 2**30)
 
 
 ASLEEP_GIB = 3.0  # what vLLM keeps of a GPU while it sleeps: CUDA graphs, its context and workspaces

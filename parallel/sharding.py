@@ -164,13 +164,17 @@ class full_parameters:  # noqa: N801  called as a function is
         """Of what iteration gives, without gathering anything."""
         return [Shape(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
 
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a parameter, without its adapter."""
+        return full(self.chosen[name], dtype)
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.chosen.items():
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is None:
-                yield name, full(parameter, self.dtype)
+                yield name, self.whole(name, self.dtype)
             else:
-                tensor = full(parameter).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
+                tensor = self.whole(name).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
                 yield name, tensor.to(self.dtype or parameter.dtype)
 
 

@@ -4,11 +4,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -106,15 +104,8 @@ def comparing(batch: Any) -> Progress:
     return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
 
 
-@contextmanager
-def training(batch: Any, passes: int, meter: Any, asleep_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Show how many tokens of a packing.Batch an update has trained on, which `meter` counts after each micro-batch;
-    then record its peak GPU memory. torch's allocator also counts the memory that a sleeping engine gave back."""
+def training(batch: Any, passes: int, meter: Any) -> Progress:
+    """Return the progress of an update: tokens of a packing.Batch, which `meter` counts after each micro-batch."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
     total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0)):
-        yield
-    if torch.cuda.is_available():
-        meter.max("memory/peak_gib", (torch.cuda.max_memory_allocated() - asleep_bytes()) / 2**30)
+    return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))

@@ -19,6 +19,7 @@ from test_train import ROOT, TORCHRUN, flags, rows, run, shapes  # noqa: F401
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import demo
 import merge_lora
 import model as M
 import parallel.checkpoint as C
@@ -27,6 +28,7 @@ import parallel.resume as resume
 import parallel.sharding as sharding
 import train
 from errors import UserError
+from layers.lora import Lora, add_lora
 from parallel.models import saved_parts
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
@@ -80,10 +82,12 @@ def find_start(cfg):
     return resume.find_start(Path(cfg.run.out), cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
 
 
+def start_flags(toy, out):
+    return ["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9"]
+
+
 def start_args(toy, out, resume):
-    return train.parse_args(
-        ["--model", str(toy), "--data", "d", "--out", str(out), "--steps", "9", "--resume", str(resume)]
-    )
+    return train.parse_args([*start_flags(toy, out), "--resume", str(resume)])
 
 
 def at(out, step):
@@ -111,6 +115,38 @@ def forge(checkpoint):
     }
     trainer["files"] = {name: C.checksum(checkpoint / name) for name in trainer["files"]}
     (checkpoint / "trainer.json").write_text(C.sealed(trainer))
+
+
+# --- what eval.py holds ----------------------------------------------------------------------------------------------
+
+
+def save_run(model, out, lora_rank):
+    """A run with one checkpoint, whose weights differ from the model's."""
+    hf = loading.meta_hf(str(model))
+    if lora_rank:
+        add_lora(hf, Lora(lora_rank, 32.0))
+    policy = M.Policy(hf, M.load_processor(str(model)))
+    sharding.shard(policy, torch.device("cpu"), torch.float32)
+    loading.load_sharded(policy, str(model))
+    for name, p in policy.hf.named_parameters():
+        if ".lora_B" in name or not lora_rank:
+            p.detach().to_local().add_(torch.randn(p.to_local().shape).mul_(1e-2))
+    C.save_checkpoint(out, 1, {"policy": (policy, None)}, 1)
+    args = train.parse_args([*start_flags(model, out), "--lora-rank", str(lora_rank)]).flat()
+    (out / "run.json").write_text(json.dumps({"args": args}))
+    return out
+
+
+def test_eval_holds_one_tensor_of_a_run_at_a_time(toys, tmp_path):
+    """Two processes, in bfloat16; what the engine gets is what a merge in fp32 rounds to, bit for bit."""
+    demo.make_model(tmp_path / "model", "qwen2_5_vl", hidden=512, layers=8, vocab=4096)
+    paths = [tmp_path / "model", *(save_run(tmp_path / "model", tmp_path / f"rank{rank}", rank) for rank in (0, 8))]
+    run([*TORCHRUN, 2, "tests/eval_worker.py", toys["qwen2_5_vl"], tmp_path / "out.json", *paths])
+    for part in json.loads((tmp_path / "out.json").read_text()):
+        for path, found in zip(paths, part, strict=True):
+            print(f"{path.name}: peak {found['peak'] / 2**20:.0f} MiB of {found['whole'] / 2**20:.0f}")
+            assert found["equal"] and found["whole"] > 100e6
+            assert found["peak"] < 4 * found["largest"] + 20e6  # what is read, in fp32, merged, in bfloat16; and code
 
 
 # --- weights that are not finite -------------------------------------------------------------------------------------
@@ -191,9 +227,9 @@ def hostile(witness):
 def refused_everywhere(out, policy, optimizer, match):
     """By what eval.py, merge_lora.py and train.py --resume load with, given the run or the checkpoint."""
     weight(policy).fill_(7)
-    for path, merge in ((out, True), (at(out, 4), False)):
+    for path in (out, at(out, 4)):
         with pytest.raises(UserError, match=match):
-            C.load_trained(str(path), merge=merge)
+            C.load_trained(str(path))
     with pytest.raises(UserError, match=match):
         C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
     assert (weight(policy) == 7).all()

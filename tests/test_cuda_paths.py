@@ -131,6 +131,17 @@ def test_memory_is_allocated_in_segments_that_grow(null_gpu):
     assert run(chosen, "-c", code).splitlines()[-1].startswith("[False]")
 
 
+def test_pinned_memory_is_as_large_as_its_tensor(null_gpu):
+    """torch keeps freed blocks by their power of two, and gives out any of them without comparing sizes."""
+    code = "import utils, torch, ctypes; utils.dist_setup(); pinned = ctypes.CDLL(None).null_gpu_pinned_bytes; "
+    code += "pinned.restype = ctypes.c_size_t; torch.zeros(1, device='cuda')\n"
+    code += "for mib in (5, 70, 600):\n"
+    code += "    torch.empty(mib << 20, dtype=torch.uint8, pin_memory=True)\n"  # freed at once
+    code += "    before, x = pinned(), torch.empty(mib + mib // 3 << 20, dtype=torch.uint8, pin_memory=True)\n"
+    code += "    print(mib, max(before, pinned()) >> 20 >= mib + mib // 3)"
+    assert run(null_gpu, "-c", code).splitlines()[-3:] == ["5 True", "70 True", "600 True"]
+
+
 @pytest.mark.slow
 def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path):
     """gpu.py counts; with values the policy head would be the plain one, which waits more often."""

@@ -49,6 +49,20 @@ def of(n, scores, others):
     return map(list, zip(*pairs, strict=True))
 
 
+def test_an_engine_has_the_models_own_rotary_tables(toys):
+    """In fp32 whatever the weights are in, as in training: rounded to bfloat16 they move every token."""
+    path = str(toys["qwen2_5_vl"])
+    command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
+    alone = Context(0, 1, torch.device("cpu"))
+    engine = E.start_engine(E.parse_args([path, *command]), path, M.load_processor(path), [], 0, None, alone)
+    want = M.load_hf(path, torch.bfloat16)
+    for kind in ("named_buffers", "named_parameters"):
+        mine = dict(getattr(engine.hf, kind)())
+        for name, tensor in getattr(want, kind)():
+            assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
+    assert engine.complete and list(want.named_buffers())
+
+
 def test_comparison_counts_what_changed():
     ours, base = of(10, [1, 1, 1, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 1])
     found = E.compare(ours, base, "accuracy")

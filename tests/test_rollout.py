@@ -388,8 +388,8 @@ def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
     more = {"examples": examples, "max_model_len": 1}
-    engine = make_engine("hf", "no folder", processor, CPU, torch.float32, load_hf=lambda: hf, **more)
-    assert isinstance(engine, HFEngine) and engine.hf is hf
+    engine = make_engine("hf", hf.name_or_path, processor, CPU, torch.bfloat16, **more)
+    assert isinstance(engine, HFEngine) and engine.dtype == torch.bfloat16
     prompts = make_prompts(examples, processor)
     sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)

@@ -1,0 +1,64 @@
+"""Run by test_checkpoint.py under torchrun: give an engine the weights that eval.py loads, and measure the memory.
+
+    python -m torch.distributed.run --standalone --nproc-per-node N tests/eval_worker.py SMALL OUT.json RUN...
+
+SMALL is loaded first, so that code which is imported on the way does not count. The engine keeps checksums alone.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch  # noqa: E402
+from load_worker import status  # noqa: E402
+
+import eval as E  # noqa: E402
+from engines.transfer import checksum  # noqa: E402
+from layers.lora import merge_lora  # noqa: E402
+from parallel.checkpoint import load_trained  # noqa: E402
+from rollout import Engine  # noqa: E402
+from utils import Context, dist_setup, run_script  # noqa: E402
+
+
+class Sink(Engine):
+    """Takes weights and keeps their checksums."""
+
+    def load_weights(self, named_tensors):
+        self.sums = {name: (tensor.dtype, checksum(tensor)) for name, tensor in named_tensors}
+        return {}
+
+
+def sync(path: str, ctx: Context) -> dict[str, tuple]:
+    cfg = E.parse_args([path, "--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "vllm"])
+    engine = Sink()
+    E.start_engine(cfg, path, None, [], 0, None, ctx, engine)
+    return engine.sums
+
+
+def main(_) -> None:
+    torch.set_num_threads(1)
+    small, out, *paths = sys.argv[1:]
+    ctx, found = dist_setup(), []
+    for path in paths:
+        sync(small, ctx)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = status("VmRSS")
+        sums = sync(path, ctx)
+        peak = status("VmHWM") - before
+        hf = merge_lora(load_trained(path))
+        want = {name: (torch.bfloat16, checksum(p.bfloat16())) for name, p in hf.named_parameters()}
+        whole, largest = (4 * f(p.numel() for p in hf.parameters()) for f in (sum, max))
+        found.append({"peak": peak, "whole": whole, "largest": largest, "equal": sums == want})
+        del hf
+    everyone = ctx.gather(found)
+    if ctx.main:
+        Path(out).write_text(json.dumps(everyone))
+
+
+if __name__ == "__main__":
+    run_script(main, lambda: None)
