@@ -139,12 +139,13 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     Logprobs are those of the distribution sampled from: after temperature and top-p. UserError for logits that are no
     distribution: such tokens would be made up, and their log-probabilities NaN.
     """
-    bad = int((~logits_BV.logsumexp(dim=-1).isfinite()).sum())
+    greedy = sampling.temperature == 0
+    logp_BV = (logits_BV if greedy else logits_BV / sampling.temperature).log_softmax(dim=-1)
+    bad = int(logp_BV[:, 0].isnan().sum())  # a row without a distribution is NaN from end to end
     need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
-    if sampling.temperature == 0:
+    if greedy:
         token_B = logits_BV.argmax(dim=-1)
-        return token_B, logits_BV.log_softmax(dim=-1).gather(1, token_B[:, None])[:, 0]
-    logp_BV = (logits_BV / sampling.temperature).log_softmax(dim=-1)
+        return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
     if sampling.top_p < 1:
         descending, order = logp_BV.sort(dim=-1, descending=True)
         mass = descending.double().exp()
