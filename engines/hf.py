@@ -216,6 +216,10 @@ class HFEngine(Engine):
         self, hf: nn.Module, processor: Processor, device: torch.device, vision_cache: VisionCache | None = None
     ):
         self.hf = hf.to(device).eval().requires_grad_(False)
+        if device.type == "cpu" and hf.dtype == torch.float32:
+            for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():
+                if isinstance(layer, nn.Linear):  # few rows are multiplied faster by a weight that lies transposed
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
         self.processor = processor
         self.device = device
         self.vision_cache = vision_cache
