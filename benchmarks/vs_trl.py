@@ -20,6 +20,11 @@ from on_step_begin to on_step_end: its data loading and logging are not counted,
   generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
   train      loss, backward, clipping, AdamW
   rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
+Each ratio stands beside its arithmetic bound: TRL's FLOPs over ours, by packing.flop_rates. TRL sends the prompt and
+its images through the model once per response, padded to the longest prompt, when it samples and when it trains. We
+send them once per prompt, and images of the frozen tower once in all. A ratio above the bound means more FLOPs a
+second than TRL's. Tokens are counted in the language model's forward on both sides, padding included, and must be
+those of the formula.
 Memory: peak resident set of each process above what it held before its first step.
 """
 
@@ -27,9 +32,11 @@ import argparse
 import hashlib
 import io
 import json
+import math
 import multiprocessing as mp
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -52,7 +59,7 @@ import grpo  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import ImageInput, Policy, VisionCache, load_hf, load_processor  # noqa: E402
-from packing import Packer, flop_rates, token_batch  # noqa: E402
+from packing import Packer, flop_rates, group_flops, token_batch  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E402
 from prepare_data import Example  # noqa: E402
@@ -107,6 +114,7 @@ CONFIGS = {
     "A": Config(64, 3, 112, 2, 8, 32, 1024, 1.5, None),
     "B": Config(256, 4, 224, 4, 8, 32, 1300, 2.5, 0.6),
     "C": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),  # B with longer responses, which have less to share
+    "B-long": Config(256, 4, 224, 6, 4, 48, 1300, 2.2, 0.6),  # and with fewer responses that share a prompt
 }
 
 
@@ -184,6 +192,43 @@ class Clock:
     def pop(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}
         return seconds
+
+
+class TokenCounter:
+    """Counts the tokens that go through language models, (rows x columns) of their inputs, padding included: those of
+    forwards with gradients as "train", those of others as "generate"."""
+
+    def __init__(self, *models: torch.nn.Module):
+        self.counts = {"generate": 0, "train": 0}
+        for hf in models:
+            language = hf.get_submodule(hf.family.language)
+            language.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: torch.nn.Module, inputs: tuple, named: dict) -> None:
+        part = "train" if torch.is_grad_enabled() else "generate"
+        self.counts[part] += named["inputs_embeds"].shape[:2].numel()
+
+    def pop(self) -> dict[str, int]:
+        counts, self.counts = self.counts, {"generate": 0, "train": 0}
+        return counts
+
+
+def arithmetic(config: Config, hf_config, prompt_tokens: Sequence[int], patches: int) -> dict[tuple[str, str], dict]:
+    """Return, for each side and part, the language tokens and the FLOPs of a step on prompts of these lengths, each
+    with an image of `patches` patches. The last token of a response goes through the model only in TRL's training."""
+    found = {}
+    padded, new = [max(prompt_tokens)] * config.prompts, config.new_tokens
+    # the frozen tower has no backward; TRL runs it in both parts, we keep its features
+    for side, part, lengths, share, inputs, forwards, vision in (
+        ("trl", "generate", padded * config.group, 1, new - 1, 1, 1.0),
+        ("trl", "train", padded * config.group, 1, new, 3, 1 / 3),
+        ("ours", "generate", padded, config.group, new - 1, 1, 1.0),
+        ("ours", "train", prompt_tokens, config.group, new - 1, 3, 0.0),
+    ):
+        rates = flop_rates(hf_config, vision)
+        flops = sum(group_flops(rates, n, [patches], [inputs] * share, new * share) for n in lengths)
+        found[side, part] = {"tokens": sum(lengths) + config.rollouts * inputs, "flops": forwards * flops}
+    return found
 
 
 def status_kib(field: str) -> int:
@@ -290,6 +335,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
                     "train": step - seconds["prepare"],
                     "rest": seconds["prepare"] - seconds["generate"],
                     "tokens": made[-1],
+                    "computed": counter.pop(),
                     "kib": status_kib("VmHWM") - self.before,
                     "peak_kib": status_kib("VmHWM"),
                 }
@@ -309,6 +355,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
             generation_kwargs={"suppress_tokens": silent},
             gradient_checkpointing=args.trl_checkpointing,
         )
+        counter = TokenCounter(trainer.model)
         generate = clock.wrap("generate", trainer.model.generate)
 
         def counted(*positional, **named):
@@ -361,9 +408,9 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     engine.banned = policy.banned
     packer = Packer(config.micro_tokens, processor.image_token_id, flop_rates(policy.hf.config))
     skipped = Skipped(model, ctx)
-    clock = Clock()
+    clock, counter = Clock(), TokenCounter(policy.hf, engine.hf)
 
-    def step(number: int) -> int:
+    def step(number: int) -> dict:
         """The numbered parts of a step of train.py."""
         meter = Meter()
         pool = GroupPool(algo, config.prompts, number, ctx)
@@ -386,7 +433,10 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             engine.load_weights(full_parameters(policy, trainable_only=True))
         metrics = rollout_metrics(pool) | meter.reduce(ctx)
         assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
-        return sum(len(r.response) for r in rollouts)
+        work = arithmetic(
+            config, policy.hf.config, [len(p.token_ids) for p in prompts], math.prod(prompts[0].images[0].grid_thw)
+        )
+        return {"tokens": sum(len(r.response) for r in rollouts), "computed": counter.pop(), "arithmetic": work}
 
     pipe.send("ready")
     before, profile = status_kib("VmRSS"), None
@@ -399,7 +449,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             profile = cProfile.Profile()
         clock.pop()
         began = time.perf_counter()
-        tokens = profile.runcall(step, number) if profile else step(number)
+        counts = profile.runcall(step, number) if profile else step(number)
         seconds, whole = clock.pop(), time.perf_counter() - began
         pipe.send(
             {
@@ -407,10 +457,10 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
                 "generate": seconds["generate"],
                 "train": seconds["train"],
                 "rest": whole - seconds["generate"] - seconds["train"],
-                "tokens": tokens,
                 "kib": status_kib("VmHWM") - before,
                 "peak_kib": status_kib("VmHWM"),
             }
+            | counts
         )
     if profile:
         profile.dump_stats(args.profile)
@@ -435,6 +485,18 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
         parameters = sum(p.numel() for p in load_hf(str(model)).parameters())
     tokens = {row["tokens"] for row in chain.from_iterable(measured.values())}
     assert tokens == {config.rollouts * config.new_tokens}, f"the sides made different numbers of tokens: {tokens}"
+    works = [row.pop("arithmetic") for row in measured["ours"]]
+    for number, work in enumerate(works):
+        for (side, part), computed in work.items():
+            counted = measured[side][number]["computed"][part]
+            assert counted == computed["tokens"], f"{side}, {part}: {counted} tokens, not {computed['tokens']}"
+    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # over the steps that count
+    for side, part in works[0]:
+        for what, numbers in mean[side].items():
+            numbers[part] = statistics.mean(work[side, part][what] for work in works[1:])
+    for numbers in chain.from_iterable(of_side.values() for of_side in mean.values()):
+        numbers["step"] = sum(numbers.values())
+    bound = {part: mean["trl"]["flops"][part] / n for part, n in mean["ours"]["flops"].items()}
     best = {
         side: {part: min(row[part] for row in rows[1:]) for part in ("step", "generate", "train", "rest")}
         | {"mib": rows[-1]["kib"] / 1024, "peak_mib": rows[-1]["peak_kib"] / 1024}
@@ -448,9 +510,14 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
         "tokens; minima of "
         f"{args.steps - 1} interleaved steps, one thread"
     )
-    print(f"{'seconds':22} {'TRL':>8} {'ours':>8} {'ratio':>7}")
+    print(f"{'seconds':22} {'TRL':>8} {'ours':>8} {'ratio':>7} {'bound':>7}")
     for part in ("step", "generate", "train", "rest"):
-        print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x")
+        beside = f" {bound[part]:6.2f}x" if part in bound else ""
+        print(f"{part:22} {best['trl'][part]:8.3f} {best['ours'][part]:8.3f} {ratio[part]:6.2f}x{beside}")
+    for label, what, unit in (("tokens", "tokens", 1), ("GFLOP", "flops", 1e9)):
+        for part in ("step", "generate", "train"):
+            theirs, ours = (mean[side][what][part] / unit for side in ("trl", "ours"))
+            print(f"{f'{label}, {part}':22} {theirs:8.6g} {ours:8.6g} {theirs / ours:6.2f}x")
     print(
         f"{'MiB over the start':22} {best['trl']['mib']:8.1f} {best['ours']['mib']:8.1f} {1 / ratio['mib']:6.2f} of "
         "TRL's"
@@ -465,7 +532,7 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
             f"memory at most {config.memory_bar} of TRL's: {'yes' if 1 / ratio['mib'] <= config.memory_bar else 'NO'}"
         )
     print("; ".join(verdicts), flush=True)
-    return {"parameters": parameters, "best": best, "ratio": ratio, "rows": measured}
+    return {"parameters": parameters, "best": best, "ratio": ratio, "bound": bound, "work": mean, "rows": measured}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -139,12 +139,13 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     Logprobs are those of the distribution sampled from: after temperature and top-p. UserError for logits that are no
     distribution: such tokens would be made up, and their log-probabilities NaN.
     """
-    bad = int((~logits_BV.logsumexp(dim=-1).isfinite()).sum())
+    greedy = sampling.temperature == 0
+    logp_BV = (logits_BV if greedy else logits_BV / sampling.temperature).log_softmax(dim=-1)
+    bad = int(logp_BV[:, 0].isnan().sum())  # a row without a distribution is NaN from end to end
     need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
-    if sampling.temperature == 0:
+    if greedy:
         token_B = logits_BV.argmax(dim=-1)
-        return token_B, logits_BV.log_softmax(dim=-1).gather(1, token_B[:, None])[:, 0]
-    logp_BV = (logits_BV / sampling.temperature).log_softmax(dim=-1)
+        return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
     if sampling.top_p < 1:
         descending, order = logp_BV.sort(dim=-1, descending=True)
         mass = descending.double().exp()
@@ -215,6 +216,10 @@ class HFEngine(Engine):
         self, hf: nn.Module, processor: Processor, device: torch.device, vision_cache: VisionCache | None = None
     ):
         self.hf = hf.to(device).eval().requires_grad_(False)
+        if device.type == "cpu" and hf.dtype == torch.float32:
+            for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():
+                if isinstance(layer, nn.Linear):  # few rows are multiplied faster by a weight that lies transposed
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
         self.processor = processor
         self.device = device
         self.vision_cache = vision_cache
@@ -359,6 +364,7 @@ class HFEngine(Engine):
         grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
         return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
 
+    @torch.inference_mode()  # fewer checks per operation than without gradients; what leaves it is never trained on
     def _forward(self, batch: Decoding, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]
