@@ -1,60 +1,78 @@
-"""How much there is to read: code lines of each file, formatted at 120 columns, and what one step takes.
+"""How much code there is to read: Python tokens and code lines of each folder and file that git tracks.
 
-    python benchmarks/size.py                  # this checkout
-    python benchmarks/size.py ../other         # another one, in the same way
+    python benchmarks/size.py                  # this checkout, by folder
+    python benchmarks/size.py --files          # and by file
+    python benchmarks/size.py ../other         # another checkout, counted in the same way
 
-A code line holds code: no blanks, comments and docstrings. Formatted by `ruff format`, without magic trailing commas,
-so that two styles compare. Tests and benchmarks are left out.
+A token is one of Python's `tokenize`, without comments, docstrings, line breaks and indentation, so dense lines do not
+make code smaller. A code line is a line that holds a token. Tests and benchmarks are counted apart from the product,
+and so are the templates, styles and scripts of pages, by their lines that are not blank.
 """
 
 import argparse
 import ast
 import io
 import subprocess
-import sys
-import tempfile
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 FIRST_PATH = ("train.py", "rollout.py", "grpo.py", "reward.py")  # what a training step is read in
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-CONFIG = "line-length = 120\nformat.skip-magic-trailing-comma = true\n"
+LAYOUT = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+PAGES = (".html", ".css", ".js", ".j2")
 
 
-def formatted(source: str) -> str:
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        config.write(CONFIG)
-        config.flush()
-        command = [sys.executable, "-m", "ruff", "format", "--config", config.name, "--stdin-filename", "x.py", "-"]
-        return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
-
-
-def code_lines(source: str) -> int:
+def count(source: str) -> tuple[int, int]:
+    """Return the tokens and the code lines of a Python file."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines: set[int] = set()
+    tokens, lines = 0, set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
+        if token.type not in LAYOUT and token.start[0] not in docstrings:
+            tokens += 1
             lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    return tokens, len(lines)
 
 
-def main(root: Path) -> None:
-    sizes = {}
-    for file in sorted(root.rglob("*.py")):
-        name = str(file.relative_to(root))
-        if not name.startswith((".", "tests", "benchmarks")):
-            sizes[name] = code_lines(formatted(file.read_text()))
-    for name, size in sizes.items():
-        print(f"{size:6}  {name}")
-    print(f"{sum(sizes.get(name, 0) for name in FIRST_PATH):6}  {', '.join(FIRST_PATH)}")
-    print(f"{sum(sizes.values()):6}  in all")
+def main(root: Path, by_file: bool) -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    tracked = [Path(name) for name in listed.splitlines() if (root / name).exists()]
+    sizes = {file: count((root / file).read_text()) for file in tracked if file.suffix == ".py"}
+    tokens: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    for file, (n_tokens, n_lines) in sizes.items():
+        folder = file.parts[0] if len(file.parts) > 1 else "root"
+        part = folder if folder in ("tests", "benchmarks") else "product"
+        for name in {folder, part}:
+            tokens[name] += n_tokens
+            lines[name] += n_lines
+        if str(file) in FIRST_PATH:
+            tokens["first path"] += n_tokens
+            lines["first path"] += n_lines
+        if by_file:
+            print(f"{n_tokens:8,} {n_lines:7,}  {file}")
+    print(f"{'tokens':>8} {'lines':>7}")
+    apart = ("first path", "product", "tests", "benchmarks")
+    for name in [*sorted(tokens.keys() - set(apart)), *apart]:
+        told = f" ({', '.join(FIRST_PATH)})" if name == "first path" else ""
+        print(f"{tokens[name]:8,} {lines[name]:7,}  {name}{told}")
+    pages = lines_of(root / file for file in tracked if file.suffix in PAGES and file.parts[0] != "tests")
+    print(f"{'':8} {pages:7,}  templates, styles and scripts of pages")
+
+
+def lines_of(files) -> int:
+    """Return how many lines of these files are not blank."""
+    return sum(1 for file in files for line in file.read_text().splitlines() if line.strip())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent, help="a checkout")
-    main(parser.parse_args().root)
+    parser.add_argument("--files", action="store_true", help="also print each file")
+    args = parser.parse_args()
+    main(args.root, args.files)

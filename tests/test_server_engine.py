@@ -551,7 +551,7 @@ def test_what_is_kept_goes_on_and_each_token_has_its_version(connect):
 
 
 def test_features_of_images_outlive_a_sync_unless_the_tower_is_trained(connect):
-    image = SimpleNamespace(key="pixels", n_tokens=1)
+    image = SimpleNamespace(key="pixels", n_tokens=1, image=None)
     for trained, expected in ((False, [1, 1]), (True, [1, 2])):
         engine, [server] = connect(1, trained_tower=trained)
         engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
