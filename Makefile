@@ -2,8 +2,8 @@
 # make test   install, run the CPU tests on all cores; make test-all: the slow ones too
 # make test-vllm   install vLLM for CPUs beside it, run the tests that need the real engine
 # make test-sglang   the same with SGLang, whose server takes part in the tests
-# make test-cuda-paths   install torch for CUDA, run CUDA's branches on a GPU that does not exist (tests/null_gpu)
-# make test-vllm-cuda   the same with vLLM for CUDA: its default engine for a GPU, sleep and all
+# make test-cuda-paths   install torch for CUDA, run the code for CUDA on a GPU that does not exist (tests/null_gpu)
+# make test-vllm-cuda   the same with vLLM for CUDA: the engine that a GPU gets by default, with sleep and weight syncs
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
@@ -67,7 +67,7 @@ test-sglang: $(VENV_SGLANG)/.dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 \
 	PYTHONPATH=$(CURDIR)/tests/sglang_env $(VENV_SGLANG)/bin/python -m pytest -m sglang tests/test_sglang.py
 
-# ===: PyPI's own file, which is the build for CUDA, where pip would also find torch+cpu
+# === takes PyPI's own file, the build for CUDA; with == pip may choose torch+cpu
 $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
 	@echo "installing torch for CUDA and more into $(VENV_CUDA): 6 GB"
 	$(PYTHON) -m venv $(VENV_CUDA)
@@ -76,7 +76,7 @@ $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt
 	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.txt -r requirements-dev.txt
 	touch $@
 
-# CUDA_PATHS="not slow": the few that CI runs
+# CUDA_PATHS="not slow" selects the few tests that CI runs
 CUDA_PATHS ?= cuda_paths
 test-cuda-paths: $(VENV_CUDA)/.dev
 	$(VENV_CUDA)/bin/python tests/null_gpu/build.py
@@ -91,7 +91,7 @@ $(VENV_VLLM_CUDA)/.dev: requirements.txt requirements-gpu.txt
 	$(VENV_VLLM_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^pytest==' requirements-dev.txt)
 	touch $@
 
-# by hand: CI does not download it
+# run by hand: CI does not download this wheel
 test-vllm-cuda: $(VENV_VLLM_CUDA)/.dev
 	$(VENV_VLLM_CUDA)/bin/python tests/null_gpu/build.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_VLLM_CUDA)/bin/python -m pytest -m vllm_cuda tests/test_vllm_cuda.py

@@ -312,7 +312,7 @@ def start_engine(
     running: Engine | None = None,
 ) -> Engine:
     """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
-    of at most `longest` tokens. It is `running`, if that is given: an engine of a model with the same architecture."""
+    of at most `longest` tokens. If `running` is given, an engine of the same architecture, reuse it."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     weights, length = TrainedWeights(path, dtype), longest + cfg.max_new_tokens
     base = weights.cfg.model
@@ -333,7 +333,7 @@ def start_engine(
 
 
 def architecture(path: str) -> dict:
-    """Return what in a model's config decides its weights' names and shapes."""
+    """Return the part of a model's config that decides its weights' names and shapes."""
     config = load_config(locate(path)[0]).to_dict()
     parts = {"": config, **{name: config.get(name) or {} for name in ("text_config", "vision_config")}}
     others = (*parts, "dtype", "torch_dtype", "transformers_version", "architectures")
@@ -358,9 +358,9 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     paths = [cfg.model, *cfg.baseline]
     reusable = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
     for path, same in zip(paths, reusable, strict=True):
-        other = f"--baseline {path}: its architecture is not that of {cfg.model}, and on a GPU a process holds one vLLM"
+        other = f"--baseline {path}: its architecture differs from {cfg.model}'s, and a GPU process holds only one vLLM"
         held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
-        need(held, f"{other}; evaluate it by itself, or use --rollout hf")
+        need(held, f"{other}; evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)

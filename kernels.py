@@ -259,10 +259,10 @@ class _Head:
 def _compact(live_R: Tensor) -> Tensor:
     """source_N: which row goes into each of the first N places, where N rows are live. A live row stays where it is,
     and those from behind take the places of dead ones: so most stay, and none is read after it was overwritten."""
-    live_N = live_R.nonzero()[:, 0]  # the host waits for N, and for nothing else
+    live_N = live_R.nonzero()[:, 0]  # the host waits for N here, and nowhere else
     n = len(live_N)
     dead_N = ~live_R[:n]
-    later_N = n - dead_N.sum() + dead_N.cumsum(0) - 1  # as many live rows come from behind as are dead before
+    later_N = n - dead_N.sum() + dead_N.cumsum(0) - 1  # the live rows from N on are as many as the dead rows before N
     return torch.where(dead_N, live_N[later_N.clamp(min=0)], torch.arange(n, device=live_R.device))
 
 

@@ -208,7 +208,8 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
 
 @dataclass(frozen=True, eq=False)
 class Patcher:
-    """The model's image processor for images at their final size, on any device: a table of what each byte becomes."""
+    """Makes patches of images at their final size, on any device, with exactly the values of the model's own image
+    processor: it looks up each byte in a table."""
 
     table_CB: Tensor  # (channels, 256) fp32, see Processor._make_patcher
     patch: int  # pixels on a side
@@ -231,8 +232,8 @@ class Patcher:
 class ImageInput:
     """One image at the size the model sees. `key` identifies its content.
 
-    Its patches are made where the vision tower runs, each time that it does: they are eight times as large as the
-    image, and a frozen tower's features are cached.
+    Patches are eight times as large as the image. So they are not kept, but made whenever the vision tower runs, on its
+    device. That is rare for a frozen tower, whose features are cached.
     """
 
     key: str
@@ -277,7 +278,7 @@ class Processor:
         self.banned_ids = sorted({i for i in banned if i is not None})
 
     def _make_patcher(self, path: str) -> Patcher:
-        """Read the table off the image processor; raise UserError if it does more than look up each byte."""
+        """Return a Patcher with the image processor's values; raise UserError if it does more than look up bytes."""
         processor, channels = self.image_processor, 3
         shape = (processor.patch_size, self.merge_size, processor.temporal_patch_size)
         side = processor.patch_size * self.merge_size
@@ -292,7 +293,7 @@ class Processor:
             row_B[bytes_] = values
         patcher = Patcher(table_CB, *shape)
         same = torch.equal(patcher(noise), theirs[1])
-        need(same, f"--model {path!r}: its image processor is not what it is called; {LIKE_OURS}")
+        need(same, f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
         return patcher
 
     def banned(self, vocab_size: int) -> Tensor:
@@ -486,7 +487,7 @@ def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int)
     if features is None:
         return embeds
     mask = ids == image_token
-    if not mask.is_cuda:  # a GPU checks it too, without making the host wait
+    if not mask.is_cuda:  # a GPU checks this itself, and the host would wait for it
         assert int(mask.sum()) == features.shape[0], f"{int(mask.sum())} image tokens, {features.shape[0]} features"
     return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
 
@@ -675,7 +676,7 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
 def prepare(hf: nn.Module, family: Family) -> nn.Module:
     """Set hf.family and the tower's attention, and let attention plans reach the recurrent layers."""
     hf.family = family
-    if family in FAMILIES.values():  # towers that tell attention where each image, or window, ends
+    if family in FAMILIES.values():  # their towers tell attention where each image, or window, ends
         hf.get_submodule(family.vision).config._attn_implementation = "planned_flash"
     plan_recurrent_layers(hf.get_submodule(family.language))
     return hf

@@ -342,9 +342,9 @@ def balance_over_ranks(
     """Send whole groups to the ranks that train on them, evened in FLOPs. Return this rank's rollouts of each
     minibatch, and the heaviest rank's FLOPs over the mean, before and after.
 
-    `groups` are those that this process sampled, by a key that orders them over all processes; `chosen` are the keys of
-    those to train on, of all processes. A group travels with its prompt and images, to its owner alone; the processes
-    of a tensor-parallel group own the same groups.
+    `groups` are those that this process sampled, by keys that order them over all processes. `chosen` are the keys of
+    the groups to train on, from all processes. A group is sent with its prompt and images, only to its owners: one data
+    rank, which is one process or all processes of a tensor-parallel group.
     """
     costs, sampled_by = {}, {}
     for rank, theirs in enumerate(ctx.gather({k: rollouts_flops(groups[k], rates) for k in chosen if k in groups})):

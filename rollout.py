@@ -163,8 +163,8 @@ def as_given(example: Example) -> Example:
 
 
 def preprocess_image(image: Image.Image, processor: Processor, blank: bool = False, key: str = "") -> ImageInput:
-    """Return an RGB image, or with `blank` a white one of its size, as the model sees it. Without a `key` its pixels
-    identify it."""
+    """Return an RGB image as the model sees it, or with `blank` a white image of its size. `key` identifies its
+    content (default: a hash of its pixels)."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
     image = processor.resize(image)
@@ -373,7 +373,7 @@ class Engine:
         """Make room for the update. Weights may be lost with it: before the next use comes a sync."""
 
     def asleep_bytes(self) -> int:
-        """Return how many bytes torch's CUDA allocator counts that the sleeping engine has given back."""
+        """Return the bytes that the sleeping engine has given back, but torch's CUDA allocator still counts."""
         return 0
 
 

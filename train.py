@@ -244,7 +244,7 @@ def update_policy(
         micros = batch.minibatches[number]
         models.zero_grad()
         policy_total = value_total = 0.0
-        results: list[torch.Tensor] = []  # read after all micro-batches, as reading makes the host wait
+        results: list[torch.Tensor] = []  # read only after all micro-batches: reading makes the host wait
         head_loss, columns = loss, batch.tokens
         if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # collectives must match
             head_loss, columns = TangentLoss(), tangent_columns(models, batch, number, loss, cfg)
@@ -435,7 +435,7 @@ def main(cfg: Config) -> None:
         with stage("update"), training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, skipped)
-            models.zero_grad()  # a waking engine needs their memory
+            models.zero_grad()  # the engine needs the gradients' memory when it wakes
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
         with stage("sync", interruptible=False):

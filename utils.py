@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from errors import Interrupted, Note, UserError, keep_printing, printable
 
-# How torch allocates, unless the user says otherwise. Segments that grow leave fewer gaps between tensors of changing
-# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Pinned host memory above 64 MiB is
-# not rounded up to powers of two, which would double what a sleeping engine keeps there. Then it must not be kept for
-# reuse either: torch 2.13 would give a freed block of 65 MiB to a tensor of 128.
+# How torch allocates memory, unless the user sets it. Segments that grow leave fewer gaps between tensors of changing
+# sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Blocks of pinned host memory above
+# 64 MiB are not rounded up to powers of two, which would double what a sleeping engine keeps there. Then they must not
+# be cached for reuse either: torch 2.13 would give a freed block of 65 MiB to a tensor of 128 MiB.
 ALLOC_CONF = "expandable_segments:True"
 if torch.__version__ >= (2, 13):  # older versions refuse options that they do not know
     ALLOC_CONF += ",pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
@@ -109,16 +109,16 @@ def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def as_double(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number in double precision: a tensor where it is, without waiting for its device."""
+    """Return a number in double precision. A tensor stays on its device, so the host does not wait."""
     return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
 
 
 def copy_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy CPU tensors to a device. To a GPU they go in one transfer, from pinned memory, for which nobody waits."""
+    """Copy CPU tensors to a device: to a GPU in one transfer from pinned memory, for which the host does not wait."""
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    sizes = [-(-part.numel() // 8) * 8 for part in parts]  # whole words: each part begins where its dtype may
+    sizes = [-(-part.numel() // 8) * 8 for part in parts]  # multiples of 8 bytes: every part is aligned
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, place in zip(parts, packed.split(sizes), strict=True):
         place[: part.numel()] = part
@@ -133,7 +133,7 @@ class Meter:
     out."""
 
     def __init__(self):
-        self.totals: dict[str, float | torch.Tensor] = {}  # on a GPU until they are reduced: reading one would wait
+        self.totals: dict[str, float | torch.Tensor] = {}  # on a GPU until `reduce`, as reading one makes the host wait
         self.counts: dict[str, float | torch.Tensor] = {}
         self.values: dict[str, float] = {}
 
@@ -186,7 +186,7 @@ def _rendezvous() -> dict:
 def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
     """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
     rank waits for longer than that is an error."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():

@@ -1,37 +1,40 @@
-"""The first hour on a GPU: does README's command start, is everything right, how fast is it? No network is used.
+"""The first hour on a GPU: does README's command run, are the results right, how fast is it? No network is used.
 
     python benchmarks/gpu.py                                  # all parts in 9 minutes, on one GPU
-    python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time:
-    python benchmarks/gpu.py --only head,update               # --json FILE keeps the parts of earlier calls, if
-    python benchmarks/gpu.py --only memory,sync,waits         # machine, packages and code are the same
+    python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time
+    python benchmarks/gpu.py --only head,update
+    python benchmarks/gpu.py --only memory,sync,waits
     python benchmarks/gpu.py --short                          # tiny shapes; works on a CPU too, in a few minutes
 
-Parts, in order of worth:
+The results file (--json) keeps the parts of earlier calls if the machine, the packages and the code are the same.
+
+Parts, the most important first:
 
 1  start    README's commands on a random model with the width, heads and vocabulary of Qwen2.5-VL-3B but 4 layers:
-            prepare_data.py, train.py for 2 steps, the same resumed, eval.py, merge_lora.py
-2  correct  tests marked gpu, tests/test_kernels.py, and train.py on toys for 3 steps: every --attn and --kernel, LoRA,
-            PPO, recomputation, a trained tower, a reference, and others
-3  head     the policy head at 16384 tokens x 3584 x 152064, against the peers that are installed
-4  update   the update of Qwen2.5-VL-3B, and of 7B with LoRA, on 32 prompts x 8 responses of geo3k-like lengths: with
-            shared prefixes, and packed without
-5  memory   the largest allocation of updates, against the table of docs/hardware.md
+            prepare_data.py, train.py for 2 steps and resumed for a third, eval.py, merge_lora.py
+2  correct  tests marked gpu, tests/test_kernels.py, and train.py on toy models for 3 steps: every --attn and --kernel,
+            LoRA, PPO, recomputation, a trained tower, a reference, and others
+3  head     the policy head at 16384 tokens x 3584 x 152064, against other implementations that are installed
+4  update   the update of Qwen2.5-VL-3B, and of 7B with LoRA, on 32 prompts x 8 responses of geo3k-like lengths: packed
+            with shared prefixes, and packed without
+5  memory   the peak memory of updates, against the table of docs/hardware.md
 6  sync     the weight sync, from the trainer to an engine in the same process
 7  waits    how often a micro-batch of train.update_policy makes the host wait for the GPU
 
-A part runs in child processes. One that crashes, hangs or runs out of memory becomes a row with an error, and the rest
-goes on. Each part has a number of seconds that those before it leave to it; it also gets what they did not use. Results
-are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is 1 if anything
-failed or was cut. Without a GPU nothing starts, unless --short is given.
+A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the rest still
+runs. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that they
+left over. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is
+1 if anything failed or ran out of time. Without a GPU nothing starts, unless --short is given.
 
 Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
 pyarrow, tqdm and pytest, and says which are missing. vllm, trl and liger-kernel are used if installed.
 
 Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_rates, divided by the time and the
-datasheet's dense bf16 rate: one forward, two for the backward (one with LoRA, whose weights are frozen), the forward of
-the frozen tower, attention over visible pairs; no recomputation. Copies of a prompt count if an update computes them;
-the last column counts each prompt once. Images are not cached between updates. An update is timed whole, with its
-optimizer step, after a warm-up on its largest and smallest micro-batch; the policy head is the minimum of the runs.
+datasheet's dense bf16 rate. The FLOPs are one forward, two more for the backward (one with LoRA, whose base weights are
+frozen), the forward of the frozen tower, and attention over visible pairs; recomputation does not count. Copies of
+a prompt count if the update computes them; the column "MFU, prompts once" counts each prompt once. Image features are
+not cached between updates. An update is timed as a whole, optimizer step included, after a warm-up on its largest and
+its smallest micro-batch. The time of the policy head is the minimum over its runs.
 """
 
 import argparse
@@ -65,7 +68,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 NEEDED = "torch triton transformers safetensors numpy pillow pyarrow tqdm pytest".split()
 OPTIONAL = "torchvision trl liger-kernel math-verify vllm flash-attn".split()
-PATIENCE = 100  # seconds without a new row, after which a child counts as hung
+PATIENCE = 100  # a child without a new row for this many seconds counts as hung
 PEAK_TFLOPS = {  # dense bf16, datasheets
     "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "B200": 2250,
 }
@@ -80,7 +83,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--json", type=Path, default=Path("out/gpu.json"), help="results file, written row by row")
     p.add_argument("--short", "--toy", dest="toy", action="store_true", help="tiny shapes, on a GPU or a CPU")
     p.add_argument("--minutes", type=float, default=8.8, help="total time limit (default: 8.8)")
-    # For the tests: "correct:crash,waits:hang" makes the children of these parts do that
+    # For the tests: "correct:crash,waits:hang" makes the children of one part crash and those of another hang
     p.add_argument("--break", dest="broken", default="", help=argparse.SUPPRESS)
     for flag, kind, default in (("child", str, None), ("cases", str, ""), ("rows", Path, None), ("level", int, 0)):
         p.add_argument(f"--{flag}", type=kind, default=default, help=argparse.SUPPRESS)
@@ -92,7 +95,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Report:
-    """The results so far, in a file that is whole at any time."""
+    """The results so far, in a JSON file that is replaced after each row and so is never half written."""
 
     def __init__(self, path: Path, toy: bool, machine: Row):
         self.path, command = path, f"python {shlex.join(sys.argv)}"
@@ -100,7 +103,8 @@ class Report:
                      "machine": machine, "parts": []}
 
     def keep_earlier(self, chosen: list["Part"]) -> None:
-        """Keep the other parts of an existing file of the same machine, packages and code; set another file aside."""
+        """Keep the parts of an existing file that are not run again. Rename the file instead if its machine, packages,
+        code or --short differ."""
         if not self.path.exists():
             return
         old = json.loads(self.path.read_text())
@@ -109,7 +113,7 @@ class Report:
         kept = [part for part in old["parts"] if part["name"] not in [part.name for part in chosen]]
         if not same:
             aside = self.path.rename(f"{self.path}.old")
-            print(f"{self.path} is of another machine, other code or --short: moved to {aside}", flush=True)
+            print(f"{self.path} has another machine, packages, code or --short; renamed to {aside}", flush=True)
         elif kept:
             self.data |= {"parts": kept, "command": f"{old['command']}; {self.data['command']}"}
 
@@ -129,7 +133,7 @@ class Report:
 
     def add(self, row: Row) -> None:
         """Add a row to the current part, and print it."""
-        lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]  # JSON knows no NaN
+        lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]  # JSON has no NaN
         row |= dict.fromkeys(lost)
         self.record["rows"].append(row)
         self.save()
@@ -138,13 +142,13 @@ class Report:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files, as a machine may have no git, or changes that are not committed."""
+    """Return a hash of all Python files. A commit would not do: there may be no git, or uncommitted changes."""
     files = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
     return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 class Parent:
-    """Starts the children of the parts, and ends those that are late."""
+    """The process that starts the parts' children, and kills those that hang or run out of time."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path):
         self.args, self.scratch, self.part, self.children, self.stopped = args, scratch, "", 0, False
@@ -160,8 +164,8 @@ class Parent:
                      "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, command: list, until: float, watch: Path | None = None, **env: str) -> tuple[str, str]:
-        """Run a child and return what went wrong, or "", and the end of its output. It is ended with its whole family
-        at the time `until`, or when the file `watch`, which it writes rows into, has not grown for too long."""
+        """Run a child; return what went wrong, or "", and the end of its output. The child and its descendants are
+        killed at the time `until`, or if the file `watch`, to which it adds rows, does not grow for PATIENCE s."""
         if time.monotonic() > until:
             return CUT, ""
         patience, command = PATIENCE, list(map(str, command))
@@ -182,7 +186,7 @@ class Parent:
                         why = "stopped: no time left"
                     elif watch and now - moved > patience:
                         why = f"hung: stopped after {patience} s without a result"
-            finally:  # also when this process is told to stop
+            finally:  # also if a signal stops this process
                 end(child)
             code = child.wait()
             output.seek(max(0, output.seek(0, os.SEEK_END) - 8000))
@@ -192,7 +196,7 @@ class Parent:
         return why, tail
 
     def run_case(self, case: str, command: list, until: float, **env: str) -> Row:
-        """Run a Python command in a child, and return a row of how long it took, or of what went wrong."""
+        """Run a Python command in a child; return a row with the seconds it took and, if it failed, the error."""
         began = time.monotonic()
         why, tail = self.run([sys.executable, *command], until, **env)
         row = {"case": case, "seconds": time.monotonic() - began} | ({"error": why, "tail": tail} if why else {})
@@ -200,8 +204,8 @@ class Parent:
         return row | ({"self-test": passed[-1]} if passed else {})
 
     def run_cases(self, cases: list[str], until: float) -> None:
-        """Run cases one after another in a child. If one ends it, a fresh child takes the next. After one that ran out
-        of memory it runs the same case at the next level of savings, which the following cases then share."""
+        """Run cases one after another in a child. If a case kills the child, a new child continues with the next case.
+        If an update runs out of memory, a new child repeats it at the next of LEVELS, which later cases keep."""
         left, level = list(cases), 0
         while left and time.monotonic() < until:
             self.children += 1
@@ -216,7 +220,7 @@ class Parent:
             if left and rows and "oom" in rows[-1] and self.part == "update" and rows[-1]["level"] + 1 < len(LEVELS):
                 level = rows[-1]["level"] + 1
             elif left:
-                self.report.add({"case": left.pop(0), "error": why or "the child ended without a word", "tail": tail})
+                self.report.add({"case": left.pop(0), "error": why or "the child ended without a result", "tail": tail})
         for case in left:
             self.report.add({"case": case, "error": CUT})
 
@@ -242,7 +246,7 @@ CUT = "cut: no time left"
 
 
 def end(child: subprocess.Popen) -> None:
-    """End a process with its whole family. Python processes first print where they were (PYTHONFAULTHANDLER)."""
+    """Kill a child and its descendants: by SIGABRT first, at which Python prints its stack (PYTHONFAULTHANDLER)."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         if child.poll() is None:
             os.killpg(child.pid, number)
@@ -250,14 +254,14 @@ def end(child: subprocess.Popen) -> None:
 
 
 def last_words(output: str) -> str:
-    """Return ": " and the last line that names an error, else the last line; "" if there is none."""
+    """Return ": " and the last line that names an error, or the last line if none does; "" for no output."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and "ChildFailedError" not in line]
     named = [line for line in lines if "Error" in line or "No module" in line or line.startswith("error:")]
     return "".join(f": {line[:200]}" for line in (named or lines)[-1:])
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file of JSON lines, the last of which may be half written."""
+    """Return the rows of a file of JSON lines, without a last line that is half written."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -272,7 +276,7 @@ def readme_flags() -> list[str]:
     return shlex.split(command[1].replace("\\\n", " "))
 
 
-# Instead of README's values: a few short steps
+# These override README's values, for a few short steps
 START = "--steps 2 --prompts-per-step 8 --max-new-tokens 128 --save-every 2 --min-pixels 250000"
 SHORT_START = "--steps 2 --prompts-per-step 4 --max-new-tokens 4 --save-every 2 --micro-tokens 400"
 
@@ -280,7 +284,7 @@ SHORT_START = "--steps 2 --prompts-per-step 4 --max-new-tokens 4 --save-every 2 
 def part_start(p: Parent, until: float) -> None:
     folder, size = p.scratch / "start", "toy" if p.args.toy else "3B, 4 layers"
     model, data, out = folder / "model", folder / "train.parquet", folder / "run"
-    task = "geo3k" if importlib.util.find_spec("math_verify") else "vqa"  # whose answers need no math-verify
+    task = "geo3k" if importlib.util.find_spec("math_verify") else "vqa"  # vqa's answers need no math-verify
     setup = {
         "random model": [__file__, "--child", "model", "--rows", model, "--cases", size],
         "prepare_data.py": ["prepare_data.py", task, "--toy", "--n", 32, "--out", data],
@@ -288,7 +292,7 @@ def part_start(p: Parent, until: float) -> None:
     with ThreadPoolExecutor() as pool:
         for row in list(pool.map(lambda item: p.run_case(*item, until), setup.items())):
             p.report.add(row)
-    reward = ["--reward", f"{model / 'reward.py'}:score"]  # which differs between random answers
+    reward = ["--reward", f"{model / 'reward.py'}:score"]  # a reward that differs between random answers
     flags = [*readme_flags(), "--model", model, "--data", data, "--eval-data", data, "--out", out, *reward]
     flags += (SHORT_START if p.args.toy else START).split()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "train.py"]
@@ -302,7 +306,7 @@ def part_start(p: Parent, until: float) -> None:
         "eval.py": ["eval.py", out, "--data", data, "--baseline", model, *reward, "--out", out / "eval"],
         "merge_lora.py": ["merge_lora.py", out, "--out", folder / "merged"],
     }
-    for case, command in after.items() if p.gpu or not p.args.toy else ():  # on a CPU other tests run them
+    for case, command in after.items() if p.gpu or not p.args.toy else ():  # on a CPU, other tests cover these
         p.report.add(p.run_case(case, command, until))
     shutil.rmtree(folder)  # checkpoints are large
 
@@ -338,13 +342,14 @@ RUNS = {  # name -> flags; a "/" begins a second run into the same folder
     "Qwen3.5": "--attn flex --family qwen3_5",
 }
 SHORT_RUNS = ("LoRA with KL",)
-AT_ONCE = 8  # children of this part, which wait for compilers most of the time: their times are of a shared machine
+# Children of part_correct that run at once, as they mostly wait for compilers. So their times are of a shared machine
+AT_ONCE = 8
 
 
 def part_correct(p: Parent, until: float) -> None:
     tests, runs = TESTS, {name: split_family(flags) for name, flags in RUNS.items()}
     if p.args.toy:
-        chosen = "nothing_to_learn or sdpa" if p.gpu else "test"  # whose cases are small on a CPU
+        chosen = "nothing_to_learn or sdpa" if p.gpu else "test"  # all: on a CPU their cases are small
         tests, runs = {"tests": ("tests/test_gpu.py", chosen)}, {name: runs[name] for name in SHORT_RUNS}
     folder, at_once = p.scratch / "toys", 2 if p.args.toy else AT_ONCE
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))}
@@ -359,13 +364,13 @@ def part_correct(p: Parent, until: float) -> None:
 
 
 def split_family(flags: str) -> tuple[str, str]:
-    """Return the family of a run of RUNS, and its flags without it."""
+    """Return the model family of a run of RUNS, and its flags without --family."""
     family = re.search(r"--family (\S+)", flags)
     return family[1] if family else "qwen2_5_vl", re.sub(r"--family \S+", "", flags)
 
 
 def run_toy(p: Parent, folder: Path, name: str, family: str, flags: str, until: float, **env: str) -> Row:
-    if not p.gpu:  # what a CPU can do
+    if not p.gpu:  # keep to what a CPU can run
         flags = re.sub("flex|flash", "sdpa", flags).replace("triton", "torch")
     out = folder / "runs" / re.sub(r"\W+", "_", name)
     base = ["train.py", *toy_data(folder, family), "--out", out, *BASE.split()]
@@ -374,13 +379,14 @@ def run_toy(p: Parent, folder: Path, name: str, family: str, flags: str, until: 
 
 
 def toy_data(folder: Path, family: str) -> list:
-    """Return the flags of train.py that name what make_toys wrote."""
+    """Return the flags with which train.py uses the files of make_toys."""
     reward = f"{folder / 'reward.py'}:score"
     return ["--model", folder / family, "--data", folder / "train.parquet", "--reward", reward]
 
 
 def run_tests(p: Parent, case: str, file: str, chosen: str, until: float, **env: str) -> Row:
-    """Run tests in a child for which this file is a plugin of pytest that writes a row as each test ends."""
+    """Run tests in a child; return a row with their outcomes. This file is a pytest plugin there, and writes a row as
+    each test ends."""
     rows, began = p.scratch / (re.sub(r"\W+", "_", case) + ".jsonl"), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", "-k", chosen, file]
     why, tail = p.run(command, until, rows, GPU_BENCH_ROWS=str(rows), **env)
@@ -399,7 +405,7 @@ def run_tests(p: Parent, case: str, file: str, chosen: str, until: float, **env:
 
 
 def pytest_runtest_logreport(report) -> None:
-    """Write a row for a test that ended. A hook of pytest, see run_tests."""
+    """Write a row if a test has ended. pytest calls this hook, see run_tests."""
     ended = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
     if ended and "GPU_BENCH_ROWS" in os.environ:
         with open(os.environ["GPU_BENCH_ROWS"], "a") as file:
@@ -416,7 +422,7 @@ def part_head(p: Parent, until: float) -> None:
     p.run_cases(["ours fused loss", "naive", "Apple CCE"] if p.args.toy else list(HEADS), until)
 
 
-UPDATES = (  # each line in a process, which builds its model once
+UPDATES = (  # each line runs in one process, which builds its model once
     ("3B shared prefix", "3B packed"),
     ("7B LoRA shared prefix", "7B LoRA packed"),
 )
@@ -429,7 +435,7 @@ def part_update(p: Parent, until: float) -> None:
         p.run_cases(list(cases), now + (until - now) / (len(updates) - i))
 
 
-MEMORY = {  # rows of benchmarks/memory.py -> of the table in docs/hardware.md
+MEMORY = {  # row of benchmarks/memory.py -> row of the table in docs/hardware.md
     "3B 1 GPU": "3B on 1 GPU",
     "7B 1 GPU, LoRA 64, bf16 masters": "7B on 1, `--lora-rank 64 --master-dtype bf16`",
     "7B 8 GPUs": "7B on 8",
@@ -439,7 +445,7 @@ TOY_MEMORY = "toy 2 GPUs"
 
 
 def computed_memory(name: str) -> dict[str, float]:
-    """Return GiB at rest, at the peak and reserved that docs/hardware.md has for a micro-batch of 8,192 tokens."""
+    """Return the GiB at rest, at the peak and reserved of docs/hardware.md, for micro-batches of 8,192 tokens."""
     lines = (ROOT / "docs/hardware.md").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"| {MEMORY[name]} |")]
     return dict(zip(("at rest", "peak", "reserved"), map(float, line.split("|")[2:5]), strict=True))
@@ -475,9 +481,9 @@ def part_waits(p: Parent, until: float) -> None:
 class Part(NamedTuple):
     name: str
     title: str
-    seconds: int  # that the parts before it leave to it
+    seconds: int  # reserved for it: earlier parts cannot use them
     run: Callable[[Parent, float], None]
-    needs: tuple[str, ...] = ()  # packages; what other parts miss their children say themselves
+    needs: tuple[str, ...] = ()  # packages to look for first; in other parts the children report what is missing
 
 
 PARTS = (
@@ -497,7 +503,7 @@ def choose(only: str) -> list[Part]:
     asked = only.split(",") if only else list(known)
     if unknown := [key for key in asked if key not in known]:
         names = ", ".join(f"{i} {part.name}" for i, part in enumerate(PARTS, 1))
-        sys.exit(f"error: --only {unknown[0]}: no such part; there are {names}")
+        sys.exit(f"error: --only {unknown[0]}: no such part; choose from {names}")
     return [part for part in PARTS if part in [known[key] for key in asked]]
 
 
@@ -507,7 +513,7 @@ def main(args: argparse.Namespace) -> None:
         p = Parent(args, Path(scratch))
 
         def stop(number: int, _) -> None:
-            p.stopped = True  # for the threads of parts
+            p.stopped = True  # makes the threads of parts end their children
             sys.exit(128 + number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -553,7 +559,7 @@ def run_part(p: Parent, part: Part, seconds: float) -> None:
 
 
 def machine(p: Parent) -> Row:
-    """Return hardware, which a child looks up, and versions. Print which packages are missing."""
+    """Return the hardware, as a child finds it, and package versions. Print which packages are missing."""
     versions, missing = {"python": platform.python_version()}, []
     for name in (*NEEDED, *OPTIONAL):
         try:
@@ -562,7 +568,7 @@ def machine(p: Parent) -> Row:
             missing.append(name)
     needed = [*NEEDED, *["torchvision"] * versions.get("transformers", "").startswith("5.17")]
     if lacking := [name for name in needed if name in missing]:
-        print(f"missing, bring their wheels: {', '.join(lacking)}", flush=True)
+        print(f"missing packages, install them or bring their wheels: {', '.join(lacking)}", flush=True)
     file = p.scratch / "machine.jsonl"
     child = [sys.executable, __file__, "--child", "machine", "--rows", file, *["--toy"] * p.args.toy]
     why, tail = p.run(child, time.monotonic() + 120)  # the first import of torch may take a minute
@@ -625,7 +631,7 @@ def child(args: argparse.Namespace) -> None:
     try:
         for row in children[args.child](cases, args):
             write(row)
-    except torch.OutOfMemoryError as error:  # with what it left behind nothing can be measured in this process
+    except torch.OutOfMemoryError as error:  # what it leaves allocated would spoil later figures of this process
         write({"oom": str(error).splitlines()[0], "level": args.level})
         raise
 
@@ -675,7 +681,7 @@ def write_reward(folder: Path) -> None:
 
 
 def make_model(folder: Path, size: str) -> None:
-    """Write a model of a size of TEXT with random weights, a toy's tokenizer and processor, and a reward."""
+    """Write a model of one of the sizes in TEXT: random weights, a toy's tokenizer and processor; and a reward."""
     import torch
     import transformers
 
@@ -724,14 +730,14 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
                 row["extra MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             errors = bench.errors(found[name], small, exact)
             row |= zip(("logp", "entropy", "d hidden", "d weight"), errors, strict=True)
-        except RuntimeError as error:  # a peer's; ours must not
+        except RuntimeError as error:  # other implementations may fail, ours must not
             if name.startswith("ours"):
                 raise
             row["not here"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         yield row
 
 
-# (tokens of a micro-batch, recompute activations?): the next one if memory does not suffice
+# (tokens of a micro-batch, recompute activations?); an update that runs out of memory is repeated at the next level
 LEVELS = [(8192, False), (8192, True), (4096, True), (2048, True)]
 SHAPE = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
 TEXT = {
@@ -748,7 +754,7 @@ VISION = dict(depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, 
               fullatt_block_indexes=[7, 15, 23, 31], patch_size=14)
 QWEN3_VISION = dict(depth=27, hidden_size=1152, num_heads=16, intermediate_size=4304, patch_size=16,
                     num_position_embeddings=2304, deepstack_visual_indexes=[8, 16, 24])
-OTHER_VISION = {  # of all but Qwen2.5-VL's own sizes
+OTHER_VISION = {  # sizes whose tower is not VISION
     "8B": QWEN3_VISION,
     "30B-A3B": QWEN3_VISION,
     "32B": VISION | dict(intermediate_size=3456),
@@ -775,8 +781,8 @@ def config_of(size: str):
 
 
 def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
-    """Return a policy with random weights, sharded as train.py does it, and a processor. Everything is made on the
-    device; only a config is written and read. Masters are fp32, or bf16 with LoRA, unless `master` is a dtype."""
+    """Return a policy with random weights, sharded as in train.py, and a processor. Weights are created on the device;
+    the only file is a config. `master` is the dtype of the master weights (default: fp32, with LoRA bf16)."""
     import torch
 
     from layers.lora import add_lora
@@ -795,8 +801,8 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
         policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
     shard(policy, ctx.device, torch.bfloat16, parallel or PLAIN)
-    loading.find_stored = lambda *_: {}  # no file holds any of it
-    loading.find_bad = lambda *_: None  # what is there before the weights are drawn may be anything
+    loading.find_stored = lambda *_: {}  # no file has weights
+    loading.find_bad = lambda *_: None  # the memory is uninitialized until the weights are drawn below
     loading.load_sharded(policy, "")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -847,7 +853,7 @@ def draw_rollouts(config, n_prompts: int, group: int, toy: bool) -> list:
 
 
 def make_batch(rollouts: list, cfg, config, ctx, tokens: int, share: bool):
-    """Return the batch that train.py packs of rollouts, with their advantages."""
+    """Return the batch that train.py would pack from these rollouts, with their advantages."""
     import grpo
     import train
     from packing import Batch, Packer, flop_rates, token_batch
@@ -901,17 +907,17 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     ctx, cuda = dist_setup(), torch.cuda.is_available()
     size, lora = "toy" if args.toy else cases[0].split()[0], Lora(64, 32.0) if "LoRA" in cases[0] else None
     if cuda and args.level == 0 and torch.cuda.get_device_properties(0).total_memory < 100 * 2**30:
-        args.level = 1  # known beforehand
+        args.level = 1  # level 0 is known not to fit
     tokens, recompute = LEVELS[args.level]
     tokens = 300 if args.toy else tokens
     config = config_of(size)
     policy, processor = build(size, ctx, lora, recompute)
-    optimizer = make_optimizer(policy, 0.0, 0.0)  # a rate of 0: each case starts from the same weights
+    optimizer = make_optimizer(policy, 0.0, 0.0)  # a learning rate of 0: each case starts from the same weights
     peak = peak_tflops(torch.cuda.get_device_name()) if cuda else None
     flags = f"--model - --data - --out - --steps 1 --group-size 8 --max-new-tokens 1024 --micro-tokens {tokens}"
     cfg = train.parse_args(flags.split())
     packed = {}
-    for attn in ("flex", "flash"):  # how it is packed; a CPU attends by sdpa
+    for attn in ("flex", "flash"):  # it decides how rollouts are packed; on a CPU, attention itself is sdpa
         rollouts = draw_rollouts(config, 4 if args.toy else 32, 8, args.toy)
         packed[attn] = make_batch(rollouts, cfg, config, ctx, tokens, share=attn == "flex")
     [shared] = packed["flex"].minibatches
@@ -952,7 +958,7 @@ def child_update(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
 
 
 def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
-    """Time syncs as a step has them, from an engine that sleeps. The first one sends frozen weights too."""
+    """Time weight syncs to a sleeping engine, as in a training step. The first sync sends frozen weights too."""
     from functools import partial
 
     import torch
@@ -981,7 +987,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             with ctx.device:
                 return transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
 
-        example = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # for vLLM's limits: it keeps a tower
+        example = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # its image makes vLLM keep the vision tower
         engine = make_engine(kind, str(folder / "model"), processor, ctx.device, torch.bfloat16, load_hf=load_hf,
                              examples=[example], max_model_len=1024, settings=settings)
         times = []
@@ -999,8 +1005,8 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
 
 
 def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
-    """Count the warnings of CUDA's synchronisation debug mode: those in an update of 8 micro-batches less those in one
-    of 4, divided by 4."""
+    """Count the warnings of CUDA's synchronisation debug mode. Those per micro-batch are the warnings in an update of
+    8 micro-batches minus those in an update of 4, divided by 4."""
     import torch
 
     import train
@@ -1022,7 +1028,7 @@ def child_waits(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         batch = make_batch(rollouts, cfg, policy.hf.config, ctx, 300, share=policy.attention != "flash")
         models = Models(policy, optimizer, reference=policy if more else None)
         train.compute_before_update(batch, models, cfg)
-        if more:  # that was for its columns; what is counted is one pass of updates
+        if more:  # two epochs were needed for the columns above; count one pass
             cfg = replace(cfg, algo=replace(cfg.algo, epochs=1))
         [micros] = batch.minibatches
 

@@ -1,18 +1,20 @@
-"""Host time of a training step: what the CPU does for it besides sampling and besides waiting for a GPU.
+"""CPU time of a training step on the host, without sampling and without waiting for a GPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 on 8 ranks, and all of it on one rank
-    OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts on 2 ranks
+    OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 responses, on 8 ranks and on 1
+    OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts x 4 responses, on 2 ranks and on 1
 
 Every rank is a process that joins the others over gloo. Each prompt has an image of 600 tokens, stored as JPEG at
-another size, and each response has --tokens tokens of text with formulas. The functions are those of train.py, on a toy
-model's configuration; nothing is sampled and no model runs. A figure is the seconds of the slowest rank: of CPU time,
-all threads of its process together, as more ranks than cores share this machine.
+another size; a response has --tokens tokens on average, and its text has formulas. The functions are those of train.py,
+with the configuration of a toy model; nothing is sampled and no model runs. Each figure is the CPU time in seconds of
+the slowest rank, summed over the threads of its process. Wall time would mean little, as ranks may outnumber cores.
 
 prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
-balance    FLOPs of each group, groups to their new ranks, packing, columns of tokens (train.make_batch)
-patches    patches of the images that a rank trains on and has not seen before
-columns    metrics of rollouts, advantages
-report     records of samples to rank 0, page and curves; main is what rank 0 waits for before its next step
+balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.make_batch)
+patches    cut the images of each micro-batch into patches, each image once
+columns    compute the metrics of rollouts, and advantages
+report     send records of samples to rank 0, write the page and curves
+
+"rank 0 waits" is the wall time that rank 0 spends on the report before its next step.
 """
 
 import argparse
@@ -45,7 +47,7 @@ TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagor
 
 
 def make_examples(n: int) -> list[Example]:
-    """Rows with an image that has to be decoded and resized: 16 different files, each as its own row's."""
+    """Return examples whose images must be decoded and resized: 16 JPEG files, in each row with different bytes."""
     rng = np.random.default_rng(0)
     files = []
     for _ in range(16):
@@ -55,7 +57,7 @@ def make_examples(n: int) -> list[Example]:
         files.append(out.getvalue())
     messages = [{"role": "user", "content": "<image>Find x. " + "The figure is not to scale. " * 10}]
     rows = []
-    for i in range(n):  # bytes after the end of a JPEG are ignored: every row has an image of its own
+    for i in range(n):  # decoders ignore bytes after a JPEG's end; they make each row's file distinct
         file = files[i % 16] + i.to_bytes(4)
         rows.append(Example(f"geo-{i}", "shapes", messages, [file], "7", {"split": "train", "index": i}))
     return rows
@@ -76,7 +78,7 @@ def make_rollouts(prompts: list[Prompt], group: int, n_tokens: int) -> list[Roll
 
 
 class Timer:
-    """CPU seconds of this process since the last call."""
+    """A timer of CPU seconds: each call records, under a name, the slowest rank's since the call before."""
 
     def __init__(self, ctx: Context):
         self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
@@ -129,12 +131,12 @@ def measure(args: argparse.Namespace) -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompts", type=int, default=512, help="prompts of a step, over all ranks")
+    p.add_argument("--prompts", type=int, default=512, help="prompts per step, over all ranks")
     p.add_argument("--group", type=int, default=8, help="responses per prompt")
     p.add_argument("--tokens", type=int, default=1000, help="mean tokens per response")
     p.add_argument("--ranks", type=int, nargs="+", default=[8, 1], help="numbers of ranks to measure")
     p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks and on 1")
-    p.add_argument("--model", help=argparse.SUPPRESS)  # of a rank
+    p.add_argument("--model", help=argparse.SUPPRESS)  # given to the process of a rank
     p.add_argument("--out", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.short:

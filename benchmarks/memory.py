@@ -1,22 +1,25 @@
-"""Peak GPU memory of the update, by torch's own allocator: real models, any number of GPUs, on one GPU.
+"""Peak GPU memory of the update by torch's own allocator, for real models on any number of GPUs; one GPU is enough.
 
     python benchmarks/memory.py --null-gpu                          # the tables of docs/hardware.md; no GPU is needed
-    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on the GPU that is there
-    python benchmarks/memory.py --short                             # a toy, seconds
+    python benchmarks/memory.py --rows "7B 8 GPUs" --tokens 8192    # one row, on a real GPU
+    python benchmarks/memory.py --short                             # a toy model, in seconds
 
-Each figure is a process of its own that builds the policy of rank 0 with random weights, sharded as if the other ranks
-were there (torch's fake process group: collectives return at once), and makes an update of two full micro-batches with
-train.update_policy: the second one finds gradients, as all but the first do. A micro-batch holds prompts of 512 tokens,
-300 of them an image's, each with 8 responses of about 960 tokens; with --single it is one sequence.
+Each figure comes from a process of its own. It builds the policy of rank 0 with random weights, sharded as if the other
+ranks were there (torch's fake process group, whose collectives return at once). Then it runs train.update_policy on two
+full micro-batches: two, because gradients are in memory from the second micro-batch of an update on. A micro-batch
+holds prompts of 512 tokens, about 300 of them an image's, each with 8 responses of about 960 tokens; with --single it
+is one sequence.
 
-    at rest    weights and optimizer, between updates
-    peak       largest memory that tensors had at once in the update
-    reserved   largest memory that torch's allocator held for them, with the gaps between
-    longest    the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left for a
-               sleeping engine and CUDA itself: guessed from the first two figures, as memory grows linearly, and tried
+    at rest         weights and optimizer, between updates
+    with gradients  the same after the update, before its gradients are freed
+    peak            largest memory that tensors had at once in the update
+    reserved        largest memory that torch's allocator held for them, gaps between tensors included
+    longest         the largest multiple of 1,024 tokens, up to 131,072, that fits in 80 GB (79.1 GiB) with 5 GiB left
+                    for a sleeping engine and CUDA itself: extrapolated from the peaks of the two --tokens, as memory
+                    grows linearly, then tried
 
-It needs torch for CUDA and one device, whose kind does not matter, nor whether it computes: only sizes do. --null-gpu
-uses one that does not exist (`make test-cuda-paths` builds it, in .venv-cuda), and about 3 GB of host memory.
+It needs torch for CUDA and one device. Only sizes matter, so any device will do, even one that does not compute.
+--null-gpu uses one that does not exist (`make test-cuda-paths` builds it, in .venv-cuda) and about 3 GB of host memory.
 Not counted: CUDA's own context, NCCL's buffers, the features of other images (--vision-cache-gb).
 """
 
@@ -32,15 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPU_GIB, KEPT_GIB = 79.1, 5.0
 LONGEST = 131072
-VALUES_MIB = "4"  # of the null GPU: room for indices of LONGEST tokens, whose values decide what is allocated
+# The null GPU computes operations of up to 4 MiB: indices of LONGEST tokens are below, and decide what is allocated
+VALUES_MIB = "4"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model on a number of GPUs, with what train.py's flags say about its memory."""
+    """A model on a number of GPUs, with the settings of train.py that decide its memory."""
 
     name: str
-    size: str  # of gpu.config_of
+    size: str  # for gpu.config_of
     gpus: int
     replicate: int = 1
     lora_rank: int = 0
@@ -70,13 +74,14 @@ TOY = Row("toy 2 GPUs", "toy", 2)
 
 
 def draw_rollouts(config, tokens: int, single: bool) -> list:
-    """Return groups of 8 rollouts of random tokens that fill two micro-batches of so many tokens, or 16 of them."""
+    """Return groups of 8 rollouts of random tokens. They fill two micro-batches of `tokens` tokens; with `single` each
+    rollout is a sequence of that length, and so 16 micro-batches."""
     import torch
     from gpu import BEGIN, END, IMAGE, noisy_image
 
     from rollout import Prompt, Rollout
 
-    side = 2 if tokens < 2048 else 17  # 300 tokens with the marks of an image
+    side = 2 if tokens < 2048 else 17  # 17 x 17 image tokens and 2 marks: about 300
     groups = 1 if single else max(1, round(tokens / 8192))
     prompt_tokens = 512 if tokens >= 2048 else 20
     length = tokens - prompt_tokens if single else (tokens // groups - prompt_tokens) // 8
@@ -93,7 +98,7 @@ def draw_rollouts(config, tokens: int, single: bool) -> list:
 
 
 def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, float]:
-    """Return GiB at rest, with gradients, at the peak and reserved, for an update of rank 0."""
+    """Run an update of rank 0; return the tokens of its larger micro-batch, and its GiB by the names of the columns."""
     import gpu
     import torch
     import torch.distributed as dist
@@ -110,7 +115,7 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
-    ctx = Context(0, 1, device)  # what is summed over ranks has only this one
+    ctx = Context(0, 1, device)  # sums over ranks include this rank alone
     lora = Lora(row.lora_rank, 32.0) if row.lora_rank else None
     parallel, master = ParallelConfig(replicate=row.replicate), getattr(torch, row.master_dtype)
     policy, _ = gpu.build(row.size, ctx, lora, recompute, parallel, master)
@@ -130,7 +135,7 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
             read["peak"] = stats["allocated_bytes.all.peak"] / 2**30
             read["reserved"] = stats["reserved_bytes.all.peak"] / 2**30
             free, total = torch.cuda.mem_get_info()
-            read["in use"] = (total - free) / 2**30  # of the GPU: also by CUDA itself, and other processes
+            read["in use"] = (total - free) / 2**30  # on the whole GPU: by CUDA itself and other processes too
         return dict(read)
 
     if cuda:
@@ -146,18 +151,18 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
 
 
 def null_gpu(gib: float) -> dict[str, str]:
-    """Return the environment variables of a process whose GPU, of so much memory, does not exist."""
+    """Return the environment variables that give a process a null GPU with this much memory."""
     sys.path.append(str(ROOT / "tests"))
     from null_gpu.build import HERE, environment
 
     found = environment()
     if not found["LD_PRELOAD"]:
-        sys.exit("error: --null-gpu: build it first, with the same Python: python tests/null_gpu/build.py")
+        sys.exit("error: --null-gpu: not built yet; run python tests/null_gpu/build.py, with the same Python")
     return found | {"PYTHONPATH": str(HERE / "site"), "NULL_GPU_VALUES_MIB": VALUES_MIB, "NULL_GPU_GIB": str(gib)}
 
 
 def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dict[str, float] | None:
-    """Measure in a process of its own; None if the memory does not suffice."""
+    """Measure in a process of its own; return the figures, or None if the GPU runs out of memory."""
     command = [sys.executable, __file__, "--child", row.name, "--tokens", str(tokens)] + ["--recompute"] * recompute
     command += ["--single"] * args.single
     environment = os.environ | (null_gpu(args.gib) if args.null_gpu else {})
@@ -169,7 +174,7 @@ def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dic
 
 
 def longest(row: Row, args: argparse.Namespace, recompute: bool, at: dict[int, dict[str, float]]) -> int:
-    """Return the largest multiple of 1,024 tokens whose peak leaves room, by trying around where the line says."""
+    """Return the largest multiple of 1,024 tokens whose peak leaves KEPT_GIB: extrapolate, then try downwards."""
     (a, low), (b, high) = sorted(at.items())
     slope = (high["peak"] - low["peak"]) / (b - a)
     guess = min(LONGEST, int((GPU_GIB - KEPT_GIB - low["peak"]) / slope + a) // 1024 * 1024)
@@ -211,11 +216,11 @@ if __name__ == "__main__":
     p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
     p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
-    p.add_argument("--only-recomputed", action="store_true", help="with --grad-checkpointing alone")
-    p.add_argument("--null-gpu", action="store_true", help="on a GPU that does not exist (tests/null_gpu)")
-    p.add_argument("--gib", type=float, default=400, help="memory of the GPU of --null-gpu")
-    p.add_argument("--single", action="store_true", help="one sequence a micro-batch")
-    p.add_argument("--short", action="store_true", help="a toy; on a CPU no figures")
+    p.add_argument("--only-recomputed", action="store_true", help="measure only with --grad-checkpointing, not without")
+    p.add_argument("--null-gpu", action="store_true", help="use a GPU that does not exist (tests/null_gpu)")
+    p.add_argument("--gib", type=float, default=400, help="memory of that GPU in GiB (default: 400)")
+    p.add_argument("--single", action="store_true", help="micro-batches of one sequence each")
+    p.add_argument("--short", action="store_true", help="a toy model; on a CPU it runs, but measures nothing")
     p.add_argument("--child", help=argparse.SUPPRESS)
     p.add_argument("--recompute", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()

@@ -20,11 +20,11 @@ from on_step_begin to on_step_end: its data loading and logging are not counted,
   generate   TRL: model.generate; ours: HFEngine.generate (log-probabilities and texts included)
   train      loss, backward, clipping, AdamW
   rest       images and prompts, rewards, advantages, packing, copying the weights to the engine
-Each ratio stands beside its arithmetic bound: TRL's FLOPs over ours, by packing.flop_rates. TRL sends the prompt and
-its images through the model once per response, padded to the longest prompt, when it samples and when it trains. We
-send them once per prompt, and images of the frozen tower once in all. A ratio above the bound means more FLOPs a
-second than TRL's. Tokens are counted in the language model's forward on both sides, padding included, and must be
-those of the formula.
+The column "bound" is the ratio that arithmetic allows: TRL's FLOPs over ours, by packing.flop_rates. TRL sends the
+prompt and its images through the model once per response, padded to the longest prompt, when it samples and when it
+trains. We send them once per prompt, and each image through the frozen tower once in all. A ratio above its bound means
+that we do more FLOP/s than TRL. On both sides the tokens in the language model's forward are counted, padding included;
+the counts must equal the formula's.
 Memory: peak resident set of each process above what it held before its first step.
 """
 
@@ -114,7 +114,7 @@ CONFIGS = {
     "A": Config(64, 3, 112, 2, 8, 32, 1024, 1.5, None),
     "B": Config(256, 4, 224, 4, 8, 32, 1300, 2.5, 0.6),
     "C": Config(256, 4, 224, 4, 8, 64, 1300, 2.5, 0.6),  # B with longer responses, which have less to share
-    "B-long": Config(256, 4, 224, 6, 4, 48, 1300, 2.2, 0.6),  # and with fewer responses that share a prompt
+    "B-long": Config(256, 4, 224, 6, 4, 48, 1300, 2.2, 0.6),  # longer too, and fewer responses share a prompt
 }
 
 
@@ -195,8 +195,8 @@ class Clock:
 
 
 class TokenCounter:
-    """Counts the tokens that go through language models, (rows x columns) of their inputs, padding included: those of
-    forwards with gradients as "train", those of others as "generate"."""
+    """A counter of the tokens that go through language models: rows x columns of their inputs, padding included.
+    Forwards with gradients count as "train", others as "generate"."""
 
     def __init__(self, *models: torch.nn.Module):
         self.counts = {"generate": 0, "train": 0}
@@ -490,7 +490,7 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
         for (side, part), computed in work.items():
             counted = measured[side][number]["computed"][part]
             assert counted == computed["tokens"], f"{side}, {part}: {counted} tokens, not {computed['tokens']}"
-    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # over the steps that count
+    mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # without the first step, a warm-up
     for side, part in works[0]:
         for what, numbers in mean[side].items():
             numbers[part] = statistics.mean(work[side, part][what] for work in works[1:])

@@ -64,8 +64,8 @@ def make_engine(
     cache: VisionCache | None = None,
     settings: dict | None = None,
 ) -> Engine:
-    """The engine that resolve_engine chose, for prompts made of `examples` and sequences of at most max_model_len
-    tokens. vLLM takes `settings` (--vllm)."""
+    """Return the engine that resolve_engine chose, for prompts made of `examples` and sequences of at most
+    max_model_len tokens. Only vLLM reads `settings` (--vllm)."""
     if choice == "hf":
         return HFEngine(load_hf(path, dtype, family_paths), processor, device, vision_cache=cache)
     more = {"max_model_len": max_model_len, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}

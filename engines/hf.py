@@ -141,7 +141,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     """
     greedy = sampling.temperature == 0
     logp_BV = (logits_BV if greedy else logits_BV / sampling.temperature).log_softmax(dim=-1)
-    bad = int(logp_BV[:, 0].isnan().sum())  # a row without a distribution is NaN from end to end
+    bad = int(logp_BV[:, 0].isnan().sum())  # a row that is no distribution is NaN throughout
     need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if greedy:
         token_B = logits_BV.argmax(dim=-1)
@@ -218,7 +218,7 @@ class HFEngine(Engine):
         self.hf = hf.to(device).eval().requires_grad_(False)
         if device.type == "cpu" and hf.dtype == torch.float32:
             for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():
-                if isinstance(layer, nn.Linear):  # few rows are multiplied faster by a weight that lies transposed
+                if isinstance(layer, nn.Linear):  # a transposed layout multiplies few rows faster
                     layer.weight.data = layer.weight.data.t().contiguous().t()
         self.processor = processor
         self.device = device
@@ -364,7 +364,7 @@ class HFEngine(Engine):
         grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
         return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
 
-    @torch.inference_mode()  # fewer checks per operation than without gradients; what leaves it is never trained on
+    @torch.inference_mode()  # faster than no_grad, as it checks less; nothing trains on its outputs
     def _forward(self, batch: Decoding, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]

@@ -40,10 +40,10 @@ NEW_TOKENS = 16  # per sample; if --max-new-tokens is lower, there are more samp
 # The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
 # tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
 # or a layer of a toy, is taken for as large as would matter: a vector for 1, a table of positions for 2, a matrix for
-# one that keeps the size of what it multiplies. The fraction is doubled in the vision tower, whose tokens the compared
-# ones only attend to, and is four times as large for adapters (three times, in the tower), whose rank lets them change
-# few directions. Less leaves a trained policy sure, and more makes the tower chaotic, so that rounding is as large as
-# what a missing tensor moves. What is kept to undo it is 1 / STRIDE of what is trained.
+# one that keeps the size of what it multiplies. The fraction is 2 NUDGE in the vision tower, as the compared tokens
+# only attend to its tokens; 4 NUDGE for adapters, whose low rank changes few directions; 3 NUDGE for adapters in the
+# tower. With less, a trained policy stays sure of its answers. With more, the tower becomes chaotic: rounding changes
+# as much as a missing tensor does. What is kept to undo the nudge is 1 / STRIDE of what is trained.
 NUDGE = 0.5
 STRIDE = 31
 
@@ -196,7 +196,7 @@ def self_test(
     rollouts, theirs, ours = sample()
     both = Gap(theirs, ours)
     with nudged(policy):
-        engine.sleep()  # as before each update: what it forgets in its sleep shows below
+        engine.sleep()  # as before each update: the test below finds what sleep makes it forget
         sync()
         rollouts, theirs, ours = sample()
         plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]

@@ -298,8 +298,8 @@ def asked_of(rollout: Rollout, room: int, processor: Processor) -> tuple:
             skipped = next(images).n_tokens - 1
             assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
     length = len(prompt.token_ids) + len(rollout.response)
-    pictures = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample, rollout.turns, length, room, short, pictures
+    pil_images = [image.image for image in prompt.images + rollout.images]
+    return prompt.uid, rollout.sample, rollout.turns, length, room, short, pil_images
 
 
 def checked(output: Any, rollout: Rollout) -> Any:

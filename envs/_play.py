@@ -270,7 +270,7 @@ class Play(Responses):
         return Observed(ids, messages, images, rewards, False)
 
     def _preprocess(self, image: Any, blank: bool) -> ImageInput:
-        """Return an image as the model sees it; one that other episodes saw too is the same object."""
+        """Return an image as the model sees it. Episodes that see the same image share one object."""
         need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = f"{blank}{hashlib.sha1(data).hexdigest()}"

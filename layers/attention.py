@@ -2,7 +2,7 @@
 
 `register_attention` makes it transformers' attention "planned": a forward that is given a `plan` calls it in each layer
 as plan(layer, query, key, value, scale); any other forward gets transformers' own sdpa. Vision towers use
-"planned_flash": one call for all images, and for all windows of Qwen2.5-VL's.
+"planned_flash": one call attends in all images, or in all windows of Qwen2.5-VL's tower.
 """
 
 import functools
@@ -180,15 +180,15 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 
 
 def _takes_varlen(query: Tensor) -> bool:
-    """Return whether attention of variable lengths can run: kernels of 16-bit numbers on a GPU."""
+    """Return whether the kernels of variable-length attention can run: they need a GPU and 16-bit numbers."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _tower_attention(
     module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs
 ):
-    """Compute a vision tower's attention, (1, heads, patches, d) -> (1, patches, heads, d): a patch sees those of its
-    image, or of its window. transformers hands over all of them at once because "flash" is in the name."""
+    """Compute a vision tower's attention, (1, heads, patches, d) -> (1, patches, heads, d): a patch sees the patches of
+    its image, or of its window. transformers passes all patches in one call because "flash" is in the name."""
     if _takes_varlen(query):
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return _varlen(*rows, cu_seq_lens_q, int(max_length_q), scaling, causal=False)[None], None

@@ -425,7 +425,7 @@ def _load(state: dict[str, torch.Tensor], reader: _Reader) -> None:
     held = reader.metadata.state_dict_metadata
     programs = [name for name in state if isinstance(held.get(name), metadata.BytesStorageMetadata)]
     need(not programs, f"{reader.path / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
-    with _one_error(reader.path), warnings.catch_warnings(action="ignore"):  # that merge_lora.py is one process
+    with _one_error(reader.path), warnings.catch_warnings(action="ignore"):  # merge_lora.py has no process group
         dcp.load(state, storage_reader=reader)
 
 
@@ -439,10 +439,12 @@ def load_checkpoint(path: Path, models: Models) -> dict:
 
 
 class TrainedWeights(full_parameters):
-    """The weights of a model folder, hub id, run directory (its newest intact checkpoint), checkpoint or PEFT adapter,
-    given out as full_parameters does those of a sharded model. Each is read when its turn comes, in fp32, so that a
-    process holds one of them at a time. `hf` is the model that `build` made of the base model that `cfg` names, with
-    adapters; its `loaded_from` says what was found."""
+    """The weights of a model folder, hub id, run directory (its newest intact checkpoint), checkpoint or PEFT adapter.
+
+    Iterate over it as over full_parameters of a sharded model. Each weight is read when its turn comes, in fp32, so a
+    process holds one of them at a time. `hf` is the base model of `cfg` as `build` makes it, with adapters added;
+    `hf.loaded_from` is the folder or hub id that was found.
+    """
 
     def __init__(self, path: str, dtype: torch.dtype | None = None, build: Callable[..., nn.Module] = meta_hf):
         base, found, args = locate(path)
@@ -458,12 +460,12 @@ class TrainedWeights(full_parameters):
         self.reader = _Reader(found) if args else None
         if adapters := {name: p.detach() for name, p in self.hf.named_parameters() if ".lora_" in name}:
             self._fill(adapters)
-            self.reader, self.source = None, base  # of the rest
+            self.reader, self.source = None, base  # the other weights are the base model's
         waiting = {name: list(p.shape) for name, p in self.chosen.items() if p.is_meta}
         self.stored = find_stored(self.hf, base, waiting) if waiting and not self.reader else {}
 
     def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read them, if they are in a checkpoint; and check them."""
+        """Read tensors from the checkpoint, if there is one; raise UserError if they are not finite."""
         if self.reader:
             _load({f"model.hf.{name}": tensor for name, tensor in tensors.items()}, self.reader)
         bad = find_bad(tensors)
@@ -480,7 +482,7 @@ class TrainedWeights(full_parameters):
 
 
 def load_trained(path: str) -> nn.Module:
-    """Return the model that TrainedWeights reads, all of it, in fp32, its adapters not merged."""
+    """Return the whole model that TrainedWeights reads, in fp32, with its adapters not merged."""
     weights = TrainedWeights(path, build=load_hf)
     for name in weights.chosen:
         weights.whole(name)  # in place

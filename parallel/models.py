@@ -156,8 +156,8 @@ def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
 
 @contextmanager
 def peak_memory(meter: Meter, asleep_bytes: Callable[[], int]) -> Iterator[None]:
-    """Record the peak GPU memory of what is done here. torch's allocator also counts the memory that a sleeping engine
-    gave back."""
+    """Record the peak GPU memory of the block as memory/peak_gib. `asleep_bytes` is subtracted: memory that a sleeping
+    engine gave back, but torch's allocator still counts."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield
@@ -165,7 +165,7 @@ def peak_memory(meter: Meter, asleep_bytes: Callable[[], int]) -> Iterator[None]
         meter.max("memory/peak_gib", (torch.cuda.max_memory_allocated() - asleep_bytes()) / 2**30)
 
 
-ASLEEP_GIB = 3.0  # what vLLM keeps of a GPU while it sleeps: CUDA graphs, its context and workspaces
+ASLEEP_GIB = 3.0  # GPU memory that vLLM keeps while it sleeps: CUDA graphs, its context and workspaces
 
 
 def probe_memory(
@@ -178,9 +178,9 @@ def probe_memory(
 ) -> int:
     """Try the fullest micro-batch there can be before the first step rather than hours into the run; return its tokens.
 
-    It goes forward and backward twice, because from the second micro-batch of an update on there are gradients. Its
-    loss is 0, so nothing is learnt. Raise UserError if the GPU cannot also hold a full vision cache and a sleeping
-    engine; `cfg` is train.py's.
+    Run its forward and backward twice, because gradients are in memory from the second micro-batch of an update on. The
+    loss is 0, so nothing is learnt. Raise UserError if the micro-batch does not fit, together with a full vision cache
+    and a sleeping engine. `cfg` is train.py's.
     """
     longest = examples[examples.lengths.index(max(examples.lengths))]
     prompt = make_prompts([longest], processor, start_of=start_of)[0]
@@ -191,7 +191,7 @@ def probe_memory(
         response = [sample % 100] * n + processor.eos_ids[:1]  # the first token tells responses apart
         rollouts.append(Rollout(prompt, sample, response, [True] * (n + 1), [0.0] * (n + 1), "length", ""))
     micro = max(packer.pack(rollouts), key=lambda micro: micro.n_tokens)
-    remedy = "lower it, or --grad-checkpointing"
+    remedy = "lower it, or use --grad-checkpointing"
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -208,6 +208,6 @@ def probe_memory(
         reserve = cache + (ASLEEP_GIB if cfg.rollout.rollout == "vllm" else 0.0)
         peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
         print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} of {total:.1f} GiB")
-        needs = f"a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping engine {reserve:.1f}; the GPU has"
+        needs = f"a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping engine {reserve:.1f}; this GPU has"
         need(peak + reserve <= total, f"--micro-tokens {packer.max_tokens}: {needs} {total:.1f}; {remedy}")
     return micro.n_tokens

@@ -165,7 +165,7 @@ class full_parameters:  # noqa: N801  called as a function is
         return [Shape(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a parameter, without its adapter."""
+        """Return a whole parameter, without its adapter."""
         return full(self.chosen[name], dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -58,7 +58,7 @@ class RunLog:
         self.shown: Shown | None = None
         self.drawn = -1  # how many rows report.html and curves.png have
         self.writer = Writer()
-        self.reporting = 0.0  # seconds that reports took since the last row
+        self.reporting = 0.0  # seconds that this process spent on reports since the last row
         if not ctx.main:
             return
         described = self._described()

@@ -218,7 +218,7 @@ def dress(axes: Any) -> Any:
 
 def run_curves(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
     """Return the panels of metrics.jsonl's rows for a page, each an <svg> whose letters are paths, so that it needs no
-    font; nothing if matplotlib is not installed."""
+    font. Return [] if matplotlib is not installed."""
     curves: list[Curve] = []
     if not importlib.util.find_spec("matplotlib"):
         return curves

@@ -105,7 +105,7 @@ def comparing(batch: Any) -> Progress:
 
 
 def training(batch: Any, passes: int, meter: Any) -> Progress:
-    """Return the progress of an update: tokens of a packing.Batch, which `meter` counts after each micro-batch."""
+    """Return the progress of an update: trained tokens of a packing.Batch, which `meter` counts per micro-batch."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
     total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)
     return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))

@@ -6,7 +6,7 @@ from pathlib import Path
 Rows = Sequence[Mapping[str, float | None]]
 LAST = 100  # episodes
 
-IMAGES = {  # --ablate: what it is that the model sees
+IMAGES = {  # --ablate: what the model sees instead of its images
     "blank": "white images of the same size",
     "shuffled": "images of other examples",
     "none": "no images at all",

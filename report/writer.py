@@ -1,5 +1,5 @@
-"""Pages and curves, written beside the run: thousands of responses with formulas take a rank many seconds, in which the
-others would wait. A thread would not help, as it shares the interpreter with the loop."""
+"""Pages and curves, written while the run continues. A page of thousands of responses with formulas takes many seconds,
+and the other ranks would wait for rank 0. A thread would not help, as it shares the interpreter with the loop."""
 
 import importlib.util
 import pickle
@@ -18,9 +18,9 @@ from report.files import read_rows, write_text
 from report.page import page
 from report.plots import draw_grid, panels, run_curves
 
-# what the process runs: multiprocessing would import train.py there, and so torch
+# the program of the process; multiprocessing would import train.py in it, and so torch
 CODE = f"import pickle, sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); pickle.load(sys.stdin.buffer)()"
-LARGE = 500_000  # characters of responses on a page; one of fewer is written before a process would have started
+LARGE = 500_000  # characters of responses; a smaller page is written faster than a process starts
 
 
 class Shown(NamedTuple):
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
     facts: dict | None = None
 
     def large(self) -> bool:
-        """Return whether the page takes longer than starting a process."""
+        """Return whether writing the page takes longer than starting a process."""
         return sum(len(s["text"]) for record in self.records for s in record["samples"]) > LARGE
 
 
@@ -47,21 +47,21 @@ def write_report(out: Path, shown: Shown | None) -> None:
     rows = read_rows(out / "metrics.jsonl")
     if importlib.util.find_spec("matplotlib"):
         draw_grid(panels(rows), out / "curves.png")
-    if shown or not (out / "report.html").exists():  # else the page of before the run was interrupted stays
+    if shown or not (out / "report.html").exists():  # else keep the page from before the interruption
         shown = shown or Shown(out.name)
         html = page(*shown[:3], summary=shown.summary, facts=shown.facts, curves=run_curves(rows))
         write_text(out / "report.html", html)
 
 
 class Writer:
-    """Makes calls that write reports, one at a time. One that fails is a warning, since the run matters more."""
+    """Runs functions that write reports, one at a time. A failure is only a warning, since the run matters more."""
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
         self.failed = 0
 
     def write(self, call: Callable[[], None], large: bool) -> None:
-        """Make the call after the one before: here, or, if it is large, in a process that nobody waits for."""
+        """Wait for the last report; then call a function, here or, if `large`, in a process that is not waited for."""
         self.finish()
         if not large:
             self.attempt(call)
@@ -70,19 +70,19 @@ class Writer:
         with tempfile.TemporaryFile() as file:
             pickle.dump(call, file)
             file.seek(0)
-            # in a session of its own: Ctrl-C is for the run, which then waits for its last page
+            # a session of its own, so that Ctrl-C reaches only the run, which then waits for the page
             own = {"stdin": file, "stdout": self.output, "stderr": subprocess.STDOUT, "start_new_session": True}
             self.process = subprocess.Popen([sys.executable, "-P", "-c", CODE], **own)
 
     def attempt(self, call: Callable[[], None]) -> None:
-        """Make the call here."""
+        """Call a function in this process; print a warning if it raises."""
         try:
             call()
-        except Exception as error:  # whatever the libraries that draw come up with
+        except Exception as error:  # drawing libraries may raise anything
             self._warn(users_traceback(error), describe_error(error))
 
     def finish(self) -> None:
-        """Wait for the call that is being made."""
+        """Wait for the other process, if there is one; print a warning if it failed."""
         if self.process and self.process.wait():
             self.output.seek(0)
             trace = self.output.read().decode(errors="replace")
@@ -92,4 +92,4 @@ class Writer:
     def _warn(self, trace: str, error: str) -> None:
         self.failed += 1
         trace = trace if self.failed == 1 else ""
-        tqdm.write(f"{trace}warning: report failure {self.failed} of this run: {error}; it goes on")
+        tqdm.write(f"{trace}warning: report failure {self.failed} of this run: {error}; the run continues")

@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node N tests/eval_worker.py SMALL OUT.json RUN...
 
-SMALL is loaded first, so that code which is imported on the way does not count. The engine keeps checksums alone.
+SMALL is loaded before each RUN, so that the memory of imported code does not count. The engine keeps only checksums.
 """
 
 import gc
@@ -25,7 +25,7 @@ from utils import Context, dist_setup, run_script  # noqa: E402
 
 
 class Sink(Engine):
-    """Takes weights and keeps their checksums."""
+    """An engine that keeps only the checksums of its weights."""
 
     def load_weights(self, named_tensors):
         self.sums = {name: (tensor.dtype, checksum(tensor)) for name, tensor in named_tensors}

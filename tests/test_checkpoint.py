@@ -121,7 +121,7 @@ def forge(checkpoint):
 
 
 def save_run(model, out, lora_rank):
-    """A run with one checkpoint, whose weights differ from the model's."""
+    """Write a run with one checkpoint, whose weights differ from the model's; return its folder."""
     hf = loading.meta_hf(str(model))
     if lora_rank:
         add_lora(hf, Lora(lora_rank, 32.0))
@@ -138,7 +138,7 @@ def save_run(model, out, lora_rank):
 
 
 def test_eval_holds_one_tensor_of_a_run_at_a_time(toys, tmp_path):
-    """Two processes, in bfloat16; what the engine gets is what a merge in fp32 rounds to, bit for bit."""
+    """Two processes, in bfloat16. The engine gets a merge in fp32 rounded to bfloat16, bit for bit."""
     demo.make_model(tmp_path / "model", "qwen2_5_vl", hidden=512, layers=8, vocab=4096)
     paths = [tmp_path / "model", *(save_run(tmp_path / "model", tmp_path / f"rank{rank}", rank) for rank in (0, 8))]
     run([*TORCHRUN, 2, "tests/eval_worker.py", toys["qwen2_5_vl"], tmp_path / "out.json", *paths])
@@ -146,7 +146,8 @@ def test_eval_holds_one_tensor_of_a_run_at_a_time(toys, tmp_path):
         for path, found in zip(paths, part, strict=True):
             print(f"{path.name}: peak {found['peak'] / 2**20:.0f} MiB of {found['whole'] / 2**20:.0f}")
             assert found["equal"] and found["whole"] > 100e6
-            assert found["peak"] < 4 * found["largest"] + 20e6  # what is read, in fp32, merged, in bfloat16; and code
+            # the largest tensor four times: as read, in fp32, merged, in bfloat16; and 20 MB for code
+            assert found["peak"] < 4 * found["largest"] + 20e6
 
 
 # --- weights that are not finite -------------------------------------------------------------------------------------

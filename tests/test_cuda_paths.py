@@ -1,7 +1,7 @@
-"""CUDA's branches on a GPU that does not exist (tests/null_gpu).   make test-cuda-paths
+"""The code for CUDA, on a GPU that does not exist (tests/null_gpu).   make test-cuda-paths
 
-Needs CUDA's build of torch, gcc and nm. Every test starts children: this process has no GPU, and they have one in which
-kernels do nothing, or (null_gpu/values.py) one in which every operation has a CPU's values.
+Needs torch's build for CUDA, gcc and nm. This process has no GPU; every test starts children that have a null GPU. Its
+kernels do nothing; values are computed on the CPU (null_gpu/values.py), for large tensors only where no limit is set.
 """
 
 import json
@@ -31,23 +31,23 @@ MORE_RUNS = {
     "checkpointed MoE": "--attn flex --grad-checkpointing --family qwen3_vl_moe",
     "offloaded reference": "--attn flex --algo ppo --critic separate --kl-coef 0.1 --offload reference",
 }
-# CI's share: each starts one of the policy head's and one of attention's implementations
+# The runs that CI makes: flex and flash attention, fp32 and bf16, and a separate critic
 QUICK = ("float32", "flash, triton", "PPO, separate critic")
 
 
 @pytest.fixture(scope="session")
 def null_gpu() -> dict[str, str]:
-    """The environment of a process on the null GPU with values."""
+    """Return the environment of a process on the null GPU, with values."""
     if torch.version.cuda is None:
-        pytest.skip("this is a CPU build of torch; make test-cuda-paths has CUDA's")
-    assert environment()["LD_PRELOAD"], "build it first: python tests/null_gpu/build.py"
+        pytest.skip("this is a CPU build of torch; run make test-cuda-paths, which installs the build for CUDA")
+    assert environment()["LD_PRELOAD"], "the null GPU is not built; run python tests/null_gpu/build.py"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "TRITON_INTERPRET"}
     return kept | environment() | {"PYTHONPATH": str(ROOT / "tests/null_gpu/site")}
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Toys of all families, images and a reward."""
+    """Return a folder with toys of all families, images and a reward."""
     folder = tmp_path_factory.mktemp("toys")
     gpu.make_toys(folder, *"qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
     return folder
@@ -62,7 +62,7 @@ def run(env: dict[str, str], *command) -> str:
 
 
 def train(env: dict[str, str], folder: Path, out: Path, flags: str) -> list[dict]:
-    """Run train.py, once for each part of the flags, with "--family" as in gpu.RUNS; return its rows of metrics."""
+    """Run train.py once for each part of the flags, written as in gpu.RUNS; return its rows of metrics."""
     family, flags = gpu.split_family(flags)
     for part in flags.split(" / "):
         run(env, ROOT / "train.py", *gpu.toy_data(folder, family), "--out", out, *gpu.BASE.split(), *part.split())
@@ -74,7 +74,7 @@ RUNS = gpu.RUNS | MORE_RUNS
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in RUNS])
 def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
-    """In fp32 the first step has the same samples on both; in bf16 a few differ, by rounding."""
+    """In fp32 the first step has the same samples on GPU and CPU; in bf16 rounding changes a few."""
     rows = train(null_gpu, folder, tmp_path / "gpu", RUNS[name])
     assert len(rows) == 3 and all(0 < row["policy/grad_norm"] < 100 for row in rows)
     assert all(row["rollout/max_abs_dlogp"] < 0.1 for row in rows)
@@ -88,7 +88,7 @@ def test_it_trains_as_on_a_cpu(null_gpu, folder, tmp_path, name):
 
 @pytest.mark.slow
 def test_evaluation_and_merging(null_gpu, folder, tmp_path):
-    """Of a run with adapters, against a baseline."""
+    """A run with adapters is evaluated against a baseline, then merged."""
     train(null_gpu, folder, tmp_path / "run", RUNS["LoRA with KL"])
     toy, reward = folder / "qwen2_5_vl", f"{folder / 'reward.py'}:score"
     asked = ["--data", folder / "train.parquet", "--limit", 4, "--rollout", "hf", "--reward", reward]
@@ -107,7 +107,7 @@ def test_episodes(null_gpu, folder, tmp_path):
 
 
 def test_attention_compiles_twice_for_all_lengths(null_gpu):
-    """With and without gradients; once more where an adapter leaves the first layer's keys without."""
+    """Once with and once without gradients; once more if adapters leave the first layer's keys without gradients."""
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
     found = json.loads(run(limited, NULL_GPU / "check_graphs.py").splitlines()[-1])
     assert found["graphs"][0] <= 2 and max(found["graphs"]) <= 3 and found["with LoRA"] <= max(found["graphs"]) + 1
@@ -132,7 +132,7 @@ def test_memory_is_allocated_in_segments_that_grow(null_gpu):
 
 
 def test_pinned_memory_is_as_large_as_its_tensor(null_gpu):
-    """torch keeps freed blocks by their power of two, and gives out any of them without comparing sizes."""
+    """torch caches freed blocks by the next power of two, and reuses any of them without comparing sizes."""
     code = "import utils, torch, ctypes; utils.dist_setup(); pinned = ctypes.CDLL(None).null_gpu_pinned_bytes; "
     code += "pinned.restype = ctypes.c_size_t; torch.zeros(1, device='cuda')\n"
     code += "for mib in (5, 70, 600):\n"
@@ -144,7 +144,7 @@ def test_pinned_memory_is_as_large_as_its_tensor(null_gpu):
 
 @pytest.mark.slow
 def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path):
-    """gpu.py counts; with values the policy head would be the plain one, which waits more often."""
+    """gpu.py counts. There is a limit on values, as without one the policy head is the plain one, which waits more."""
     limited = null_gpu | {"NULL_GPU_VALUES_MIB": "16"}
     run(limited, ROOT / "benchmarks/gpu.py", "--only", "waits", "--json", tmp_path / "gpu.json")
     [part] = json.loads((tmp_path / "gpu.json").read_text())["parts"]
@@ -155,7 +155,7 @@ def test_a_micro_batch_waits_for_the_gpu_three_times_at_most(null_gpu, tmp_path)
 
 @pytest.mark.slow
 def test_the_first_hour_on_a_gpu_is_rehearsed(null_gpu, tmp_path):
-    """All parts of gpu.py with tiny shapes, but for the one that is tested above."""
+    """All parts of gpu.py run with tiny shapes, except the one that is tested above."""
     parts = [part.name for part in gpu.PARTS if part.name != "waits"]
     out = tmp_path / "gpu.json"
     run(null_gpu, ROOT / "benchmarks/gpu.py", "--short", "--minutes", 14, "--only", ",".join(parts), "--json", out)

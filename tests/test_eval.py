@@ -50,7 +50,7 @@ def of(n, scores, others):
 
 
 def test_an_engine_has_the_models_own_rotary_tables(toys):
-    """In fp32 whatever the weights are in, as in training: rounded to bfloat16 they move every token."""
+    """They are fp32 whatever the weights' dtype is, as in training: rounded to bfloat16 they change every token."""
     path = str(toys["qwen2_5_vl"])
     command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
     alone = Context(0, 1, torch.device("cpu"))

@@ -20,7 +20,7 @@ MACHINE = {"device": "H100", "versions": {"torch": "2.11.0"}}
 
 
 def run(*flags) -> subprocess.CompletedProcess:
-    """Run gpu.py as on a machine without a GPU."""
+    """Run gpu.py as if the machine had no GPU."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "benchmarks/gpu.py", *map(str, flags)]
     env |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -52,7 +52,7 @@ def test_scripts_start_with_the_packages_of_the_bare_machine():
 
 @pytest.mark.parametrize("version, known", [("2.11.0", False), ("2.13.0+cu130", True), ("2.14.1", True)])
 def test_torch_is_given_options_that_it_knows(version, known):
-    """torch 2.11, which the bare machine has, ends every process on a GPU that names an unknown one."""
+    """torch 2.11, which the bare machine has, ends every GPU process that is given an unknown allocator option."""
     code = f"import torch; torch.__version__ = type(torch.__version__)({version!r}); "
     code += "import utils; print(utils.ALLOC_CONF)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -105,10 +105,10 @@ def test_what_crashes_or_hangs_is_a_row_and_the_rest_goes_on(tmp_path):
 
 def test_parts_are_chosen_by_name_or_number():
     names = [part.name for part in gpu.PARTS]
-    assert names == "start correct head update memory sync waits".split(), "in order of worth"
+    assert names == "start correct head update memory sync waits".split(), "the most important first"
     assert [part.name for part in gpu.choose("waits,1,head")] == ["start", "head", "waits"]
     assert [part.name for part in gpu.choose("")] == names
-    with pytest.raises(SystemExit, match="--only speed: no such part; there are 1 start, 2 correct"):
+    with pytest.raises(SystemExit, match="--only speed: no such part; choose from 1 start, 2 correct"):
         gpu.choose("1,speed")
     assert sum(part.seconds for part in gpu.PARTS) < 8.8 * 60, "all of them fit into one call"
 

@@ -189,5 +189,5 @@ def test_no_large_or_binary_weight_files_are_tracked():
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md", ROOT / "RESULTS.md"], ids=str)
 def test_no_page_waits_for_its_contents(page):
-    """A line of capitals alone stands for what was to come; one page was published with it."""
+    """A placeholder such as TABLE was once published in a page."""
     assert not re.search(r"^(TABLE|FIGURE|TODO|TBD|FIXME)\b", page.read_text(), re.MULTILINE)

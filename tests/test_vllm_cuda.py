@@ -1,7 +1,8 @@
 """vLLM's CUDA wheel on a GPU that does not exist (tests/null_gpu).   make test-vllm-cuda
 
-One child starts the engine that a GPU gets by default and takes it through a run's life (null_gpu/check_vllm.py). Its
-values are right, as far as they need: null_gpu/vllm_kernels.py says what is replaced and what is left out.
+One child starts the engine that a GPU gets by default, and takes it through the steps of a run: sampling, syncs, sleep
+(null_gpu/check_vllm.py). The values that these tests need are right: null_gpu/vllm_kernels.py says what is replaced and
+what is not covered.
 """
 
 import json
@@ -26,10 +27,10 @@ MIB = 2**20
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory) -> dict:
-    """What the child found, on the last of four GPUs, as a server or a rank is given it."""
+    """Return what the child prints. It sees only the last of four GPUs, as a server or a rank may."""
     if torch.version.cuda is None:
-        pytest.skip("this is a CPU build of torch; make test-vllm-cuda has CUDA's")
-    assert environment()["LD_PRELOAD"], "build it first: python tests/null_gpu/build.py"
+        pytest.skip("this is a CPU build of torch; run make test-vllm-cuda, which installs the build for CUDA")
+    assert environment()["LD_PRELOAD"], "the null GPU is not built; run python tests/null_gpu/build.py"
     folder = tmp_path_factory.mktemp("toy")
     demo.make_model(folder / "qwen2_5_vl", "qwen2_5_vl", vocab=640)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | environment()
@@ -42,14 +43,14 @@ def found(tmp_path_factory) -> dict:
 
 
 def test_the_engine_is_the_one_that_a_gpu_gets(found):
-    """Model Runner V2, on the one GPU that is visible, with nothing left to garbage but a schedule."""
+    """It is Model Runner V2, on the only visible GPU, and only the attention schedule is garbage."""
     assert found["v2"] == [True, "vllm.v1.worker.gpu.model_runner"]
     assert found["device"] == ["cuda:0", 1]
     assert found["garbage"] == ["_vllm_fa3_C::get_scheduler_metadata"]
 
 
 def test_rollouts_have_the_trainers_log_probabilities(found):
-    """Before and after each sleep and each sync, in bfloat16; on the CPU, in fp32, 1e-5."""
+    """They do before and after each sleep and sync, in bfloat16. (On the CPU, in fp32, the tolerance is 1e-5.)"""
     assert [(uid, len(tokens), n, why) for uid, tokens, n, why in found["rollouts"]] == [
         (uid, 8, 8, "length") for uid in ("one", "none", "two") for _ in range(2)
     ]
@@ -68,7 +69,7 @@ def test_weights_reach_the_live_model(found):
 
 
 def test_sleep_at_level_1(found):
-    """It frees what it says, weights come back by themselves, and a sync in between wakes them alone."""
+    """It frees what asleep_bytes returns, keeps the weights, and a sync during sleep wakes only the weights."""
     level = found["level 1"]
     assert level["awake"] - level["asleep"] >= level["asleep_bytes"] > 500 * MIB
     assert level["asleep"] < 100 * MIB and level["woken"] >= level["awake"] - 16 * MIB
@@ -78,7 +79,7 @@ def test_sleep_at_level_1(found):
 
 
 def test_sleep_at_level_2(found):
-    """It loses the weights, wants all of them in the next sync, and then samples what it did before."""
+    """It loses the weights, refuses a sync that lacks one, and after a whole sync samples as before."""
     level = found["level 2"]
     assert level["asleep"] < 100 * MIB and level["asleep_bytes"] > 500 * MIB
     assert level["lost"] == level["of"] > 30 and "1 parameters were not sent" in level["refused"]

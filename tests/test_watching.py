@@ -69,7 +69,7 @@ def quick(toys, tmp_path, signals_left):  # noqa: F811
 
 
 def test_an_engine_wakes_when_gradients_are_freed(quick, monkeypatch):
-    """Kept until the next update they would take the memory that the engine found free when it started."""
+    """Gradients kept until the next update would take memory that was free when the engine started."""
     models, left = [], []
     monkeypatch.setattr(train, "build_models", lambda *args: models.append(build_models(*args)) or models[-1])
     load_weights = HFEngine.load_weights
@@ -708,7 +708,7 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
 
 
 def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkeypatch, capsys):
-    """The same files come of it, and a failure is the same warning."""
+    """It writes the same files, and a failure gives the same warning."""
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     here = quick("--eval-data", test, "--eval-every", 1, out="here")
     monkeypatch.setattr(report.writer, "LARGE", -1)

@@ -1,4 +1,4 @@
-// cuBLAS and cuBLASLt for a GPU that does not exist: handles are numbers, products are not computed.
+// cuBLAS and cuBLASLt for a GPU that does not exist: handles are numbers, and matrix products are not computed.
 #include <string.h>
 
 static unsigned long next_handle = 0x2000;

@@ -3,7 +3,8 @@
     python tests/null_gpu/build.py     # with the Python of an environment that has torch for CUDA; needs gcc and nm
 
 They are written to null_gpu/ in that environment. `environment` returns the variables that make a process use them.
-The libraries define what torch, Triton and vLLM call; every other function of CUDA's that they link to returns 0.
+The C files define the functions whose results torch, Triton and vLLM need. Every other function that these look for in
+CUDA's libraries returns 0.
 """
 
 import re
@@ -20,7 +21,7 @@ OUT = Path(sys.prefix) / "null_gpu"
 
 
 def list_symbols(kind: str, *files: Path) -> set[str]:
-    """Return the names that shared libraries or object files leave to others (kind "U") or define ("T")."""
+    """Return the names that shared libraries or object files need from others (kind "U") or define ("T")."""
     names = set()
     for file in files:
         scope = [] if file.suffix == ".o" else ["-D"]
@@ -30,24 +31,24 @@ def list_symbols(kind: str, *files: Path) -> set[str]:
 
 
 def find_names(prefix: str, *files: Path) -> set[str]:
-    """Return the functions with a prefix that the files contain as text, because they look them up by name."""
+    """Return the functions with a prefix whose names are text in the files: those that are looked up by name."""
     pattern = rf"\b{prefix}[A-Z]\w{{3,60}}\b".encode()
     return {name.decode() for file in files for name in re.findall(pattern, file.read_bytes())}
 
 
 def build_library(name: str, source: str, wanted: set[str], *linked: str) -> None:
-    """Compile a library `name` from a C file, with functions that return 0 for all wanted names that it lacks."""
+    """Compile a library `name` from a C file. For each wanted name that it lacks, add a function that returns 0."""
     flags = ["-w", "-fPIC", f"-I{SITE / 'triton/backends/nvidia/include'}"]
     written, missing, versions = OUT / "written.o", OUT / "missing.c", OUT / "versions"
     subprocess.run(["gcc", *flags, "-c", HERE / source, "-o", written], check=True)
     lacking = sorted(wanted - list_symbols("T", written))
     missing.write_text("".join(f"int {function}() {{ return 0; }}\n" for function in lacking))
-    version = name.replace("-", "_")  # what links to NVIDIA's library asks for its version, which is its name
+    version = name.replace("-", "_")  # programs link to NVIDIA's library with a version, which is its name
     versions.write_text(f"{version} {{ global: *; }};\n")
     options = ["-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{OUT}", *linked]
     command = ["gcc", *flags, written, missing, "-o", OUT / "new", *options, "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
-    (OUT / "new").replace(OUT / name)  # processes that use the old one keep it
+    (OUT / "new").replace(OUT / name)  # running processes keep the old one
 
 
 def build() -> None:

@@ -1,4 +1,4 @@
-"""Prints how many graphs flex_attention makes over micro-batches of changing lengths, and its peak memory, as JSON."""
+"""Print as JSON how many graphs flex_attention compiles for micro-batches of changing lengths, and its peak memory."""
 
 import json
 import random
@@ -15,7 +15,8 @@ from layers.attention import PackedAttention
 
 
 def attend(n_tokens: int, grads: tuple[bool, bool, bool], heads: int = 16, key_heads: int = 2) -> None:
-    """Run one layer over a micro-batch: a prompt, and responses that see it. `grads`: of query, key and value."""
+    """Run one layer over a micro-batch: a prompt, and responses that see it. `grads`: do query, key and value
+    need gradients?"""
     prompt, runs = max(1, n_tokens // 3), []
     end_T = torch.full((n_tokens,), n_tokens, device="cuda")
     for start in range(prompt, n_tokens, max(1, n_tokens // 4)):

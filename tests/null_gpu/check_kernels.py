@@ -1,5 +1,5 @@
-"""Compiles the policy head's Triton kernels for the shapes of 3B, 7B and 30B-A3B, launches them, and prints as JSON how
-many bytes of shared memory each compiled kernel takes."""
+"""Compile and launch the policy head's Triton kernels at the shapes of 3B, 7B and 30B-A3B; print as JSON how many bytes
+of shared memory each compiled kernel takes."""
 
 import json
 import sys

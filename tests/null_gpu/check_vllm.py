@@ -1,4 +1,4 @@
-"""Start vLLM's engine on the null GPU, sample, replace its weights, let it sleep; print what was found as JSON.
+"""Start vLLM's engine on the null GPU, sample, replace its weights, let it sleep; print what happened as JSON.
 
 python tests/null_gpu/check_vllm.py MODEL    # a toy of Qwen2.5-VL; environment and PYTHONPATH: see ../test_vllm_cuda.py
 """
@@ -22,7 +22,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def used() -> int:
-    """Return the bytes of the GPU that are in use, by whomever."""
+    """Return the bytes in use on the GPU, by any process."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -32,7 +32,7 @@ def named(hf: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def differing(live: torch.nn.Module, hf: torch.nn.Module) -> list[str]:
-    """Return the names of vLLM's parameters that do not hold, bit for bit, what transformers' have."""
+    """Return the names of vLLM's parameters that are not equal, bit for bit, to those of transformers' model."""
     theirs, wrong = dict(hf.named_parameters()), []
     for name, p in live.named_parameters():
         source = name.replace("language_model.model.", "model.language_model.").replace("visual.", "model.visual.", 1)
@@ -72,7 +72,7 @@ def main(path: str) -> None:
     ban.apply = lambda logits, ctx=None: calls.append(logits.shape) or apply(logits, ctx)
 
     def sample(hf: torch.nn.Module) -> list[Rollout]:
-        """Sample twice from each prompt; note how far log-probabilities are from the trainer's."""
+        """Sample twice from each prompt; record the largest difference from the trainer's log-probabilities."""
         rollouts = engine.generate(prompts, 2, Sampling(8, seed=1))
         policy = M.Policy(M.load_hf(path).eval(), processor)
         policy.hf.load_state_dict(hf.float().state_dict())

@@ -1,5 +1,5 @@
-// CUDA's driver (libcuda) for a GPU that does not exist: what Triton, torch's expandable segments and vLLM's sleeping
-// allocator ask of it. Kernels do nothing. Memory is counted with that of runtime.c.
+// CUDA's driver (libcuda) for a GPU that does not exist: the functions that Triton, torch's expandable segments and
+// vLLM's sleep allocator call. Kernels do nothing. Memory is counted together with that of runtime.c.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
@@ -75,7 +75,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels that were compiled at run time
+// Kernels that are compiled at run time
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)handle();
@@ -118,7 +118,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Address space and memory apart: a handle is the size of its memory, with a number that keeps handles distinct
+// Address space and memory are separate. A memory handle is its size, with a number that makes each handle unique
 
 CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *properties,
                                        CUmemAllocationGranularity_flags option) {
@@ -152,7 +152,7 @@ CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CUmemGenericA
   return 0;
 }
 
-CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {  // may span several blocks
+CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {  // the range may span several blocks
   for (size_t done = 0; done < size;) {
     size_t block = null_gpu_remove_block((void *)(pointer + done));
     done += block ? block : GRANULARITY;

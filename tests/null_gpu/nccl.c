@@ -1,4 +1,4 @@
-// NCCL for one process: a collective copies what the process itself contributes.
+// NCCL for one process: a collective copies its input to its output.
 #include <stddef.h>
 #include <string.h>
 
@@ -33,7 +33,7 @@ int ncclCommUserRank(Handle communicator, int *rank) { return *rank = 0; }
 const char *ncclGetErrorString(int error) { return "an error of the null GPU's NCCL"; }
 const char *ncclGetLastError(Handle communicator) { return ""; }
 
-// By ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, float8 twice
+// By ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, two of float8
 static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
 static int copy(const void *from, void *to, size_t count, int type) {

@@ -1,11 +1,11 @@
-// NVML, which torch and vLLM ask about the device.
+// NVML, from which torch and vLLM read facts about the device.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 int cudaMemGetInfo(size_t *free, size_t *total);
 
-int nvmlDeviceGetCount_v2(unsigned *n) {  // of the machine: NVML does not look at CUDA_VISIBLE_DEVICES
+int nvmlDeviceGetCount_v2(unsigned *n) {  // all of the machine's: NVML ignores CUDA_VISIBLE_DEVICES
   const char *text = getenv("NULL_GPU_COUNT");
   *n = text ? atoi(text) : 1;
   return 0;
@@ -14,7 +14,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **device) {
   unsigned n;
   nvmlDeviceGetCount_v2(&n);
   *device = (void *)0x10;
-  return i < n ? 0 : 2;  // an invalid argument
+  return i < n ? 0 : 2;  // NVML_ERROR_INVALID_ARGUMENT
 }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }
 int nvmlDeviceGetHandleByUUID(const char *id, void **device) { return nvmlDeviceGetHandleByIndex_v2(0, device); }

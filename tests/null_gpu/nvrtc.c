@@ -1,4 +1,5 @@
-// NVRTC, by which torch compiles a few of its own kernels at run time (prod of integers): programs are one empty byte.
+// NVRTC, with which torch compiles a few of its own kernels at run time, such as prod of integers. Each compiled
+// program is one zero byte.
 #include <stddef.h>
 
 int nvrtcVersion(int *major, int *minor) {

@@ -1,5 +1,6 @@
-// CUDA's runtime (libcudart) for a GPU that does not exist. Device memory is address space of this process: it is counted,
-// and backed by real pages only where something writes. Copies up to NULL_GPU_COPY_MIB are made, kernels do nothing.
+// CUDA's runtime (libcudart) for a GPU that does not exist. Device memory is address space of this process. It is
+// counted, but takes real memory only where something is written. Copies of up to NULL_GPU_COPY_MIB are made; kernels
+// do nothing.
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -36,7 +37,7 @@ static void *reserve(size_t size) {
   return mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
 
-EXPORT int null_gpu_take(long size) {  // 0 if there was room for it; a negative size gives room back
+EXPORT int null_gpu_take(long size) {  // returns 0 if it fits; a negative size gives memory back
   pthread_mutex_lock(&lock);
   int full = size > 0 && used + size > capacity();
   if (!full) used += size;
@@ -158,7 +159,7 @@ cudaError_t cudaMemset(void *to, int value, size_t size) {
 cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) { return cudaMemset(to, value, size); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The device: NULL_GPU_COUNT of them, each like an H100
+// NULL_GPU_COUNT devices, each like an H100
 
 static __thread int current;
 
@@ -256,7 +257,7 @@ const char *cudaGetErrorString(cudaError_t error) { return "an error of the null
 const char *cudaGetErrorName(cudaError_t error) { return "null_gpu_error"; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Streams and events are numbers
+// Streams and events: their handles are numbers
 
 static size_t next_handle = 0x1000;
 static void *handle(void) { return (void *)(next_handle += 16); }
@@ -374,7 +375,7 @@ cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
   return cudaSuccess;
 }
 
-// What nvcc generates calls these: a program registers its kernels, and each launch passes its configuration through
+// Code that nvcc generates calls these: to register a program's kernels, and to pass the configuration of each launch
 static void *fat_binary;
 void **__cudaRegisterFatBinary(void *binary) { return &fat_binary; }
 void __cudaRegisterFatBinaryEnd(void **binary) {}

@@ -1,21 +1,22 @@
 """Values on the null GPU: each operation on a CUDA tensor is also computed on the CPU, in the tensor's own memory.
 
-The null GPU's memory is address space of the process, so a CPU tensor can be made over it. An operation first runs as
-CUDA's, with its checks, allocations, launches and synchronizations, all but the arithmetic; then a CPU kernel computes
+The null GPU's memory is address space of the process, so a CPU tensor can share it. An operation first runs as on CUDA,
+with its checks, allocations, launches and synchronizations: everything but the arithmetic. Then a CPU kernel computes
 the result and writes it into the output. A program sees CUDA tensors with the right values.
 
 What is replaced or left out:
 
 - Compiled flex_attention, flash attention of variable lengths and the Triton policy head consist of kernels that only a
-  GPU runs. Each runs as it would, forward and backward, on copies of its inputs, and its result is thrown away; the
-  plain definition of the same function computes the values.
+  GPU can run. Each is launched as usual, forward and backward, on copies of its inputs, and its result is thrown away.
+  The plain definition of the same function computes the values.
 - For scaled_dot_product_attention's CUDA kernels and products with an fp32 result, KERNELS has CPU functions.
-- Operations whose output's size depends on values, and linear algebra (cuSOLVER), do not run as CUDA's.
+- Operations whose output's size depends on values, and linear algebra (cuSOLVER), run only on the CPU.
 - cuDNN is off: ATen's own convolution embeds the patches of images.
 - Random numbers come from a CPU generator with the same seed.
 - Collectives of one process are copies, which nccl.c makes. There is no second process.
 
-An operation without a CPU kernel is an error. With a limit it keeps what its memory holds; `garbage` counts it by name.
+An operation without a CPU kernel is an error. If NULL_GPU_VALUES_MIB sets a limit, its output is garbage instead, and
+`garbage` counts it by name.
 """
 
 import ctypes
@@ -39,13 +40,13 @@ garbage: Counter[str] = Counter()
 cudart = ctypes.CDLL(None)
 cudart.null_gpu_synchronizations.restype = ctypes.c_long
 
-# Operations that read or change what a tensor is, not what it holds; collectives, which nccl.c copies
+# Operations on a tensor's storage or metadata, not its values; and (namespaces) collectives, which nccl.c copies
 NATIVE_ONLY = set(
     "aten::resize_ aten::set_ aten::record_stream aten::is_pinned aten::_pin_memory aten::lift_fresh "
     "aten::is_same_size inductor::resize_storage_bytes_".split()
 )
 NATIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "prim")
-# Operations that read a count from the device, by tags and by name
+# Operations that read a count from the device: by their tags, and by name
 DEPENDS_ON_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 READS_COUNTS = set(
     "aten::masked_scatter_backward aten::bincount aten::embedding_dense_backward aten::_unique2 "
@@ -54,7 +55,7 @@ READS_COUNTS = set(
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor over the memory of a CUDA tensor, with its shape and strides."""
+    """Return a CPU tensor that shares the memory of a CUDA tensor, with its shape and strides."""
     storage, like = tensor.untyped_storage(), {"dtype": tensor.dtype, "device": "cpu"}
     if storage.nbytes() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), **like)
@@ -68,9 +69,9 @@ def n_bytes(values: Any) -> int:
 
 
 class Values(TorchDispatchMode):
-    """Gives CUDA tensors the values that a CPU computes, where an operation touches at most `limit` bytes.
+    """A dispatch mode that computes CUDA tensors' values on the CPU, for operations on at most `limit` bytes.
 
-    With a limit, large tensors hold garbage, but shapes and indices, and with them the control flow, are right.
+    With a limit, large tensors hold garbage. Shapes and indices are right, and so is the control flow.
     """
 
     def __init__(self, limit: float = float("inf")):
@@ -80,19 +81,19 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch._C._len_torch_dispatch_stack():  # without data: DTensor infers a shape, or torch.compile traces
+        if torch._C._len_torch_dispatch_stack():  # no data: DTensor infers a shape, or torch.compile traces
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if any(type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ for x in tensors):
             return NotImplemented  # a DTensor, say, which calls operations on the tensors inside
-        if torch.is_inference_mode_enabled():  # an operation comes whole: reshape, which may be a copy or a view
+        if torch.is_inference_mode_enabled():  # composite operations arrive undivided, such as reshape
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         name = func._schema.name
-        if name == "fsdp::all_gather_copy_in" or func.namespace == "vllm":  # written in Python: its own operations come
+        if name == "fsdp::all_gather_copy_in" or func.namespace == "vllm":  # written in Python: see its operations
             with self:
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         on_gpu = any(x.is_cuda for x in tensors)
@@ -105,7 +106,7 @@ class Values(TorchDispatchMode):
             values = self._compute(func, args, kwargs)
             return args[0] if func._schema.is_mutable else tree_map(_to_device, values)
         results = _run_natively(func, args, kwargs)
-        if isinstance(results, list):  # a tensor that is not defined comes as None, which no list may hold
+        if isinstance(results, list):  # an undefined tensor comes as None, which a list of tensors cannot hold
             results = [torch.empty(0) if x is None else x for x in results]
         if n_bytes(tensors) + n_bytes(results) > self.limit:
             return results
@@ -124,7 +125,7 @@ class Values(TorchDispatchMode):
         return results
 
     def _compute(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the CPU's kernel of an operation in the memory of its tensors."""
+        """Run an operation's CPU kernel in the memory of its tensors."""
 
         def moved(x: Any) -> Any:
             if isinstance(x, Tensor):
@@ -147,7 +148,7 @@ class Values(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Return whether what an operation returns shares memory with its inputs, which it does not write."""
+    """Return whether an operation's results share the memory of its inputs, to which it does not write."""
     aliases = [r.alias_info for r in func._schema.returns]
     shares = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
     return shares or func._schema.name == "aten::detach"
@@ -156,7 +157,7 @@ def _is_view(func: Any) -> bool:
 def _depends_on_values(func: Any, args: tuple) -> bool:
     name = func._schema.name
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])  # masks, not numbers
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])  # masks, not indices
     solves = "linalg" in name and "norm" not in name
     return name in READS_COUNTS or solves or any(tag in func.tags for tag in DEPENDS_ON_VALUES)
 
@@ -171,12 +172,12 @@ def _to_device(value: Any) -> Any:
 
 
 def _run_natively(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run an operation as CUDA's. In torch's synchronization debug mode, warn where the program called it."""
+    """Run an operation as on CUDA. In torch's synchronization debug mode, warn at the program's line if it waits."""
     debug = torch.cuda.get_sync_debug_mode()
     if not debug:
         return func(*args, **kwargs)
     before = cudart.null_gpu_synchronizations()
-    torch._C._cuda_set_sync_debug_mode(0)  # its warnings would name this file
+    torch._C._cuda_set_sync_debug_mode(0)  # because its own warnings would name this file
     try:
         return func(*args, **kwargs)
     finally:
@@ -190,7 +191,7 @@ def _warn_of_synchronization() -> None:
         frame = sys._getframe(1)
         while frame and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
             frame = frame.f_back
-        where = (frame.f_code.co_filename, frame.f_lineno) if frame else ("autograd", 0)  # a thread of its own
+        where = (frame.f_code.co_filename, frame.f_lineno) if frame else ("autograd", 0)  # the thread of autograd
         warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *where)
 
 
@@ -278,7 +279,7 @@ def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
 
 KERNELS = {
     "aten::_grouped_mm": _grouped_mm,
-    "aten::histc": lambda x, *args: torch.histc(x.float(), *args).to(x.dtype),  # a CPU has none of integers
+    "aten::histc": lambda x, *args: torch.histc(x.float(), *args).to(x.dtype),  # a CPU has no histc of integers
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
@@ -291,11 +292,11 @@ KERNELS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is compiled runs beside its plain definition
+# Compiled functions run, and their plain definitions compute the values
 
 
 def without_values(native: Callable, *args: Any, **kwargs: Any) -> None:
-    """Run what is compiled, forward and backward, on copies of its tensors; throw its results away."""
+    """Run a compiled function, forward and backward, on copies of its tensors; throw its results away."""
 
     def copied(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -310,7 +311,7 @@ def without_values(native: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def replace_attention(attention: Any) -> None:
-    """Let layers.attention's compiled backends run beside dense attention, which gives the values."""
+    """Let layers.attention's compiled backends run, and compute the values by dense attention."""
     compiled, varlen = attention._flex, attention._varlen
 
     def flex(device_type: str) -> Callable:
@@ -334,7 +335,7 @@ def replace_attention(attention: Any) -> None:
 
 
 def compile_attention(attention: Any) -> None:
-    """Let layers.attention's flex_attention be compiled, which torch does not do below a dispatch mode: no values."""
+    """Let torch compile layers.attention's flex_attention, which it does not do in a dispatch mode. Gives no values."""
     compiled = attention._flex
 
     def flex(device_type: str) -> Callable:
@@ -355,7 +356,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def replace_kernels(kernels: Any) -> None:
-    """Let the Triton policy head run beside the plain one, which gives the values."""
+    """Let the Triton policy head run, and compute the values by the plain one."""
     plain, triton_head, logprob = kernels._PlainHead, kernels._TritonHead, kernels.triton_logprob
 
     class BothHeads(plain):
@@ -386,7 +387,7 @@ def replace_kernels(kernels: Any) -> None:
 
 
 def add_vllm_kernels(vllm: Any) -> None:
-    """Give the operations of vLLM that CUDA alone has a CPU's kernels."""
+    """Add CPU kernels for those operations of vLLM that only CUDA has."""
     spec = importlib.util.spec_from_file_location("vllm_kernels", Path(__file__).parent / "vllm_kernels.py")
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
@@ -394,7 +395,7 @@ def add_vllm_kernels(vllm: Any) -> None:
 
 
 def find_null_gpu(system_utils: Any) -> None:
-    """Let vLLM find this GPU's runtime, which it looks up by path: packages load NVIDIA's into the process too."""
+    """Let vLLM find the null GPU's runtime. It looks for a path, and packages load NVIDIA's runtime too."""
     find = system_utils.find_loaded_library
 
     def find_preloaded(name: str) -> str | None:
@@ -404,8 +405,8 @@ def find_null_gpu(system_utils: Any) -> None:
 
 
 def interpret_in_place(interpreter: Any) -> None:
-    """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of storages,
-    and compute in bfloat16, whose bits it would take for integers."""
+    """Let Triton's interpreter (TRITON_INTERPRET=1) work in the tensors' own memory, not on copies of storages.
+    Also let it compute in bfloat16, whose bits it would treat as integers."""
     binary_op = interpreter.InterpreterBuilder.binary_op
 
     def moved(x: Any) -> Any:
@@ -432,7 +433,7 @@ def interpret_in_place(interpreter: Any) -> None:
 
 
 def install() -> None:
-    """Enter the mode in this thread and in all that are started later."""
+    """Enter the mode in this thread, and in every thread that starts later."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     limit = float(os.environ["NULL_GPU_VALUES_MIB"]) * 2**20

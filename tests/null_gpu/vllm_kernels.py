@@ -1,19 +1,19 @@
-"""Values for vLLM's CUDA wheel on the null GPU: CPU functions for its CUDA kernels (values.py has those of torch).
+"""CPU functions that compute the values of vLLM's CUDA kernels on the null GPU (values.py does so for torch's).
 
-vLLM takes its default path for an H100 (Model Runner V2, FlashAttention 3 over a paged KV cache, fused kernels), with
-every check, allocation and launch. Its kernels are of two kinds:
+vLLM's CUDA wheel takes its default path for an H100 (Model Runner V2, FlashAttention 3 over a paged KV cache, fused
+kernels), with every check, allocation and launch. Its kernels are of two kinds:
 
 - Triton kernels (a step's inputs, slots of the KV cache, M-RoPE, sampling, log-probabilities) run in Triton's
   interpreter, in the tensors' own memory. TRITON_INTERPRET=1 asks for it; nothing is replaced.
-- CUDA kernels do nothing. Those that a Qwen2.5-VL in bfloat16 needs are REPLACED, each by the function below that
-  REPLACED names: _C.rms_norm, _C.fused_add_rms_norm, _C.silu_and_mul, _C_cache_ops.reshape_and_cache_flash and
-  _vllm_fa3_C.fwd. What _vllm_fa3_C.get_scheduler_metadata returns is garbage: only the attention kernel reads it.
+- CUDA kernels do nothing. REPLACED has a CPU function for each of those that a Qwen2.5-VL in bfloat16 needs:
+  _C.rms_norm, _C.fused_add_rms_norm, _C.silu_and_mul, _C_cache_ops.reshape_and_cache_flash and _vllm_fa3_C.fwd.
+  _vllm_fa3_C.get_scheduler_metadata returns garbage, which only the attention kernel would read.
 
-vLLM's find_loaded_library is replaced too (values.find_null_gpu): sleep copies weights with the CUDA runtime that it
-finds in the process, and packages load NVIDIA's there as well.
+vLLM's find_loaded_library is replaced too (values.find_null_gpu). Sleep copies weights with the CUDA runtime that this
+function finds in the process, and other packages load NVIDIA's runtime into the same process.
 
-Left out: CUDA graphs and torch.compile (the engine starts with enforce_eager), other families (experts and recurrent
-layers have kernels of their own), quantization, and several GPUs, between which nothing is sent.
+Not covered: CUDA graphs and torch.compile (the engine starts with enforce_eager), other families (experts and recurrent
+layers have kernels of their own), quantization, and several GPUs: nothing is sent between them.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def reshape_and_cache(key, value, key_cache, value_cache, slots, dtype: str, key
 
 
 def flash_attention_3(q, k, v, *args: Any) -> tuple[Tensor, ...]:
-    """Attend in each sequence of a batch; keys and values are in a paged cache (with a table of blocks) or packed."""
+    """Attend in each sequence of a batch. Keys and values are in a paged cache (with a table of blocks) or packed."""
     out, stops_q, stops_k, lengths, table = (args[i] for i in (3, 4, 5, 8, 11))
     scale, causal, window, softcap = args[20], args[21], args[22:24], args[24]
     assert window in ((-1, -1), (-1, 0)) and not softcap

@@ -1,6 +1,7 @@
-"""Run by every Python process that has this folder on PYTHONPATH: gives its null GPU values (see ../values.py).
+"""Python runs this file at the start of every process that has this folder on PYTHONPATH. It makes operations on the
+null GPU compute values (see ../values.py).
 
-NULL_GPU_VALUES_MIB: operations on more memory than this keep garbage (default: none do).
+NULL_GPU_VALUES_MIB: operations on more memory than this are not computed (default: inf, all are).
 """
 
 import importlib.abc
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 class _Hooks(importlib.abc.MetaPathFinder):
-    """Change modules when they have been imported."""
+    """An import hook that changes modules just after they are imported."""
 
     def __init__(self):
         self.hooks = {"torch": "install", "layers.attention": "compile_attention"}
@@ -25,7 +26,7 @@ class _Hooks(importlib.abc.MetaPathFinder):
         if hook is None:
             return None
         spec = importlib.util.find_spec(name)
-        self.hooks[name] = hook  # transformers looks for packages of these names without importing them
+        self.hooks[name] = hook  # transformers looks for these packages without importing them
         if spec is None:  # vLLM is not installed
             return None
         load = spec.loader.exec_module
