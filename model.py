@@ -281,18 +281,16 @@ class Processor:
         """Return a Patcher with the image processor's values; raise UserError if it does more than look up bytes."""
         processor, channels = self.image_processor, 3
         shape = (processor.patch_size, self.merge_size, processor.temporal_patch_size)
-        side = processor.patch_size * self.merge_size
-        rng = np.random.default_rng(0)
-        every_byte = np.arange(16 * side * side).astype(np.uint8).reshape(4 * side, 4 * side, 1).repeat(channels, 2)
-        noise = rng.integers(0, 256, (3 * side, 2 * side, channels), dtype=np.uint8)
-        ramp, noise = map(Image.fromarray, (every_byte, noise))
-        theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in (ramp, noise)]
-        read = Patcher(torch.arange(256.0).repeat(channels, 1), *shape)(ramp).long()
+        size = [n * processor.patch_size * self.merge_size for n in (6, 8)]
+        noise = np.random.default_rng(0).integers(0, 256, (2, *size, channels), dtype=np.uint8)  # has every byte
+        images = [Image.fromarray(x) for x in noise]
+        theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in images]
+        read = Patcher(torch.arange(256.0).repeat(channels, 1), *shape)(images[0]).long()
         table_CB = theirs[0].new_zeros(channels, 256)
         for row_B, bytes_, values in zip(table_CB, *(x.chunk(channels, dim=1) for x in (read, theirs[0])), strict=True):
             row_B[bytes_] = values
         patcher = Patcher(table_CB, *shape)
-        same = torch.equal(patcher(noise), theirs[1])
+        same = torch.equal(patcher(images[1]), theirs[1])
         need(same, f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
         return patcher
 

@@ -135,7 +135,7 @@ class RunLog:
         stem = self.out / "rollouts" / f"step_{step:06d}"
         self._write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
-        self.writer.write(partial(write_samples, stem.with_suffix(".html"), shown), shown.large())
+        self.writer.write(write_samples, stem.with_suffix(".html"), shown)
         self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
             self.shown = shown
@@ -196,8 +196,7 @@ class RunLog:
         if self.drawn < 0 and not importlib.util.find_spec("matplotlib"):
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.drawn = n_rows
-        large = self.shown is not None and self.shown.large()
-        self.writer.write(partial(write_report, self.out, self.shown), large)
+        self.writer.write(write_report, self.out, self.shown)
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -31,10 +32,6 @@ class Shown(NamedTuple):
     examples: dict[str, Example] = {}
     summary: dict | None = None
     facts: dict | None = None
-
-    def large(self) -> bool:
-        """Return whether writing the page takes longer than starting a process."""
-        return sum(len(s["text"]) for record in self.records for s in record["samples"]) > LARGE
 
 
 def write_samples(path: Path, shown: Shown) -> None:
@@ -60,12 +57,14 @@ class Writer:
         self.process: subprocess.Popen | None = None
         self.failed = 0
 
-    def write(self, call: Callable[[], None], large: bool) -> None:
-        """Wait for the last report; then call a function, here or, if `large`, in a process that is not waited for."""
+    def write(self, function: Callable[[Path, Any], None], path: Path, shown: Shown | None) -> None:
+        """Wait for the last report; then call function(path, shown), in another process if there is much to show."""
         self.finish()
-        if not large:
-            self.attempt(call)
-            return
+        call = partial(function, path, shown)
+        texts = (s["text"] for record in (shown.records if shown else ()) for s in record["samples"])
+        self.attempt(call if sum(map(len, texts)) <= LARGE else partial(self._start, call))
+
+    def _start(self, call: Callable[[], None]) -> None:
         self.output = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as file:
             pickle.dump(call, file)
@@ -90,6 +89,6 @@ class Writer:
         self.process = None
 
     def _warn(self, trace: str, error: str) -> None:
-        self.failed += 1
-        trace = trace if self.failed == 1 else ""
-        tqdm.write(f"{trace}warning: report failure {self.failed} of this run: {error}; the run continues")
+        self.failed += 1  # the first failure is shown with its traceback
+        told = f"report failure {self.failed} of this run: {error}; the run continues"
+        tqdm.write(f"{trace if self.failed == 1 else ''}warning: {told}")
