@@ -792,9 +792,11 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
 
     master = master or (torch.bfloat16 if lora else torch.float32)
     banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
-    processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], banned=banned)
+    config = config_of(size)
+    own = {"banned": banned, "patcher": patcher_of(config)}
+    processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **own)
     with tempfile.TemporaryDirectory() as folder:
-        config_of(size).save_pretrained(folder)
+        config.save_pretrained(folder)
         hf = loading.meta_hf(folder, master)
     policy = Policy(add_lora(hf, lora) if lora else hf, processor)
     if recompute:
@@ -815,18 +817,27 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     return policy, processor
 
 
+def patcher_of(config):
+    """Return what makes patches of images for a model of this configuration."""
+    import torch
+
+    from model import Patcher
+
+    vision = config.vision_config
+    return Patcher(torch.linspace(-2, 2, 256).repeat(3, 1), vision.patch_size, 2, vision.temporal_patch_size)
+
+
 def noisy_image(key: str, side: int, config):
     """Return an image of noise with side x side image tokens."""
     import numpy as np
-    import torch
     from PIL import Image
 
-    from model import ImageInput, Patcher
+    from model import ImageInput
 
-    v, rng = config.vision_config, np.random.default_rng(side)
-    patcher = Patcher(torch.linspace(-2, 2, 256).repeat(3, 1), v.patch_size, 2, v.temporal_patch_size)
-    pixels = rng.integers(0, 256, (2 * side * v.patch_size, 2 * side * v.patch_size, 3), dtype=np.uint8)
-    return ImageInput(key, Image.fromarray(pixels), (1, 2 * side, 2 * side), side * side, patcher)
+    patcher, rng = patcher_of(config), np.random.default_rng(side)
+    width = 2 * side * patcher.patch
+    pixels = Image.fromarray(rng.integers(0, 256, (width, width, 3), dtype=np.uint8))
+    return ImageInput(key, pixels, (1, 2 * side, 2 * side), side * side, patcher)
 
 
 def draw_rollouts(config, n_prompts: int, group: int, toy: bool) -> list:
