@@ -542,7 +542,7 @@ def main(args: argparse.Namespace) -> None:
 def run_part(p: Parent, part: Part, seconds: float) -> None:
     p.part, start = part.name, time.monotonic()
     record = p.report.begin(part)
-    print(f"part {record['part']}, {part.name}: {max(0.0, seconds):.0f} s", flush=True)
+    print(f"part {record['part']}, {part.name}: up to {max(0.0, seconds):.0f} s", flush=True)
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if missing:
         remedy = "pip install -c requirements.txt -r requirements-dev.txt, or bring the wheels"
@@ -976,6 +976,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import transformers
 
     from engines.choose import make_engine
+    from engines.hf import HFEngine
     from layers.lora import Lora
     from model import load_processor
     from parallel.sharding import full_parameters
@@ -990,17 +991,16 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
         size = model.split()[0]
         policy, processor = build(size, ctx, Lora(64, 32.0) if "LoRA" in model else None, True)
         settings, folder = {"load_format": "dummy", "gpu_memory_utilization": 0.3}, Path(tempfile.mkdtemp())
-        if kind == "vllm":
+        if kind == "hf":
+            with ctx.device:
+                hf = transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
+            engine = HFEngine(hf, processor, ctx.device)
+        else:
             make_model(folder / "model", size)
             processor = load_processor(str(folder / "model"))
-
-        def load_hf(size: str = size) -> torch.nn.Module:
-            with ctx.device:
-                return transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
-
-        example = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # its image makes vLLM keep the vision tower
-        engine = make_engine(kind, str(folder / "model"), processor, ctx.device, torch.bfloat16, load_hf=load_hf,
-                             examples=[example], max_model_len=1024, settings=settings)
+            image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
+            engine = make_engine("vllm", str(folder / "model"), processor, ctx.device, torch.bfloat16,
+                                 examples=[image], max_model_len=1024, settings=settings)
         times = []
         for _ in range(6):
             engine.sleep()

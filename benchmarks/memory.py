@@ -186,6 +186,12 @@ def longest(row: Row, args: argparse.Namespace, recompute: bool, at: dict[int, d
     return 0
 
 
+def gpu_found() -> bool:
+    """Return whether this Python has torch and a CUDA device."""
+    found = subprocess.run([sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"])
+    return found.returncode == 0
+
+
 def cell(x: float | None) -> str:
     return "too much" if x is None else f"{x:,.0f}" if x > 1000 else f"{x:.1f}"
 
@@ -193,7 +199,10 @@ def cell(x: float | None) -> str:
 def main(args: argparse.Namespace) -> None:
     chosen = [TOY] if args.short else [row for row in ROWS if not args.rows or row.name in args.rows]
     if len(chosen) < len(args.rows):
-        sys.exit(f"error: --rows {' '.join(args.rows)}: the rows are {', '.join(row.name for row in ROWS)}")
+        known = "".join(f"\n  {row.name!r}" for row in ROWS)
+        sys.exit(f"error: --rows {' '.join(map(repr, args.rows))}: use some of{known}")
+    if not (args.null_gpu or args.short or gpu_found()):
+        sys.exit("error: there is no CUDA device; give --null-gpu, which uses one that does not exist")
     sizes = [300] if args.short else args.tokens or [8192, 16384]
     print("| GiB a GPU | recomputed | tokens | at rest | with gradients | peak | reserved | longest |")
     print("|---|---|--:|--:|--:|--:|--:|--:|")
