@@ -1,7 +1,7 @@
 """CPU time of a training step on the host, without sampling and without waiting for a GPU.
 
     OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 responses, on 8 ranks and on 1
-    OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts x 4 responses, on 2 ranks and on 1
+    OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts x 4 responses, on 2 ranks
 
 Every rank is a process that joins the others over gloo. Each prompt has an image of 600 tokens, stored as JPEG at
 another size; a response has --tokens tokens on average, and its text has formulas. The functions are those of train.py,
@@ -135,12 +135,12 @@ def main() -> None:
     p.add_argument("--group", type=int, default=8, help="responses per prompt")
     p.add_argument("--tokens", type=int, default=1000, help="mean tokens per response")
     p.add_argument("--ranks", type=int, nargs="+", default=[8, 1], help="numbers of ranks to measure")
-    p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks and on 1")
+    p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks")
     p.add_argument("--model", help=argparse.SUPPRESS)  # given to the process of a rank
     p.add_argument("--out", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.short:
-        args.prompts, args.group, args.tokens, args.ranks, args.short = 16, 4, 50, [2, 1], False
+        args.prompts, args.group, args.tokens, args.ranks, args.short = 16, 4, 50, [2], False
     if args.model:
         measure(args)
         return
