@@ -328,6 +328,8 @@ def start_engine(
         limits["family_paths"] = weights.cfg.family_paths
         engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, **limits)
     engine.sync(lambda trainable_only: weights)
+    tied = "does config.json tie the head to the embedding, while the files hold both?"
+    need(engine.complete, f"{path}: the engine has weights that the model does not give it; {tied}")
     print0(f"loaded {weights.hf.loaded_from}")
     return engine
 

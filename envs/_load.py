@@ -159,7 +159,8 @@ def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[A
         good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
         good = good and all(isinstance(value, str) for value in message.values())
     need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
-    return [dict(message) for message in listed], images
+    # plain texts: those of a class in the user's file could not be sent to other processes
+    return [{name: str.__str__(value) for name, value in message.items()} for message in listed], images
 
 
 def encoded(image: Any) -> bytes:

@@ -202,10 +202,10 @@ class RunLog:
         """Also of a run that was asked to end before its last step."""
         if self.ctx.main:
             self._draw()
-            self.writer.finish()
             self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
             write_text(self.out / "summary.json", json.dumps(self.summary, indent=2) + "\n")
+            self.writer.finish([*self.writer.running])
 
     def close(self) -> None:
         if not self.ctx.main:

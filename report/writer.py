@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -20,7 +20,10 @@ from report.page import page
 from report.plots import draw_grid, panels, run_curves
 
 # the program of the process; multiprocessing would import train.py in it, and so torch
-CODE = f"import pickle, sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); pickle.load(sys.stdin.buffer)()"
+CODE = f"""import ctypes, pickle, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be started again
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+pickle.load(sys.stdin.buffer)()"""
 LARGE = 500_000  # characters of responses; a smaller page is written faster than a process starts
 
 
@@ -51,27 +54,28 @@ def write_report(out: Path, shown: Shown | None) -> None:
 
 
 class Writer:
-    """Runs functions that write reports, one at a time. A failure is only a warning, since the run matters more."""
+    """Calls functions that write reports. A failure is only a warning, since the run matters more."""
 
     def __init__(self):
-        self.process: subprocess.Popen | None = None
+        self.running: dict[Path, tuple[subprocess.Popen, IO[bytes]]] = {}  # by what they write, with their outputs
         self.failed = 0
 
     def write(self, function: Callable[[Path, Any], None], path: Path, shown: Shown | None) -> None:
-        """Wait for the last report; then call function(path, shown), in another process if there is much to show."""
-        self.finish()
+        """Call function(path, shown), in a process of its own if there is much to show. Wait for an earlier process
+        only if it writes the same path."""
+        self.finish([path] if path in self.running else [])
         call = partial(function, path, shown)
         texts = (s["text"] for record in (shown.records if shown else ()) for s in record["samples"])
-        self.attempt(call if sum(map(len, texts)) <= LARGE else partial(self._start, call))
+        self.attempt(call if sum(map(len, texts)) <= LARGE else partial(self._start, path, call))
 
-    def _start(self, call: Callable[[], None]) -> None:
-        self.output = tempfile.TemporaryFile()
+    def _start(self, path: Path, call: Callable[[], None]) -> None:
+        output = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as file:
             pickle.dump(call, file)
             file.seek(0)
             # a session of its own, so that Ctrl-C reaches only the run, which then waits for the page
-            own = {"stdin": file, "stdout": self.output, "stderr": subprocess.STDOUT, "start_new_session": True}
-            self.process = subprocess.Popen([sys.executable, "-P", "-c", CODE], **own)
+            own = {"stdin": file, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.running[path] = subprocess.Popen([sys.executable, "-P", "-c", CODE], **own), output
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Call a function in this process; print a warning if it raises."""
@@ -80,13 +84,14 @@ class Writer:
         except Exception as error:  # drawing libraries may raise anything
             self._warn(users_traceback(error), describe_error(error))
 
-    def finish(self) -> None:
-        """Wait for the other process, if there is one; print a warning if it failed."""
-        if self.process and self.process.wait():
-            self.output.seek(0)
-            trace = self.output.read().decode(errors="replace")
-            self._warn(trace, trace.strip().rpartition("\n")[2] or f"exit code {self.process.returncode}")
-        self.process = None
+    def finish(self, paths: Sequence[Path]) -> None:
+        """Wait for the processes that write these paths; print a warning for each that failed."""
+        for path in paths:
+            process, output = self.running.pop(path)
+            if process.wait():
+                output.seek(0)
+                trace = output.read().decode(errors="replace")
+                self._warn(trace, trace.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
 
     def _warn(self, trace: str, error: str) -> None:
         self.failed += 1  # the first failure is shown with its traceback

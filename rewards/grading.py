@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import need
-from reward import RewardConfig, Rewards, Stage, find_task, grader_stats, load_tasks, response_to, task_name
+from reward import RewardConfig, Rewards, Stage, find_task, grader_stats, load_tasks, task_name
 from rewards.calls import CONCURRENT, Call, Failure, Function, Here, Item, Outcome, function_of
 from rewards.workers import JUDGE, Setup, Workers
 
@@ -188,17 +188,3 @@ class Grading:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def score_batch(
-    responses: Sequence[str], examples: Sequence[Any], finish_reasons: Sequence[str] | None = None
-) -> list[dict[str, float]]:
-    """Rewards of each response by the tasks' own rewards, in order, in this process; one example (and finish reason)
-    per response."""
-    reasons = ["stop"] * len(responses) if finish_reasons is None else finish_reasons
-    if not len(responses) == len(examples) == len(reasons):
-        raise ValueError(
-            f"{len(responses)} responses, {len(examples)} examples and {len(reasons)} finish reasons; give one of each"
-        )
-    rollouts = list(map(response_to, examples, responses, reasons))
-    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin(None).results(rollouts)

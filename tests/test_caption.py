@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scoring import score_batch
 
 import reward
 from errors import UserError
 from prepare_data import FileConfig, TaskConfig, make_file, read_examples
-from rewards import grading
 from tasks import caption
 from tasks.caption import Corpus, bleu4, caption_reward, rouge_l, split_words
 
@@ -221,9 +221,9 @@ def test_the_registered_reward_needs_its_row_alone():
             for i, truth in enumerate(truths)]  # fmt: skip
     assert reward.check_tasks(rows) == {"caption": 100}
     given = [text for text, _ in random_captions()]
-    scored = grading.score_batch(given, rows)
+    scored = score_batch(given, rows)
     caption.read_truth.cache_clear()
-    backwards = grading.score_batch(given[::-1], rows[::-1])[::-1]
+    backwards = score_batch(given[::-1], rows[::-1])[::-1]
     assert (
         scored
         == backwards
@@ -238,7 +238,7 @@ def test_the_registered_reward_needs_its_row_alone():
         gaps.append(wanted[0] - found["cider"])
         assert not own or found["cider"] == pytest.approx(wanted[0], abs=1e-6)  # then it is COCO's
     assert min(gaps) > -1e-6 and sum(gaps) / len(gaps) < 0.5  # of 10; never more than COCO's
-    perfect = grading.score_batch([json.loads(row.ground_truth)["references"][0] for row in rows], rows)
+    perfect = score_batch([json.loads(row.ground_truth)["references"][0] for row in rows], rows)
     for row, found in zip(rows, perfect, strict=True):
         words, references = (
             split_words(json.loads(row.ground_truth)["references"][0]),

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_train import TORCHRUN, flags, run, write_parquet
 
 import eval as E
 import model as M
 from demo import make_model
+from errors import UserError
 from layers import lora
 from prepare_data import Example
 from report.evaluation import answer_of, answer_type
@@ -61,6 +62,19 @@ def test_an_engine_has_the_models_own_rotary_tables(toys):
         for name, tensor in getattr(want, kind)():
             assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
     assert engine.complete and list(want.named_buffers())
+
+
+def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
+    """transformers does not tie such a model, so that the trained head would never reach the engine."""
+    make_model(tmp_path / "toy", tied=True)
+    file = tmp_path / "toy/model.safetensors"
+    weights = load_file(file)
+    embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
+    path = str(tmp_path / "toy")
+    asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
+    with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
+        E.start_engine(asked, path, M.load_processor(path), [], 0, None, Context(0, 1, torch.device("cpu")))
 
 
 def test_comparison_counts_what_changed():

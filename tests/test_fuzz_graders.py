@@ -14,9 +14,9 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+from scoring import score_batch
 
 import reward
-from rewards import grading
 from tasks import geometry
 from tasks.math_verify_worker import MATH_VERIFY
 
@@ -644,7 +644,7 @@ def test_twenty_thousand_answers(apart, monkeypatch):
     rows = [SimpleNamespace(data_source="geo3k", ground_truth=truth.text, extra={}, uid="u") for _, truth in some]
     boxes = [f"\\boxed{{{answer.text}}}" for answer, _ in some]
     keep = [i for i, (answer, _) in enumerate(some) if reward.extract_boxed(boxes[i]) == answer.text]
-    verdicts = grading.score_batch([boxes[i] for i in keep], [rows[i] for i in keep])
+    verdicts = score_batch([boxes[i] for i in keep], [rows[i] for i in keep])
     wrong = [
         (some[i][0].text, some[i][1].text)
         for i, v in zip(keep, verdicts, strict=True)

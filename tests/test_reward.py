@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from scoring import score_batch  # noqa: E402
+
 import reward  # noqa: E402
-from rewards import calls, grading  # noqa: E402
+from rewards import calls  # noqa: E402
 from tasks import geometry, math_verify_worker  # noqa: E402
 from tasks.math_verify_worker import MATH_VERIFY  # noqa: E402
 
@@ -750,7 +752,7 @@ def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
     assert geometry.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
     for _ in range(2):  # the second time those that were late are known to be wrong, and the next ones are tried
         before, start = reward.grader_stats.copy(), time.perf_counter()
-        rewards = grading.score_batch(responses, rows)
+        rewards = score_batch(responses, rows)
         assert time.perf_counter() - start < 2.0 + 5.0
         assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0, 1.0]
         stats = reward.grader_stats - before
@@ -771,14 +773,14 @@ def test_lists_of_a_batch_are_asked_together(quick_cas, monkeypatch):
     lists = [f"\\log_{n}{{3}}, \\log_{n}{{4}}" for n in "23567"]
     monkeypatch.setattr(geometry, "same_to_math_verify", lambda a, b: MATH_VERIFY.same(a.rstrip("}"), b))
     for truth, right in (("4, 3", 1.0), ("4, 5", 0.0)):
-        rewards = grading.score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
+        rewards = score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
         assert [r["accuracy"] for r in rewards] == [right] * 5
     assert sum(rounds) >= 20 and set(rounds) <= {0, 5} and len(rounds) <= 10
 
 
 def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkeypatch):
     def accuracy():
-        return grading.score_batch(["\\boxed{\\log_2 32}"] * 3, [example("5")] * 3)[-1]["accuracy"]
+        return score_batch(["\\boxed{\\log_2 32}"] * 3, [example("5")] * 3)[-1]["accuracy"]
 
     assert geometry.same_answer("\\log_2 8", "3")
     with monkeypatch.context() as busy:
@@ -1016,10 +1018,11 @@ def test_a_file_in_tasks_is_a_task(tmp_path):
     code = """
 from types import SimpleNamespace
 import reward
-from rewards import grading
 sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
 rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
-print(grading.score_batch(["e4", "d4"], [rows[0]] * 2), reward.check_tasks(rows[:1]))
+rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
+scored = rewards.begin(None).results([reward.response_to(rows[0], text) for text in ("e4", "d4")])
+print(scored, reward.check_tasks(rows[:1]))
 for row in rows[1:]:
     try:
         reward.check_tasks([row])
@@ -1117,8 +1120,6 @@ def test_names_that_train_adds_are_reserved(name):
 
 def test_score_batch_keeps_order():
     responses = [f"<think>a</think>\\boxed{{{i}}}" for i in range(6)]
-    rewards = grading.score_batch(responses, [example(str(i if i != 3 else 9)) for i in range(6)])
+    rewards = score_batch(responses, [example(str(i if i != 3 else 9)) for i in range(6)])
     assert [r["accuracy"] for r in rewards] == [1, 1, 1, 0, 1, 1]
     assert rewards[0] == {"accuracy": 1.0, "format": 1.0, "reward": 1.0} and rewards[3]["reward"] == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="6 responses, 5 examples"):
-        grading.score_batch(responses, [example("1")] * 5)

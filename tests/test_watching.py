@@ -9,6 +9,7 @@ import math
 import os
 import re
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from test_faults import left as signals_left  # noqa: F401  a fixture
-from test_train import flags, rows, run, without_time, write_parquet
+from test_train import ROOT, flags, rows, run, without_time, write_parquet
 
 import report.log
 import report.progress
@@ -723,6 +724,53 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     quick("--eval-data", test, out="broken")
     said = capsys.readouterr().out
     assert "Traceback" in said and "warning: report failure 1 of this run: " in said and "done: 2 steps" in said
+
+
+def test_what_cannot_be_given_to_another_process_is_a_warning(tmp_path, monkeypatch, capsys):
+    """A full disk for temporary files, or no process to be had, ends no run."""
+    monkeypatch.setattr(report.writer, "LARGE", -1)
+    writer, shown = report.writer.Writer(), report.writer.Shown("a page")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for name in ("tempfile.TemporaryFile", "pickle.dump", "subprocess.Popen"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"report.writer.{name}", full)
+            writer.write(report.writer.write_samples, tmp_path / "page.html", shown)
+    assert writer.failed == 3 and capsys.readouterr().out.count("warning: report failure") == 3
+
+
+def test_a_page_waits_only_for_one_of_its_own_name(tmp_path, monkeypatch):
+    """And it ends with the run: a process that went on would overwrite the pages of the next."""
+    monkeypatch.setattr(report.writer, "LARGE", -1)
+    writer, shown = report.writer.Writer(), report.writer.Shown("a page")
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nfrom pathlib import Path\n\n\ndef write(path, shown):\n"
+        "    time.sleep(float(os.environ['SLOW']))\n    path.write_text('written')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SLOW", "3")
+    monkeypatch.syspath_prepend(tmp_path)
+    import slow
+
+    began = time.monotonic()
+    for name in ("one", "two"):
+        writer.write(slow.write, tmp_path / name, shown)
+    assert time.monotonic() - began < 2 and len(writer.running) == 2
+    writer.write(slow.write, tmp_path / "one", shown)
+    assert time.monotonic() - began > 2.5 and (tmp_path / "one").exists()
+    writer.finish([*writer.running])
+    assert not writer.running and writer.failed == 0 and (tmp_path / "two").read_text() == "written"
+    monkeypatch.setenv("SLOW", "20")
+    code = "import sys, time; sys.path[:0] = sys.argv[1:3]; import slow, report.writer as w; w.LARGE = -1\n"
+    code += "writer = w.Writer(); writer.write(slow.write, w.Path(sys.argv[3]), w.Shown('a')); time.sleep(1)\n"
+    code += "print(*[process.pid for process, _ in writer.running.values()])"
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), str(tmp_path / "orphan")]
+    pid = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists() and not (tmp_path / "orphan").exists()
 
 
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
