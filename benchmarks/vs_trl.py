@@ -489,7 +489,9 @@ def speed(name: str, config: Config, args: argparse.Namespace) -> dict:
     for number, work in enumerate(works):
         for (side, part), computed in work.items():
             counted = measured[side][number]["computed"][part]
-            assert counted == computed["tokens"], f"{side}, {part}: {counted} tokens, not {computed['tokens']}"
+            # responses that begin with the same token share it, which the arithmetic does not know beforehand
+            close = 0 <= computed["tokens"] - counted <= 0.01 * computed["tokens"]
+            assert close, f"{side}, {part}: {counted} tokens, not {computed['tokens']}"
     mean = {side: {what: {} for what in ("tokens", "flops")} for side in measured}  # without the first step, a warm-up
     for side, part in works[0]:
         for what, numbers in mean[side].items():
