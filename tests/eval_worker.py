@@ -27,6 +27,8 @@ from utils import Context, dist_setup, run_script  # noqa: E402
 class Sink(Engine):
     """An engine that keeps only the checksums of its weights."""
 
+    complete = True
+
     def load_weights(self, named_tensors):
         self.sums = {name: (tensor.dtype, checksum(tensor)) for name, tensor in named_tensors}
         return {}
