@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from envs import Environment, calculator, guess_the_place, look_closer
+from envs._load import checked_messages
 from errors import UserError
 from prepare_data import Example, ReadingConfig, main, parse_args, read_examples
 from reward import score
@@ -413,3 +414,14 @@ def test_a_toys_city_cannot_be_seen():
     assert len(cities) == 12
     share = [max(map(found.count, found)) / len(found) for found in cities.values()]
     assert sum(share) / len(share) < 0.5
+
+
+def test_texts_of_a_users_class_become_plain_texts():
+    """A class that only the user's file has could not be unpickled by another process."""
+
+    class Say(str):
+        pass
+
+    for said in (Say("look"), [{"role": Say("user"), "content": Say("look")}]):
+        [message], _ = checked_messages(said, [])
+        assert message == {"role": "user", "content": "look"} and {type(x) for x in message.values()} == {str}
