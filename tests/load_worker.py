@@ -6,6 +6,7 @@ loading.
 SMALL is loaded first, so that code which is imported on the way does not count as memory of the model.
 """
 
+import ctypes
 import gc
 import json
 import sys
@@ -39,6 +40,7 @@ def main(_) -> None:
     load_sharded(policy, small)
     del policy
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is freed but kept would hide a part of the model's
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = status("VmRSS")
     policy = Policy(meta_hf(model), processor)

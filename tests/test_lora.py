@@ -56,7 +56,8 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     for off, expected in ((True, plain), (False, want)):
         for layer in lora_layers(again).values():
             layer.off = off
-        assert torch.equal(logits(again, processor, picture), expected)
+        # recurrent layers add up in an order that differs now and then
+        torch.testing.assert_close(logits(again, processor, picture), expected, rtol=0, atol=1e-6)
     sent = dict(sharding.full_parameters(M.Policy(again, processor), trainable_only=True))  # what an engine gets
     assert sent.keys() == {f"{name}.weight" for name in lora_layers(ours)}
     engine = M.load_hf(str(path))
