@@ -42,7 +42,7 @@ from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
 from prepare_data import MARK, Example, decode_image, find_tasks
-from report.plots import draw_curve
+from report.writer import find_drawing
 from rollout import WAIT, Engine, EnvConfig, Responses, Rollout, Sampling, add_response, make_prompts, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
@@ -458,7 +458,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_curve(run, blank, out / "curve.png", task, metric)
+        if plots := find_drawing("plots"):
+            plots.draw_curve(run, blank, out / "curve.png", task, metric)
     moved = f"{before[metric]:.3f} -> {after[metric]:.3f} after {plan.steps} RL steps; with blank ones {blank:.3f}"
     print(f"\n{task}: {metric} on {after['n']} unseen images: {moved}")
     if short:

@@ -29,7 +29,7 @@ from engines.connect import ConnectionConfig, ServerConfig, connect
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
-from errors import check_writable, need
+from errors import check_writable, need, plug_in
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
@@ -37,9 +37,7 @@ from report.ablation import Ablation
 from report.evaluation import (
     FAILED,
     compare,
-    group_of,
     lines_of,
-    make_record,
     metric_of,
     plain,
     reliance,
@@ -47,13 +45,11 @@ from report.evaluation import (
     with_interval,
 )
 from report.files import read_rows, write_text
-from report.gallery import choose
 from report.log import RunLog
-from report.page import page
-from report.plots import run_curves, watch
 from report.progress import Progress
-from report.samples import without_images
+from report.records import choose, group_of, make_record, without_images
 from report.summary import IMAGES
+from report.writer import Shown, find_drawing
 from reward import RewardConfig, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import absolute_files
@@ -344,7 +340,7 @@ def architecture(path: str) -> dict:
 
 def main(cfg: EvalConfig | WatchConfig) -> dict:
     if isinstance(cfg, WatchConfig):
-        watch(list(map(Path, cfg.watch)), Path(cfg.out))
+        plug_in("report.page.plots", "--watch").watch(list(map(Path, cfg.watch)), Path(cfg.out))
         return {}
     ctx = dist_setup()
     cfg = replace(cfg, rollout=resolve_engine(cfg.rollout, ctx.device))
@@ -430,11 +426,14 @@ def write_report(
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):
         write_text(out / f"predictions{name}.jsonl", "".join(json.dumps(without_images(r)) + "\n" for r in of))
-    # last, so that nothing is lost where it fails
-    rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
-    more = {"summary": summary, "curves": run_curves(rows), "others": others, "folder": out / "images"}
-    write_text(out / "report.html", page(f"{Path(cfg.model).name} on {Path(cfg.data).name}", records, examples, **more))
-    print(f"wrote {out / 'eval.json'}, {out / 'predictions.jsonl'} and {out / 'report.html'}")
+    written = [out / "eval.json", out / "predictions.jsonl"]
+    if page := find_drawing("page"):  # last, so that nothing is lost where it fails
+        rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
+        title = f"{Path(cfg.model).name} on {Path(cfg.data).name}"
+        shown = Shown(title, records, examples, summary, others=others, folder=out / "images")
+        page.write_pages(out / "report.html", shown, page.run_curves(rows))
+        written.append(out / "report.html")
+    print(f"wrote {', '.join(map(str, written[:-1]))} and {written[-1]}")
 
 
 if __name__ == "__main__":

@@ -49,10 +49,9 @@ from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
 from parallel.watch import Interrupt, Watch
 from prepare_data import DataConfig, ReadingConfig
 from report.files import lock_folder
-from report.log import RunLog, Skipped
+from report.log import RunLog, Skipped, check_trackers
 from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
 from report.progress import Progress, comparing, training
-from report.trackers import check_trackers
 from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.custom import absolute_files

@@ -20,17 +20,16 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from errors import UserError, writing
+from errors import UserError, plug_in, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
 from report.files import json_line, read_rows, write_rows, write_text
-from report.gallery import choose
 from report.line import head_line, speeds, step_line
-from report.samples import gather_samples, show, without_images
+from report.records import choose, without_images
+from report.samples import gather_samples, show
 from report.summary import run_summary
-from report.trackers import Trackers
 from report.warnings import Warnings
-from report.writer import Shown, Writer, write_report, write_samples
+from report.writer import Shown, Writer, find_drawing
 from rollout import StartOf
 from settings import flag_of
 from utils import Context, Meter, print0
@@ -43,6 +42,12 @@ def git(command: str) -> str:
     """What git says of this code; nothing where there is no repository, or no git."""
     folder = Path(__file__).parent
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError if a tracker is unknown, not installed, or not in this copy."""
+    if names:
+        plug_in("report.page.trackers", "--track").check_trackers(names)
 
 
 class RunLog:
@@ -71,7 +76,11 @@ class RunLog:
         self.warnings = Warnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
         for row in rows:
             self.warnings.feed(row)
-        self.trackers = Trackers(cfg.run.track, self.out, described, start)
+        self.page = find_drawing("page")
+        self.trackers = None
+        if cfg.run.track:
+            trackers = plug_in("report.page.trackers", "--track")
+            self.trackers = trackers.Trackers(cfg.run.track, self.out, described, start)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.began = self.step_began = time.perf_counter()
 
@@ -101,7 +110,7 @@ class RunLog:
             if rows and rows[-1]["step"] == step:
                 whole = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
                 write_rows(self.path, [*rows[:-1], rows[-1] | metrics | {"time/step": whole}])
-                self.trackers.log(step, metrics)
+                self._track(step, metrics)
             else:
                 self._write(step, metrics)
             self._draw()
@@ -135,8 +144,10 @@ class RunLog:
         stem = self.out / "rollouts" / f"step_{step:06d}"
         self._write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
-        self.writer.write(write_samples, stem.with_suffix(".html"), shown)
-        self.trackers.samples(step, records, examples)
+        if self.page:
+            self.writer.write(self.page.write_samples, stem.with_suffix(".html"), shown)
+        if self.trackers:
+            self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
             self.shown = shown
 
@@ -183,7 +194,11 @@ class RunLog:
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         with writing(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
-        self.trackers.log(step, metrics)
+        self._track(step, metrics)
+
+    def _track(self, step: int, metrics: dict[str, float]) -> None:
+        if self.trackers:
+            self.trackers.log(step, metrics)
 
     def _write_records(self, path: Path, records: Sequence[dict]) -> None:
         write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
@@ -191,18 +206,19 @@ class RunLog:
     def _draw(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
         n_rows = len(read_rows(self.path))
-        if n_rows == self.drawn:
+        if n_rows == self.drawn or not self.page:
             return
         if self.drawn < 0 and not importlib.util.find_spec("matplotlib"):
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.drawn = n_rows
-        self.writer.write(write_report, self.out, self.shown)
+        self.writer.write(self.page.write_report, self.out, self.shown)
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""
         if self.ctx.main:
             self._draw()
-            self.trackers.close()
+            if self.trackers:
+                self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
             write_text(self.out / "summary.json", json.dumps(self.summary, indent=2) + "\n")
             self.writer.finish([*self.writer.running])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from prepare_data import Example
-from report.evaluation import about, sample_record
+from report.records import about, sample_record
 from utils import Context
 
 SHOWN = 160  # characters of a text on the terminal; of a longer one its beginning and its end
@@ -19,12 +19,6 @@ def gather_samples(batch: Any, ctx: Context) -> tuple[list[dict], dict[str, Exam
     records = ctx.gather_main(sample_records(batch))
     records = [record | {"index": index} for index, record in enumerate(records)]
     return records, {example.uid: example for example in examples}
-
-
-def without_images(record: dict) -> dict:
-    """Of episodes: the page has them."""
-    samples = [{name: value for name, value in s.items() if name != "images"} for s in record["samples"]]
-    return record | {"samples": samples}
 
 
 def sample_records(batch: Any) -> list[dict]:

@@ -23,7 +23,7 @@ from errors import UserError
 from layers.lora import read_adapter
 from parallel import checkpoint
 from prepare_data import FileConfig, ReadingConfig, read_examples, table_rows, write_examples
-from report.plots import watch
+from report.page.plots import watch
 from reward import RewardConfig
 from rewards.calls import checked
 from settings import parts_of

@@ -25,11 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-import report.gallery as G
-import report.page as P
-import report.thumbnails as T
+import report.page.gallery as G
+import report.page.page as P
+import report.page.thumbnails as T
+import report.records as R
 from prepare_data import Example
-from report.formulas import ATTRIBUTES, ELEMENTS, mathml, parts, shown
+from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, parts, shown
+from report.page.plots import Curve
+from report.writer import Shown
 from tasks.shapes import shapes_rows
 
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium, Chrome or chromium-browser here")
@@ -50,8 +53,13 @@ def asked(uid, content="How many?", images=()):
     return Example(uid, "t", [{"role": "user", "content": content}], list(images), "3", {})
 
 
+def first_page(title, records=(), examples=None, curves=(), **more):
+    """The first page, most often the only one."""
+    return next(P.pages(Shown(title, records, examples or {}, **more), curves))
+
+
 def page_of(records, title="T", images=(), **more):
-    return P.page(title, records, {r["uid"]: asked(r["uid"], images=images) for r in records}, **more)
+    return first_page(title, records, {r["uid"]: asked(r["uid"], images=images) for r in records}, **more)
 
 
 def photo(width=84, height=84, kind="PNG", noise=60):
@@ -226,10 +234,10 @@ def test_very_long_and_very_deep_formulas_are_quick():
     (0.1 + 0.2, "0.3"), (1e-7, "1e-07"), (-0.0, "0"), (float("nan"), "nan"), (float("inf"), "inf"),
     (12345.678, "12,346"),
     (1234567.0, "1,234,567"), (-0.25, "-0.25"), (3, "3"), (1.0, "1"), (12.345, "12.35"),
-    ("<b>", "&lt;b&gt;"), (True, "True"),
+    ("<b>", "<b>"), (True, "True"),
 ])  # fmt: skip
 def test_numbers_are_short_and_true(value, told):
-    assert G.number(value) == told
+    assert P.number(value) == told
 
 
 EVERYTHING = {
@@ -291,10 +299,10 @@ def test_a_reward_is_not_an_accuracy():
 
 
 def test_a_page_without_prompts_and_one_with_curves_alone():
-    bare = Tags(P.page("T", [], {}))
+    bare = Tags(first_page("T", [], {}))
     assert bare.text.count("T") == 2 and "main" not in bare.tags and "form" not in bare.tags
-    curve = P.Curve("loss <x>", "<svg viewBox='0 0 1 1'></svg>", "falls & <ends>")
-    found = Tags(P.page("T", [], {}, curves=[curve]))
+    curve = Curve("loss <x>", "<svg viewBox='0 0 1 1'></svg>", "falls & <ends>")
+    found = Tags(first_page("T", [], {}, curves=[curve]))
     assert found.tags["figure"] == 1 and "loss <x> falls & <ends>" in found.text and found.tags["svg"] == 1
 
 
@@ -306,23 +314,14 @@ def test_metrics_of_a_step_are_told_together():
 
 
 def test_long_texts_keep_their_ends_and_are_counted(monkeypatch):
-    monkeypatch.setattr(G, "TEXT_CHARS", 4000)
+    monkeypatch.setattr(G, "PAGE_CHARS", 4 * 1000)  # of the question and three responses
     texts = ["short", "START" + "<" * 3000 + "END", "BEGIN" + "y" * 3000 + "LAST"]
     page = page_of([record("u", *map(sample, texts))])
     text = Tags(page).text
     for told in ("short", "START<", "<END", "BEGINy", "yLAST", "Of 2 long texts the beginning and the end are shown"):
         assert told in text
     left = [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) characters are left out", text)]
-    assert (
-        len(left) == 2
-        and left[0] == 3008 - text.count("<") - 8
-        and left[1] == 3009 - text.count("y") - 9 + other_y(text)
-    )
-
-
-def other_y(text):
-    """The letters y outside of the long text."""
-    return text.count("y") - len(re.search(r"BEGIN(y+)", text)[1]) - len(re.search(r"(y+)LAST", text)[1])
+    assert left == [3008 - 1000, 3009 - 1000]
 
 
 def test_formulas_beyond_their_room_stay_as_written(monkeypatch):
@@ -345,15 +344,15 @@ def test_of_too_many_prompts_the_telling_ones_come_first():
     records[1400] = record("wrong", sample(accuracy=0.0), index=1400)
     records[1401] = record("cut", sample(finish="length"), index=1401)
     summary = {"n": 1500, "accuracy": 0.9, "baselines": [{"gained_uids": ["u1498"], "lost_uids": ["u1499"]}]}
-    chosen = G.choose(records, summary)
+    chosen = R.choose(records, summary)
     assert len(chosen) == 1000 and [r["uid"] for r in chosen[-4:]] == ["wrong", "cut", "u1498", "u1499"]
     assert [r["uid"] for r in chosen[:996]] == [f"u{i}" for i in range(996)]  # in order
     examples = {r["uid"]: asked(r["uid"]) for r in chosen}  # no more than those are asked for
-    text = Tags(P.page("T", records, examples, summary=summary)).text
+    text = Tags(first_page("T", records, examples, summary=summary)).text
     assert "1,000 of 1,500 prompts are shown, first those gained, lost" in text
     lost = {f"u{i}" for i in range(500, 1500)}  # too many even of these: none but these
     summary["baselines"][0] |= {"gained_uids": [], "lost_uids": lost}
-    assert {r["uid"] for r in G.choose(records, summary)} == lost - {"u1400", "u1401"} | {"wrong", "cut"} - set()
+    assert {r["uid"] for r in R.choose(records, summary)} == lost - {"u1400", "u1401"} | {"wrong", "cut"} - set()
 
 
 def test_records_of_other_models_and_those_that_have_none():
@@ -361,9 +360,9 @@ def test_records_of_other_models_and_those_that_have_none():
     others = {"baseline <m>": [record("b", sample("other says", accuracy=0.0)), record("unknown")],
               "blank": [record("a", sample(), sample(accuracy=0.0))]}  # fmt: skip
     page = page_of(records, others=others, summary={"n": 3, "accuracy": 1.0})
-    a, b, c = re.findall(r"<article.*?</article>", page)
-    assert "<summary>blank &middot; 1 of 2 right</summary>" in a and "baseline &lt;m&gt;" not in a
-    assert "<summary>baseline &lt;m&gt; &middot; ✗ wrong</summary>" in b and "other says" in b
+    a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
+    assert "<summary>blank · 1 of 2 right</summary>" in a and "baseline &lt;m&gt;" not in a
+    assert "<summary>baseline &lt;m&gt; · ✗ wrong</summary>" in b and "other says" in b
     assert "<details" not in c and "unknown" not in page
 
 
@@ -372,7 +371,7 @@ def test_a_sample_that_failed_and_one_that_was_cut():
     broken = failed | {"ended_by": "error", "turns": 2}
     page = page_of([record("a", failed), record("b", sample(finish="length")), record("c", broken)],
                    summary={"n": 3, "accuracy": 0.3})  # fmt: skip
-    a, b, c = re.findall(r"<article.*?</article>", page)
+    a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
     assert "its reward failed" in a and "its environment failed" in c and "cut at the length limit" in b
     assert re.findall(r'data-is="([^"]*)"', page) == ["failed wrong", "cut right", "failed wrong"]
     training = page_of([record("a", failed)])  # in training a failure is not wrong
@@ -384,21 +383,23 @@ def test_an_episode_is_shown_turn_by_turn():
     r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], turns=2, ended_by="done", messages=[
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
-    page = page_of([record("a", sample() | P.episode_record(r))])
+    vars(r).update(text="x", finish_reason="stop", response_mask=[True])
+    page = page_of([record("a", R.sample_record(r, {"reward": 1.0}))])
     found = Tags(page)
     assert [size for _, size in found.images] == [(30, 20)] and "ended by done" in found.text
     assert "zoom <image>" in found.text  # what the policy writes is no image
     assert "here " in page.split("<img")[0] and " it is" in page.split("<img")[1]
-    bad = {"images": ["<img src=http://127.0.0.1/x onerror=alert(1)>"], "messages": [], "turns": 1, "ended_by": "x"}
+    bad = {"images": [b"<img src=http://127.0.0.1/x onerror=alert(1)>"], "messages": [], "turns": 1, "ended_by": "x"}
     found = Tags(page_of([record("a", sample() | bad)]))
     assert not found.tags["img"] and "cannot be read" in found.text
-    assert P.episode_record(SimpleNamespace(is_episode=False)) == {}
+    r.is_episode = False
+    assert "messages" not in R.sample_record(r, {})
 
 
 def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
     images = [photo(noise=i) for i in range(4)]
     example = asked("u", "first<image> \n<image>then<image>last <b>", images)
-    said = P.page("T", [record("u")], {"u": example}).partition("<div class=asked>")[2]
+    said = first_page("T", [record("u")], {"u": example}).partition("<div class=asked>")[2]
     assert re.findall(r"<img|<span class=images>|first|then|last &lt;b&gt;", said) == [
         "first", "<span class=images>", "<img", "<img", "then", "<span class=images>", "<img", "last &lt;b&gt;",
         "<span class=images>", "<img"]  # fmt: skip
@@ -465,25 +466,7 @@ def test_images_in_full_size_have_a_limit_and_it_is_told(tmp_path, monkeypatch):
 def test_images_beyond_the_most_are_counted(monkeypatch):
     monkeypatch.setattr(T, "MOST_IMAGES", 3)
     page = page_of([record("a"), record("b")], images=[photo(noise=1), photo(noise=2), photo(noise=3)])
-    assert "3 images are left out: a page shows 3." in page and page.count("an image that is left out") == 3
-
-
-def test_images_are_made_smaller_to_fit(monkeypatch):
-    monkeypatch.setattr(G, "IMAGE_CHARS", 60_000)
-    page = page_of([record("u")], images=[photo(700, 500, noise=100 + i) for i in range(10)])
-    found = Tags(page).images
-    assert len(found) == 10 and sum(len(data) for data, _ in found) * 4 / 3 < 66_000
-    assert all(64 <= max(size) <= 480 for _, size in found)
-
-
-def test_a_page_has_no_more_than_its_weight(monkeypatch):
-    monkeypatch.setattr(P, "MOST_BYTES", 200_000)
-    records = [record(f"u{i}", sample("word " * 200)) for i in range(300)]
-    page = page_of(records)
-    cards = page.count("<article")
-    assert (
-        len(page.encode()) <= 200_000 and 30 < cards < 300 and f"{cards} of 300 prompts are shown, the first." in page
-    )
+    assert "3 images are left out: a report shows 3." in page and page.count("an image that is left out") == 3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -511,7 +494,8 @@ def hostile_page(address, folder):
     records = []
     for i, evil in enumerate(evils):
         bad = sample(evil, 0.0, finish=evil, advantage=0.5, turns=1, ended_by=evil)
-        bad |= {"rewards": {"reward": 1.0, "accuracy": 1.0, evil: 0.5}, "images": [f"<img src='{address}/{i}'>"]}
+        bad |= {"rewards": {"reward": 1.0, "accuracy": 1.0, evil: 0.5}}
+        bad |= {"images": [f"<img src='{address}/{i}'>".encode()]}
         episode = bad | {"messages": [{"role": evil, "content": "<image>" + evil}]}
         groups = {f"group {evil}": f"{i}{evil}", "__proto__": str(i)}
         records.append(
@@ -526,10 +510,10 @@ def hostile_page(address, folder):
     summary = {"n": 3, "accuracy": 0.5, "path": all_of, "data": all_of, "checkpoint": all_of, "baselines": [base],
                "reliance": {all_of: {"accuracy": 0.1}, "said": all_of}, "ended_by": {all_of: 1.0},
                f"by_{all_of}": {all_of: {"n": 1, "accuracy": 0.5}}}  # fmt: skip
-    curves = [P.Curve(all_of, "<svg viewBox='0 0 1 1'></svg>", all_of)]
+    curves = [Curve(all_of, "<svg viewBox='0 0 1 1'></svg>", all_of)]
     facts = {f"{all_of}/{all_of}": 1.0}
     more = {"curves": curves, "facts": facts, "others": {all_of: records}, "folder": folder}
-    return P.page(all_of, records, examples, summary=summary, **more), evils
+    return first_page(all_of, records, examples, summary=summary, **more), evils
 
 
 def test_page_shows_as_text_whatever_came_from_data_policy_or_reward(tmp_path):
@@ -789,7 +773,7 @@ def test_a_narrow_page_does_not_scroll_sideways(opened, tmp_path):
 
 @needs_browser
 def test_a_page_without_prompts_opens(opened):
-    assert opened(P.page("T", [], {})).evaluate("document.querySelector('h1').innerText") == "T"
+    assert opened(first_page("T", [], {})).evaluate("document.querySelector('h1').innerText") == "T"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -845,7 +829,7 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
         )
     assert Image.open(io.BytesIO(Photos(1)[0])).size == (4000, 3000)
     start = time.perf_counter()
-    page = P.page("T", records, examples, summary={"n": n, "samples": 8, "accuracy": 0.6})
+    page = first_page("T", records, examples, summary={"n": n, "samples": 8, "accuracy": 0.6})
     took = time.perf_counter() - start
     weight = len(page.encode()) / 1e6
     browser = opened("<!doctype html><title>x</title>")  # a tab that is open already

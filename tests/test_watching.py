@@ -25,8 +25,9 @@ from test_faults import left as signals_left  # noqa: F401  a fixture
 from test_train import ROOT, flags, rows, run, without_time, write_parquet
 
 import report.log
+import report.page.page
+import report.page.trackers
 import report.progress
-import report.trackers
 import report.writer
 import train
 from engines.hf import HFEngine
@@ -37,12 +38,12 @@ from parallel.models import build_models
 from prepare_data import Example
 from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
-from report.plots import band_of, grouped, run_curves, smoothed, thinned, watch
+from report.page.plots import band_of, grouped, run_curves, smoothed, thinned, watch
+from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, following
+from report.records import encode_image
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
-from report.thumbnails import image_tag
-from report.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.warnings import Warnings
 from reward import grader_stats
 from rewards.grading import Grading
@@ -159,7 +160,7 @@ def test_trackers_get_the_images_that_came_in_episodes(tmp_path):
     red, blue, white = (Image.new("RGB", (56, 56), colour) for colour in colours)
     example = SimpleNamespace(images=[png(red)], messages=[{"role": "user", "content": "<image>?"}])
     of = {"text": "x", "finish_reason": "stop", "rewards": {"reward": 1.0}}
-    episodes = [of | {"images": [image_tag(blue), image_tag(white)]}, of | {"images": []}]
+    episodes = [of | {"images": [encode_image(blue, 56), encode_image(white, 56)]}, of | {"images": []}]
     asked = (1, [{"uid": "u", "ground_truth": "1", "samples": episodes}], {"u": example})
     shown, table = [], []
 
@@ -275,7 +276,7 @@ def all_calls(made):
 def test_a_tracker_that_fails_is_told_once_and_ends_alone(broken, tmp_path, monkeypatch, capsys):
     fakes = {"tensorboard": Fake(broken), "wandb": Fake()}
     makers = {name: lambda *_, fake=fake: fake for name, fake in fakes.items()}
-    monkeypatch.setattr(report.trackers, "TRACKERS", makers)
+    monkeypatch.setattr(report.page.trackers, "TRACKERS", makers)
     made = Trackers(["tensorboard", "wandb"], tmp_path, {"args": {}}, 0)
     all_calls(made)
     said = capsys.readouterr().out
@@ -290,7 +291,7 @@ def test_a_tracker_that_cannot_begin_ends_alone(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise TimeoutError("nobody answers")
 
-    monkeypatch.setattr(report.trackers, "TRACKERS", {"wandb": fail, "tensorboard": lambda *_: other})
+    monkeypatch.setattr(report.page.trackers, "TRACKERS", {"wandb": fail, "tensorboard": lambda *_: other})
     made = Trackers(["wandb", "tensorboard"], tmp_path, {"args": {}}, 0)
     all_calls(made)
     assert capsys.readouterr().out.count("--track wandb failed (TimeoutError: nobody answers)") == 1
@@ -300,7 +301,7 @@ def test_a_tracker_that_cannot_begin_ends_alone(tmp_path, monkeypatch, capsys):
 def test_what_is_not_installed_or_unknown_is_a_mistake(monkeypatch):
     with pytest.raises(UserError, match="--track comet: must be one of tensorboard, wandb"):
         check_trackers(["tensorboard", "comet"])
-    monkeypatch.setattr(report.trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.page.trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--track wandb: wandb is not installed; pip install wandb, or leave"):
         check_trackers(["wandb"])
     cfg = train.parse_args("--model m --data d --out o --steps 1 --track wandb".split())
@@ -314,7 +315,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path):
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'NO_PROXY': '*', 'no_proxy': '*'}\n"
         "os.environ['WANDB_BASE_URL'] = f'http://127.0.0.1:{server.getsockname()[1]}'\n"
         "from pathlib import Path\n"
-        "from report import trackers\n"
+        "from report.page import trackers\n"
         "trackers.INIT_SECONDS, began = 2.0, time.monotonic()\n"
         "made = trackers.Trackers(['wandb'], Path(sys.argv[1]), {'args': {}}, 0)\n"
         "print('gave up', list(made.failed), time.monotonic() - began < 60, flush=True)\n"
@@ -699,7 +700,7 @@ def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, 
         saved.append(sorted(p.name for p in tmp_path.glob("*/checkpoints/step_*")))
         raise RuntimeError("no glyph")
 
-    monkeypatch.setattr(report.writer, "draw_grid", fail)
+    monkeypatch.setattr(report.page.page, "draw_grid", fail)
     monkeypatch.setattr(report.log, "show", fail)
     quick("--eval-data", test, "--eval-every", 1, "--save-every", 1, "--keep", 9)
     said = capsys.readouterr().out
@@ -714,7 +715,7 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     here = quick("--eval-data", test, "--eval-every", 1, out="here")
     monkeypatch.setattr(report.writer, "LARGE", -1)
     for name in ("write_samples", "write_report", "draw_grid"):  # not in this process
-        monkeypatch.setattr(getattr(report.writer, name), "__code__", (lambda *_: None).__code__)
+        monkeypatch.setattr(getattr(report.page.page, name), "__code__", (lambda *_: None).__code__)
     there = quick("--eval-data", test, "--eval-every", 1, out="there")
     assert "report failure" not in capsys.readouterr().out
     for name in ("report.html", "rollouts/step_000001.html", "rollouts/step_000002.html"):
@@ -737,7 +738,7 @@ def test_what_cannot_be_given_to_another_process_is_a_warning(tmp_path, monkeypa
     for name in ("tempfile.TemporaryFile", "pickle.dump", "subprocess.Popen"):
         with monkeypatch.context() as patch:
             patch.setattr(f"report.writer.{name}", full)
-            writer.write(report.writer.write_samples, tmp_path / "page.html", shown)
+            writer.write(report.page.page.write_samples, tmp_path / "page.html", shown)
     assert writer.failed == 3 and capsys.readouterr().out.count("warning: report failure") == 3
 
 
@@ -775,7 +776,7 @@ def test_a_page_waits_only_for_one_of_its_own_name(tmp_path, monkeypatch):
 
 def test_a_failure_of_a_tracker_does_not_stop_a_run(quick, monkeypatch, capsys):
     fake = Fake(["log", "samples", "close"])
-    monkeypatch.setattr(report.trackers, "TRACKERS", dict.fromkeys(report.trackers.TRACKERS, lambda *_: fake))
+    monkeypatch.setattr(report.page.trackers, "TRACKERS", dict.fromkeys(report.page.trackers.TRACKERS, lambda *_: fake))
     out = quick("--track", "wandb")
     said = capsys.readouterr().out
     assert said.count("--track wandb failed (ConnectionError: no log)") == 1 and len(rows(out)) == 2

@@ -9,7 +9,9 @@
   const inOrder = new Map(cards.map((card, i) => [card, i]));
   const buttons = [...bar.querySelectorAll("[data-show]")];
   const selects = [...bar.querySelectorAll("[data-group]")];
-  const passes = (card, show) => show === "all" || (card.dataset.is || "").split(" ").includes(show);
+  const links = [...document.querySelectorAll(".pages a")];
+  const others = JSON.parse(gallery.dataset.others ?? "{}"); // what the filters need of the prompts on other pages
+  const passes = (facts, show) => show === "all" || (facts.is ?? "").split(" ").includes(show);
   const by = {
     order: (a, b) => inOrder.get(a) - inOrder.get(b),
     tokens: (a, b) => b.dataset.tokens - a.dataset.tokens,
@@ -30,10 +32,9 @@
   function update() {
     const words = search.value.trim().toLowerCase();
     const chosen = selects.filter((select) => select.value !== "");
-    const matches = (card) =>
-      passes(card, show) &&
-      chosen.every((select) => card.dataset[select.dataset.group] === select.value) &&
-      (!words || textOf(card).includes(words));
+    const passesAll = (facts) =>
+      passes(facts, show) && chosen.every((select) => facts[select.dataset.group] === select.value);
+    const matches = (card) => passesAll(card.dataset) && (!words || textOf(card).includes(words));
     if (sorted !== sort.value) {
       sorted = sort.value;
       const order = [...cards].sort((a, b) => by[sorted](a, b) || by.order(a, b));
@@ -45,17 +46,25 @@
     });
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.show === show));
     count.value = `${visible.length.toLocaleString("en")} of ${cards.length.toLocaleString("en")}`;
+    const filtered = show !== "all" || chosen.length > 0;
+    for (const link of links) {
+      const n = others[link.dataset.page].filter(passesAll).length;
+      link.querySelector(".count").textContent = filtered && !words ? ` (${n.toLocaleString("en")})` : "";
+      link.hash = state();
+    }
   }
 
-  // What is shown stands in the address, so that it can be linked
-  function write() {
-    const state = new URLSearchParams();
-    if (show !== "all") state.set("show", show);
-    for (const select of selects) if (select.value) state.set(select.name, select.value);
-    if (sort.value !== "order") state.set("sort", sort.value);
-    if (search.value.trim()) state.set("q", search.value.trim());
-    history.replaceState(null, "", `#${state}`);
+  // What is shown stands in the address, so that it can be linked, and goes along to other pages
+  function state() {
+    const found = new URLSearchParams();
+    if (show !== "all") found.set("show", show);
+    for (const select of selects) if (select.value) found.set(select.name, select.value);
+    if (sort.value !== "order") found.set("sort", sort.value);
+    if (search.value.trim()) found.set("q", search.value.trim());
+    return found.toString();
   }
+
+  const write = () => history.replaceState(null, "", `#${state()}`);
 
   function read() {
     const hash = location.hash.slice(1);
@@ -65,15 +74,15 @@
       focus(target);
       return;
     }
-    const state = new URLSearchParams(hash);
-    const named = state.get("show");
+    const wanted = new URLSearchParams(hash);
+    const named = wanted.get("show");
     show = buttons.some((button) => button.dataset.show === named) ? named : "all";
-    for (const select of selects) select.value = state.get(select.name) ?? "";
+    for (const select of selects) select.value = wanted.get(select.name) ?? "";
     for (const select of selects) if (select.selectedIndex < 0) select.value = "";
-    sort.value = Object.hasOwn(by, state.get("sort") ?? "") ? state.get("sort") : "order";
-    search.value = state.get("q") ?? "";
+    sort.value = Object.hasOwn(by, wanted.get("sort") ?? "") ? wanted.get("sort") : "order";
+    search.value = wanted.get("q") ?? "";
     update();
-    if (state.size) bar.scrollIntoView({ block: "start" });
+    if (wanted.size) bar.scrollIntoView({ block: "start" });
   }
 
   function reset() {
@@ -112,7 +121,8 @@
   }
 
   for (const button of buttons) {
-    const n = cards.filter((card) => passes(card, button.dataset.show)).length;
+    const all = [...cards.map((card) => card.dataset), ...Object.values(others).flat()];
+    const n = all.filter((facts) => passes(facts, button.dataset.show)).length;
     button.querySelector(".count").textContent = n.toLocaleString("en");
     button.disabled = n === 0;
     button.addEventListener("click", () => choose(button.dataset.show));

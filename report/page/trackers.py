@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from errors import need
 from prepare_data import IMAGE_ERRORS, Example, decode_image
-from report.thumbnails import tag_bytes
 
 PROMPTS = 8  # of a table of samples
 LONGEST = 512  # pixels of an image's longer side there
@@ -103,7 +102,8 @@ class TensorBoard:
         for place, record in enumerate(records):
             example = examples[record["uid"]]
             self.board.add_text(f"samples/{place}", as_markdown(record, example), step)
-            files = chain(example.images, *map(shown_in, record["samples"]))  # the prompt's, then each episode's
+            # the prompt's, then each episode's
+            files = chain(example.images, *(s.get("images", ()) for s in record["samples"]))
             for number, image in enumerate(images_of(files)):
                 self.board.add_image(f"samples/{place}/{number}", np.asarray(image), step, dataformats="HWC")
 
@@ -155,7 +155,7 @@ class WandB:
             example = examples[record["uid"]]
             asked = list(map(self.wandb.Image, images_of(example.images)))
             for s in record["samples"]:
-                images = asked + list(map(self.wandb.Image, images_of(shown_in(s))))
+                images = asked + list(map(self.wandb.Image, images_of(s.get("images", ()))))
                 images += [None] * (most - len(images))
                 table.add_data(
                     record["uid"], question_of(example), *images, record["ground_truth"], said_in(s),
@@ -172,11 +172,6 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What they show of samples
-
-
-def shown_in(sample: Mapping[str, Any]) -> list[bytes]:
-    """Return the images that came in an episode."""
-    return list(map(tag_bytes, sample.get("images", ())))
 
 
 def images_of(files: Iterable[bytes]) -> list[Image.Image]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from errors import need, refusing, writing
 from report.files import read_rows
-from report.page import Curve
 from report.summary import metric_of
 from settings import flag_of
 
@@ -31,12 +30,36 @@ COUNTS = {"reward/errors", "reward/timeouts", "reward/constant_groups", "reward/
 Series = tuple[list[float], list[float]]  # steps, and a value at each
 
 
+class Line(NamedTuple):
+    """A metric in a panel. With `several` it has a panel of this title where several runs are drawn (--watch)."""
+
+    metric: str
+    label: str
+    several: str = ""
+    colour: str = BLUE
+    width: float = 1.8
+    style: str = "-"
+    raw: bool = False  # also the measured values, paler
+    right: bool = False  # on the axis of shares
+
+
 class Panel(NamedTuple):
-    """What belongs together: `draw` puts it on axes; `note` says what is healthy, and what to think otherwise."""
+    """What belongs together; `note` says what is healthy, and what to think otherwise."""
 
     title: str
+    unit: str = ""
+    lines: Sequence[Line] = ()
+    note: str = ""
+    scale: str = "linear"  # or log, or auto: log if the values differ much
+    right: str = ""  # what the axis of shares, on the right, is of
+    parts: str = ""  # the prefix of more metrics that are drawn, whatever their names are
+    draw: Callable[..., None] | None = None  # if it is no lines: (axes, rows, panel), bound to `axes` by `panels`
+
+
+class Curve(NamedTuple):
+    title: str
+    image: str  # an <svg> tag of ours
     note: str
-    draw: Callable[[Any], None]
 
 
 def series(rows: Iterable[Mapping[str, Any]], name: str, positive: bool = False) -> Series:
@@ -63,79 +86,40 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Return the panels for which something was measured."""
+    """Return the panels for which something was measured. `draw` of each puts it on axes."""
     measured = {name for row in rows for name, value in row.items() if value is not None}
-    parts = sorted(n for n in measured - COUNTS if re.fullmatch(r"reward/[^/=]+", n))
-    kls = {"rollout/kl": "engine", "policy/kl_ref": "reference", "policy/kl_old": "policy before the update"}
-    kls = {name: label for name, label in kls.items() if series(rows, name, positive=True)[0]}
-    norms = series(rows, "policy/grad_norm", positive=True)[1]
+    found = []
+    for panel in PANELS:
+        lines = [line for line in panel.lines if series(rows, line.metric, positive=panel.scale != "linear")[0]]
+        if not lines:
+            continue
+        if panel.parts:
+            names = sorted(n for n in measured - COUNTS if re.fullmatch(rf"{panel.parts}[^/=]+", n))
+            colours = zip(names, COLOURS[1:] * len(names), strict=False)
+            lines = [Line(n, plain_label(n.removeprefix(panel.parts)), "", c, 1.2) for n, c in colours] + lines
+        draw = partial(panel.draw or draw_lines, rows=rows, panel=panel._replace(lines=lines))
+        found.append(panel._replace(draw=draw))
+    return found
 
-    def reward(axes: Any) -> None:
-        for name, colour in zip(parts, COLOURS[1:] * len(parts), strict=False):
-            draw_line(axes, rows, name, plain_label(name.removeprefix("reward/")), colour, 1.2)
-        draw_line(axes, rows, "reward/mean", "mean", BLUE, 2.0, raw=True)
-        draw_line(axes, rows, "reward/constant_groups", "groups of equal rewards (share)", GREY, 1.0, "dotted")
-        legend(axes)
 
-    def entropy(axes: Any) -> None:
-        draw_alone(axes, rows, "policy/entropy")
-        axes.set_ylabel("nats a token")
-
-    def kl(axes: Any) -> None:
+def draw_lines(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
+    main = [value for line in panel.lines if not line.right for value in series(rows, line.metric)[1]]
+    if panel.scale == "log" or (panel.scale == "auto" and is_wide(main)):
         axes.set_yscale("log")
-        for (name, label), colour in zip(kls.items(), COLOURS, strict=False):
-            draw_line(axes, rows, name, label, colour, 1.6, raw=True)
-        axes.set_ylabel("nats")
-        legend(axes)
+    elif not panel.parts:
+        axes.set_ylim(min(0.0, *main), 1.15 * max(1e-9, *main))
+    axes.set_ylabel(panel.unit, color=BLUE if panel.right else "black")
+    other = share_axes(axes, panel.right) if panel.right else axes
+    for line in panel.lines:
+        draw_line(other if line.right else axes, rows, line)
+    if len(panel.lines) > 1 or panel.scale == "log":
+        legend(other, lines=[*axes.lines, *(other.lines if panel.right else ())])
 
-    def length(axes: Any) -> None:
-        draw_line(axes, rows, "response/tokens", "tokens", BLUE, 1.8, raw=True)
-        axes.set_ylabel("tokens", color=BLUE)
-        axes.set_ylim(bottom=0)
-        draw_line(share_axes(axes, "share truncated"), rows, "response/truncated", "truncated (share)", RED, 1.4)
 
-    def norm(axes: Any) -> None:
-        if max(norms) > 30 * min(norms):
-            axes.set_yscale("log")
-        draw_alone(axes, rows, "policy/grad_norm")
-
-    def staleness(axes: Any) -> None:
-        other = share_axes(axes, "share of time")
-        draw_line(other, rows, "async/trainer_idle", "trainer idle", RED, 1.2)
-        draw_line(other, rows, "async/servers_idle", "servers idle", ORANGE, 1.2)
-        draw_line(axes, rows, "async/staleness", "mean", BLUE, 1.8, raw=True)
-        draw_line(axes, rows, "async/staleness_max", "oldest", BLUE, 1.0, "dotted")
-        axes.set_ylabel("syncs", color=BLUE)
-        axes.set_ylim(-0.02, 1.2 * max(1, *series(rows, "async/staleness_max")[1]))
-        other.set_ylim(-0.02, 1.2)  # room for the legend
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        (lines, labels), (others, told) = axes.get_legend_handles_labels(), other.get_legend_handles_labels()
-        axes.legend(lines + others, labels + told, frameon=False, fontsize=7, ncols=4, loc="upper center")
-
-    table = (  # title, whether it is shown, note, how it is drawn
-        ("Reward", "reward/mean" in measured, "Rises; the parts say what it is that rises. Flat with a share of equal "
-         "rewards near 1: too hard, too easy, or the reward never matches.", reward),
-        ("Evaluation", f"eval/{metric_of(rows)}" in measured, "Rises. The band is the 95% interval: what moves within "
-         "it may be chance. Falling while the reward rises: the reward is gamed, or training data is learnt by heart.",
-         partial(draw_evaluation, rows=rows)),
-        ("Entropy", "policy/entropy" in measured, "Falls slowly. Near 0 while the task is not solved: nothing is left "
-         "to explore; raise --clip-high or --entropy-coef, lower --lr. Rising without end: steps are too large.",
-         entropy),
-        ("KL", kls, "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: "
-         "sync or engine are at fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the "
-         "update: below 0.1.", kl),
-        ("Response length", "response/tokens" in measured, "Grows or shrinks with what pays; a collapse is often a "
-         "reward that is gamed. Truncated stays small; rising: raise --max-new-tokens, or --truncated penalise.",
-         length),
-        ("Gradient norm", norms, "Before clipping. Steady, with single peaks; always far above --max-grad-norm: the "
-         "learning rate is what clipping leaves of it. Growing: lower --lr.", norm),
-        ("Staleness", "async/staleness" in measured, "Of the tokens trained on, at most --async-steps. The trainer "
-         "without work: more servers; the servers: fewer, or more processes that train.", staleness),
-        ("Time", "time/step" in measured, "The rollout takes most, with --async-steps what the trainer waits for it. "
-         "Reward, pack and sync are small; else see docs/troubleshooting.md, slow steps.",
-         partial(draw_time, rows=rows)),
-    )  # fmt: skip
-    return [Panel(title, note, draw) for title, shown, note, draw in table if shown]
+def is_wide(values: Sequence[float]) -> bool:
+    """Return whether values differ so much that a logarithmic axis shows them better."""
+    positive = [x for x in values if x > 0]
+    return bool(positive) and max(positive) > 30 * min(positive)
 
 
 def share_axes(axes: Any, label: str) -> Any:
@@ -148,42 +132,31 @@ def share_axes(axes: Any, label: str) -> Any:
     return other
 
 
-def draw_line(
-    axes: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str, colour: str, width: float, style: str = "-",
-    raw: bool = False,
-) -> None:  # fmt: skip
-    """Draw the running mean of a metric; with `raw` the measured values too, paler. Few points are drawn as they are,
-    with marks. A logarithmic axis shows only what is above 0."""
-    steps, values = thinned(series(rows, name, positive=axes.get_yscale() == "log"))
+def draw_line(axes: Any, rows: Sequence[Mapping[str, Any]], line: Line) -> None:
+    """Draw the running mean of a metric. Few points are drawn as they are, with marks. A logarithmic axis shows only
+    what is above 0."""
+    steps, values = thinned(series(rows, line.metric, positive=axes.get_yscale() == "log"))
     if not steps:
         return
-    if raw and len(steps) > SMOOTH:
-        axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+    if line.raw and len(steps) > SMOOTH:
+        axes.plot(steps, values, color=line.colour, linewidth=0.7, alpha=0.3)
     mark = "o" if len(steps) < 8 else None
-    axes.plot(steps, smoothed(values), color=colour, linestyle=style, linewidth=width, label=label, marker=mark,
-              markersize=2.5)
+    axes.plot(steps, smoothed(values), color=line.colour, linestyle=line.style, linewidth=line.width, label=line.label,
+              marker=mark, markersize=2.5)
 
 
-def draw_alone(axes: Any, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Draw a metric that has a panel to itself; on a linear axis from 0, or below if it is negative."""
-    draw_line(axes, rows, name, name, BLUE, 1.8, raw=True)
-    if axes.get_yscale() == "linear":
-        values = series(rows, name)[1]
-        axes.set_ylim(min(0.0, *values), 1.05 * max(1e-9, *values))
-
-
-def draw_evaluation(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    metric = f"eval/{metric_of(rows)}"
-    (steps, low), (_, high) = (series(rows, f"{metric}_{end}") for end in ("low", "high"))
+def draw_evaluation(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
+    metric = metric_of(rows)
+    axes.set_ylabel(metric)
+    (steps, low), (_, high) = (series(rows, f"eval/{metric}_{end}") for end in ("low", "high"))
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.18, linewidth=0)
-    steps, values = series(rows, metric)
+    steps, values = series(rows, f"eval/{metric}")
     axes.plot(steps, values, "o-", color=BLUE, markersize=3, linewidth=1.8)
-    axes.set_ylabel(metric_of(rows))
     if 0 <= min(values) and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
 
 
-def draw_time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def draw_time(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
     """Draw the seconds of a step, stacked; what no part accounts for is "other"."""
     rows = [row for row in rows if row.get("time/step") is not None]
     names = {name[5:] for name in chain.from_iterable(rows) if name.startswith("time/")} - {"step"}
@@ -192,7 +165,7 @@ def draw_time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     layers.append([max(0.0, row["time/step"] - sum(parts)) for row, *parts in zip(rows, *layers, strict=True)])
     steps, *layers = thinned([[row["step"] for row in rows], *layers], 120)
     axes.stackplot(steps, *layers, labels=[*names, "other"], colors=[*COLOURS[: len(names)], GREY], linewidth=0)
-    axes.set_ylabel("seconds")
+    axes.set_ylabel(panel.unit)
     legend(axes, columns=2)
 
 
@@ -201,8 +174,9 @@ def plain_label(name: str) -> str:
     return re.sub("^_", " _", name).replace("$", r"\$")
 
 
-def legend(axes: Any, columns: int = 1) -> None:
-    axes.legend(frameon=False, fontsize=7, loc="best", ncols=columns, handlelength=1.4, labelspacing=0.25)
+def legend(axes: Any, columns: int = 1, lines: Sequence[Any] | None = None) -> None:
+    named = {"handles": [line for line in lines if line.get_label()[:1] != "_"]} if lines else {}
+    axes.legend(frameon=False, fontsize=7, loc="best", ncols=columns, handlelength=1.4, labelspacing=0.25, **named)
 
 
 def dress(axes: Any) -> Any:
@@ -214,6 +188,49 @@ def dress(axes: Any) -> Any:
     axes.margins(x=0.01)
     axes.xaxis.get_major_locator().set_params(integer=True)
     return axes
+
+
+PANELS = (  # of a run, in order; one is shown if any of its lines was measured
+    Panel("Reward", "", [
+        Line("reward/mean", "mean", "Reward", width=2.0, raw=True),
+        Line("reward/constant_groups", "groups of equal rewards (share)", "Share of groups of equal rewards",
+             GREY, 1.0, "dotted")],
+        "Rises; the parts say what it is that rises. Flat with a share of equal rewards near 1: too hard, too "
+        "easy, or the reward never matches.", parts="reward/"),
+    Panel("Evaluation", "", [
+        Line("eval/accuracy", "", "Evaluation: accuracy"),
+        Line("eval/reward", "", "Evaluation: reward")],
+        "Rises. The band is the 95% interval: what moves within it may be chance. Falling while the reward rises: "
+        "the reward is gamed, or training data is learnt by heart.", draw=draw_evaluation),
+    Panel("Entropy", "nats a token", [Line("policy/entropy", "entropy", "Entropy (nats)", raw=True)],
+        "Falls slowly. Near 0 while the task is not solved: nothing is left to explore; raise --clip-high or "
+        "--entropy-coef, lower --lr. Rising without end: steps are too large."),
+    Panel("KL", "nats", [
+        Line("rollout/kl", "engine", "KL to the engine (nats)", COLOURS[0], raw=True),
+        Line("policy/kl_ref", "reference", "KL to the reference (nats)", COLOURS[1], raw=True),
+        Line("policy/kl_old", "policy before the update", "", COLOURS[2], raw=True)],
+        "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: sync or "
+        "engine are at fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the "
+        "update: below 0.1.", "log"),
+    Panel("Response length", "tokens", [
+        Line("response/tokens", "tokens", "Response length (tokens)", raw=True),
+        Line("response/truncated", "truncated (share)", "Share truncated", RED, 1.4, right=True)],
+        "Grows or shrinks with what pays; a collapse is often a reward that is gamed. Truncated stays small; "
+        "rising: raise --max-new-tokens, or --truncated penalise.", right="share truncated"),
+    Panel("Gradient norm", "", [Line("policy/grad_norm", "gradient norm", "Gradient norm", raw=True)],
+        "Before clipping. Steady, with single peaks; always far above --max-grad-norm: the learning rate is what "
+        "clipping leaves of it. Growing: lower --lr.", "auto"),
+    Panel("Staleness", "syncs", [
+        Line("async/staleness", "mean", "Staleness (syncs)", raw=True),
+        Line("async/staleness_max", "oldest", width=1.0, style="dotted"),
+        Line("async/trainer_idle", "trainer idle", "", RED, 1.2, right=True),
+        Line("async/servers_idle", "servers idle", "", ORANGE, 1.2, right=True)],
+        "Of the tokens trained on, at most --async-steps. The trainer without work: more servers; the servers: "
+        "fewer, or more processes that train.", right="share of time"),
+    Panel("Time", "seconds", [Line("time/step", "step", "Seconds a step")],
+        "The rollout takes most, with --async-steps what the trainer waits for it. Reward, pack and sync are "
+        "small; else see docs/troubleshooting.md, slow steps.", draw=draw_time),
+)  # fmt: skip
 
 
 def run_curves(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
@@ -269,23 +286,6 @@ def new_figure(width: float, height: float, top: float = 0.1, bottom: float = 0.
 # Several runs
 
 
-WATCHED = {  # metric, the title of its panel
-    "reward/mean": "Reward",
-    "eval/accuracy": "Evaluation: accuracy",
-    "eval/reward": "Evaluation: reward",
-    "reward/constant_groups": "Share of groups of equal rewards",
-    "policy/entropy": "Entropy (nats)",
-    "rollout/kl": "KL to the engine (nats)",
-    "async/staleness": "Staleness (syncs)",
-    "policy/kl_ref": "KL to the reference (nats)",
-    "response/tokens": "Response length (tokens)",
-    "response/truncated": "Share truncated",
-    "policy/grad_norm": "Gradient norm",
-    "time/step": "Seconds a step",
-}
-LOGARITHMIC = {"rollout/kl", "policy/kl_ref", "policy/grad_norm"}
-
-
 def watch(runs: Sequence[Path], out: Path) -> None:
     """Several runs over each other, in out/curves.png: those whose settings differ in the seed alone are one curve, the
     mean at the steps that all of them have, in a band from the lowest to the highest of them."""
@@ -302,7 +302,8 @@ def watch(runs: Sequence[Path], out: Path) -> None:
             settings_of[run] = {name: str(value) for name, value in args.items() if name not in OF_NO_GROUP}
         seed_of[run] = args.get("seed")
     groups = grouped(settings_of, seed_of)
-    found = [watched(name, title, groups, rows_of) for name, title in WATCHED.items()]
+    lines = [(line, panel.scale != "linear") for panel in PANELS for line in panel.lines if line.several]
+    found = [watched(line.metric, line.several, wide, groups, rows_of) for line, wide in lines]
     shown = [panel for panel in found if panel]
     need(shown, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number; leave it out")
     seeds = max(map(len, groups.values())) > 1
@@ -347,9 +348,9 @@ def short(value: str) -> str:
 
 
 def watched(
-    metric: str, title: str, groups: Mapping[str, Sequence[Path]], rows_of: Mapping[Path, Sequence[dict]]
+    metric: str, title: str, wide: bool, groups: Mapping[str, Sequence[Path]], rows_of: Mapping[Path, Sequence[dict]]
 ) -> Panel | None:
-    """The panel of a metric, if any run has it."""
+    """Return the panel of a metric, if any run has it; on a logarithmic axis if it is `wide` and all are above 0."""
     at = {run: dict(zip(*series(rows, metric), strict=True)) for run, rows in rows_of.items()}
     of = {name: [at[run] for run in runs if at[run]] for name, runs in groups.items()}
     if not any(of.values()):
@@ -362,10 +363,10 @@ def watched(
             axes.plot(steps, mean, color=colour, linewidth=1.6, label=plain_label(name))
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
         some = [value for members in of.values() for member in members for value in member.values()]
-        if metric in LOGARITHMIC and min(some) > 0 and max(some) > 30 * min(some):
+        if wide and min(some) > 0 and is_wide(some):
             axes.set_yscale("log")
 
-    return Panel(title, "", draw)
+    return Panel(title, draw=draw)
 
 
 def band_of(members: Sequence[Mapping[float, float]]) -> list[tuple[float, float, float, float]]:

@@ -1,0 +1,122 @@
+"""Records: what is kept of examples and their responses, in files and for pages.
+
+A record is an example with its responses: index, uid, answer_type, task, source, n_images, ground_truth, `groups` (its
+values of --group-by), and `samples`: text, finish_reason, tokens, rewards, and of episodes turns, ended_by, messages
+and images (encoded files, which only pages and trackers show).
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+
+from PIL import Image
+
+from prepare_data import Example
+from reward import task_name
+from rollout import Rollout
+
+SIDE = 480  # pixels of the longer side of an image that is shown, at most
+MOST_PROMPTS = 1000  # in one report
+PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
+
+
+def make_record(
+    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
+) -> dict:
+    """An example with its responses and their rewards, as JSON has it."""
+    groups = {name: group_of(example, name) for name in group_by}
+    samples = [sample_record(r, rewards) for r, rewards in graded]
+    return {"index": index} | about(example) | {"groups": groups, "samples": samples}
+
+
+def about(example: Example) -> dict:
+    """What a record says of its example."""
+    return {
+        "uid": example.uid,
+        "answer_type": answer_type(example),
+        "task": task_name(example.data_source),
+        "source": example.data_source,
+        "n_images": len(example.images),
+        "ground_truth": example.ground_truth,
+    }
+
+
+def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
+    """A response, or an episode."""
+    sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
+    if r.is_episode:
+        images = [encode_image(image.image, SIDE) for image in r.images]
+        sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
+    return sample
+
+
+def answer_type(example: Example) -> str:
+    """As text: data may name types by numbers, or by both."""
+    kind = example.extra.get("answer_type")
+    return "all" if kind is None or kind == "" else str(kind)
+
+
+def group_of(example: Example, column: str) -> str:
+    """As text; a row without the column has none."""
+    value = example.extra.get(column)
+    return "none" if value is None else str(value)
+
+
+def encode_image(image: Image.Image, side: int) -> bytes:
+    """Return an image as a WEBP file of at most `side` pixels; without loss if it is tiny or has few colours."""
+    image = image.convert("RGB")
+    image.thumbnail((side, side))
+    lossless = max(image.size) <= 128 or image.getcolors(256) is not None
+    image.save(file := io.BytesIO(), format="WEBP", quality=60, lossless=lossless, method=3)
+    return file.getvalue()
+
+
+def without_images(record: dict) -> dict:
+    """Return a record as JSON can have it: without the images of its episodes."""
+    samples = [{name: value for name, value in s.items() if name != "images"} for s in record["samples"]]
+    return record | {"samples": samples}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a record tells
+
+
+def is_right(sample: dict, summary: Mapping) -> bool | None:
+    """Return whether a sample is right; None if its task has no right or wrong. In an evaluation a failure is wrong."""
+    if "accuracy" not in sample["rewards"]:
+        failed = sample["finish_reason"] == "error" and "accuracy" in summary
+        return False if failed else None
+    return sample["rewards"]["accuracy"] >= 0.5
+
+
+def rewards_of(record: dict) -> list[float]:
+    earned = [s["rewards"].get("reward", s["rewards"].get("accuracy")) for s in record["samples"]]
+    return [float(x) for x in earned if x is not None]
+
+
+def marks(record: dict, summary: Mapping) -> set[str]:
+    """The filters that a record passes."""
+    verdicts = [is_right(s, summary) for s in record["samples"]]
+    ends = {s["finish_reason"] for s in record["samples"]}
+    found = {name for name, why in (("cut", "length"), ("failed", "error")) if why in ends}
+    known = {verdict for verdict in verdicts if verdict is not None}
+    if len(known) == 1:
+        found.add("right" if known == {True} else "wrong")
+    if len(known) == 2 or (not known and len(set(rewards_of(record))) > 1):
+        found.add("disagree")
+    for first in summary.get("baselines", ())[:1]:
+        found |= {name for name in ("gained", "lost") if record["uid"] in first.get(f"{name}_uids", ())}
+    return found
+
+
+def choose(records: Sequence[dict], summary: Mapping | None = None) -> list[dict]:
+    """Return the records that a page shows, in order; if there are too many, those that tell most."""
+    if len(records) <= MOST_PROMPTS:
+        return list(records)
+
+    def rank(i: int) -> int:
+        found = marks(records[i], summary or {})
+        order = ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"}, found)
+        return next((k for k, wanted in enumerate(order) if found & wanted), len(order))
+
+    kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]
+    return [records[i] for i in sorted(kept)]
