@@ -470,6 +470,52 @@ def test_images_beyond_the_most_are_counted(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Several pages
+
+
+def many_pages(n=450):
+    records = [record(f"u{i}", sample(accuracy=float(i < 300)), index=i, groups={"g": str(i % 2)}) for i in range(n)]
+    image = photo()
+    examples = {r["uid"]: asked(r["uid"], images=[image]) for r in records}
+    return Shown("T", records, examples, {"n": n, "accuracy": 0.6})
+
+
+def test_a_page_has_200_prompts_and_links_the_others(tmp_path):
+    path = tmp_path / "report.html"
+    P.write_pages(path, many_pages())
+    first, *others = (tmp_path / name for name in ("report.html", "report-2.html", "report-3.html"))
+    assert sorted(tmp_path.iterdir()) == sorted([first, *others])
+    assert [page.read_text().count("<article") for page in (first, *others)] == [200, 200, 50]
+    for page in others:  # numbers are on the first page alone
+        assert "class=tiles" not in page.read_text() and "<h1>T</h1>" in page.read_text()
+    assert "class=tiles" in first.read_text() and "Prompts 401 to 450 of 450" in others[1].read_text()
+    assert re.findall(r'<a href="(report[^"]*)"', others[0].read_text())[:2] == ["report.html", "report-3.html"]
+    assert all(page.read_text().count("data:image") == 1 for page in (first, *others))  # the same for all prompts
+    P.write_pages(path, many_pages(3))
+    assert list(tmp_path.iterdir()) == [first]  # none of an earlier, longer report is left
+    assert "class=pages" not in first.read_text()
+
+
+@needs_browser
+def test_filters_go_along_to_other_pages(opened, tmp_path):
+    P.write_pages(tmp_path / "report.html", many_pages())
+    browser = opened((tmp_path / "report.html").read_text())
+    counts = browser.evaluate("[...document.querySelectorAll('#bar .count')].map((x) => x.textContent)")
+    assert counts[:3] == ["450", "150", "300"]  # on all pages
+    browser.press("w")
+    choose(browser, "g", "1")
+    links = "[...document.querySelector('.pages').querySelectorAll('a')].map((x) => x.textContent)"
+    assert browser.evaluate(VISIBLE) == [] and browser.evaluate(links) == ["2 (50)", "3 (25)"]
+    before = browser.loaded
+    browser.click(".pages a")
+    while browser.loaded == before:
+        browser.read()
+    visible = browser.evaluate(VISIBLE)
+    assert visible == [f"u{i}" for i in range(301, 400, 2)] and "report-2.html" in browser.evaluate("location.href")
+    assert browser.evaluate("document.querySelector('[aria-pressed=true]').dataset.show") == "wrong"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Nothing runs, nothing is fetched
 
 EVILS = [
@@ -529,6 +575,39 @@ def test_page_shows_as_text_whatever_came_from_data_policy_or_reward(tmp_path):
         assert evil in found.text, evil
     uids = re.findall(r"<h3 id=t\d+><a[^>]*>.*?</a> <b>(.*?)</b>", page)
     assert [html.unescape(x) for x in uids] == [f"{i}{evil}" for i, evil in enumerate(evils)]
+
+
+FIELDS = ["title", "uid", "text", "truth", "role", "content", "reward", "group", "value", "ended_by", "task", "type",
+          "baseline", "label", "said", "kind", "metric", "checkpoint", "column", "curve", "note"]  # fmt: skip
+
+
+@pytest.mark.parametrize("evil", ["<script>window.hit = 1</script>", "{{ 7*7 }}{% raw %}", "</script><b>", "'\"><img>"])
+def test_each_field_is_shown_as_it_is(evil):
+    """No field is HTML, and none is a template."""
+    x = {name: f"{name}:{evil}" for name in FIELDS}
+    messages = [{"role": x["role"], "content": x["text"]}]
+    episode = sample(x["text"], turns=1, ended_by=x["ended_by"], messages=messages)
+    episode["rewards"] = {"accuracy": 1.0, "reward": 1.0, x["reward"]: 1.0}
+    groups = {x["group"]: x["value"]}
+    records = [record(x["uid"], episode, ground_truth=x["truth"], groups=groups, task=x["task"], answer_type=x["type"]),
+               record("b", sample(x["text"]))]  # fmt: skip
+    examples = {r["uid"]: asked(r["uid"], x["content"]) for r in records}
+    base = {"path": x["baseline"], "accuracy": 0.5, "gained_uids": [], "lost_uids": []}
+    summary = {"accuracy": 0.5, "checkpoint": x["checkpoint"], "baselines": [base]}
+    summary |= {"reliance": {x["kind"]: {"accuracy": 0.1}, "said": x["said"]}, f"by_{x['column']}": {x["value"]: {}}}
+    more = {"summary": summary, "facts": {x["metric"]: 1.0}, "others": {x["label"]: records}}
+    page = first_page(x["title"], records, examples, [Curve(x["curve"], "<svg></svg>", x["note"])], **more)
+    found = Tags(page)
+    for name, value in x.items():
+        value = value.partition("/")[2] if name == "metric" and "/" in value else value
+        assert value.replace("_", " ") in found.text or value in found.text, name
+    assert found.tags["script"] == 1 and "49" not in found.text and "img" not in found.tags
+
+
+def test_templates_trust_nothing():
+    """What is not escaped is made by page.py: `Markup` of style, script, curves and formulas."""
+    templates = "".join(path.read_text() for path in sorted(P.TEMPLATES.glob("*.html")))
+    assert "|safe" not in templates.replace(" ", "") and "autoescape" not in templates and len(templates) > 5000
 
 
 @pytest.fixture(scope="module")
@@ -828,10 +907,13 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
             f"u{i}", "t", [{"role": "user", "content": "<image>Find $x$."}], Photos(i % photos), "70", {}
         )
     assert Image.open(io.BytesIO(Photos(1)[0])).size == (4000, 3000)
+    shown = Shown("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
     start = time.perf_counter()
-    page = first_page("T", records, examples, summary={"n": n, "samples": 8, "accuracy": 0.6})
+    P.write_pages(tmp_path / "report.html", shown)
     took = time.perf_counter() - start
-    weight = len(page.encode()) / 1e6
+    files = sorted(tmp_path.glob("report*.html"))
+    weight = max(file.stat().st_size for file in files) / 1e6
+    page = (tmp_path / "report.html").read_text()
     browser = opened("<!doctype html><title>x</title>")  # a tab that is open already
     (tmp_path / "report.html").write_text(page)
     start = time.perf_counter()
@@ -840,6 +922,7 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
     browser.press("d")
     visible = browser.evaluate("document.querySelectorAll('.card:not([hidden])').length")
     ready = time.perf_counter() - start
-    print(f"{n} prompts: {weight:.1f} MB, page() {took:.1f} s, loaded {loaded:.2f} s, first key {ready:.2f} s")
-    assert page.count("<article") == n and len(Tags(page).images) == photos and weight <= 20 and 0 < visible < n
+    print(f"{n} prompts: {weight:.1f} MB a page, written {took:.1f} s, loaded {loaded:.2f} s, first key {ready:.2f} s")
+    assert page.count("<article") == 200 == len(Tags(page).images) and len(files) == 5
+    assert weight <= 20 and 0 < visible < 200
     assert ready <= 2, "seconds from the address to the first filter"

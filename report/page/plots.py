@@ -107,13 +107,16 @@ def draw_lines(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> No
     if panel.scale == "log" or (panel.scale == "auto" and is_wide(main)):
         axes.set_yscale("log")
     elif not panel.parts:
-        axes.set_ylim(min(0.0, *main), 1.15 * max(1e-9, *main))
+        axes.set_ylim(min(0.0, *main), (1.2 if panel.right else 1.05) * max(1e-9, *main))
     axes.set_ylabel(panel.unit, color=BLUE if panel.right else "black")
     other = share_axes(axes, panel.right) if panel.right else axes
     for line in panel.lines:
         draw_line(other if line.right else axes, rows, line)
-    if len(panel.lines) > 1 or panel.scale == "log":
-        legend(other, lines=[*axes.lines, *(other.lines if panel.right else ())])
+    if panel.right:
+        lines = [line for line in (*axes.lines, *other.lines) if not line.get_label().startswith("_")]
+        other.legend(handles=lines, frameon=False, fontsize=7, ncols=4, loc="upper center")
+    elif len(panel.lines) > 1 or panel.scale == "log":
+        legend(axes)
 
 
 def is_wide(values: Sequence[float]) -> bool:
@@ -123,10 +126,10 @@ def is_wide(values: Sequence[float]) -> bool:
 
 
 def share_axes(axes: Any, label: str) -> Any:
-    """Return a second y axis, on the right, from 0 to 1."""
+    """Return a second y axis, on the right, from 0 to 1, with room above for a legend."""
     other = dress(axes.twinx())
     other.set_ylabel(label, color=RED)
-    other.set_ylim(-0.02, 1.02)
+    other.set_ylim(0.0, 1.2)
     other.spines["right"].set_visible(True)
     other.grid(False)
     return other
@@ -174,9 +177,8 @@ def plain_label(name: str) -> str:
     return re.sub("^_", " _", name).replace("$", r"\$")
 
 
-def legend(axes: Any, columns: int = 1, lines: Sequence[Any] | None = None) -> None:
-    named = {"handles": [line for line in lines if line.get_label()[:1] != "_"]} if lines else {}
-    axes.legend(frameon=False, fontsize=7, loc="best", ncols=columns, handlelength=1.4, labelspacing=0.25, **named)
+def legend(axes: Any, columns: int = 1) -> None:
+    axes.legend(frameon=False, fontsize=7, loc="best", ncols=columns, handlelength=1.4, labelspacing=0.25)
 
 
 def dress(axes: Any) -> Any:
