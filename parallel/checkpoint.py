@@ -1,36 +1,35 @@
-"""Checkpoints of a run: OUT/checkpoints/step_000100/{trainer.json, .metadata, *.distcp}, written, verified and read.
+"""Checkpoints of a run: OUT/checkpoints/step_000100/{trainer.json, *.safetensors}, written, verified and read.
 
-Weights and optimizer state are torch.distributed.checkpoint's files, one of each process. trainer.json is written last,
-so a folder that has it is complete; it holds what the next step depends on, size and CRC-32 of every other file, and
-its own. Only names of `step_` and digits count: `.step_*` is being written or deleted, `damaged_step_*` has been passed
-over by --resume.
+Weights and optimizer state are safetensors files of each process, written and read by torch.distributed.checkpoint;
+nothing in a checkpoint is a pickle. trainer.json is written last, so a folder that has it is complete; it holds what
+the next step depends on, the size and CRC-32 of every other file, and its own CRC-32. Only folders called `step_` and
+digits count: `.step_*` is being written or deleted, `damaged_step_*` was passed over by --resume.
 """
 
 import errno
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import warnings
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count
-from pathlib import Path, PurePath
+from itertools import accumulate, chain, count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
-from errors import CLOSED, FULL, UserError, existing, need, writing
+from errors import CLOSED, FULL, UserError, describe_error, existing, need, writing
 from layers.lora import add_lora, lora_layers, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
 from parallel.loading import BAD, find_bad, find_stored, meta_hf, opened, read_stored
@@ -40,7 +39,8 @@ from utils import print0
 
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
 Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
-OVERHEAD = 2048  # bytes on disk of each process's part of a tensor, on top of its values
+OVERHEAD = 512  # bytes of each tensor in the header of each process's file, a little overestimated
+FILE_BYTES = 2**27  # of a process's file: torch holds a whole file in memory, several times, before it writes it
 
 
 def on_rank0(do: Callable[[], Any]) -> Any:
@@ -76,6 +76,16 @@ def complete_checkpoints(path: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
+def readable_checkpoints(path: Path) -> list[Path]:
+    """Return complete_checkpoints; raise UserError if one has the files of an earlier version, which are pickles."""
+    found = complete_checkpoints(path)
+    for file in chain.from_iterable(checkpoint.iterdir() for checkpoint in found):
+        old = file.name == ".metadata" or file.suffix == ".distcp"
+        need(not old, f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
+             "CHANGELOG.md names the last commit that reads them")
+    return found
+
+
 def read_json(file: Path, remedy: str = "") -> dict:
     try:
         found = json.loads(file.read_text())
@@ -95,8 +105,7 @@ def read_trainer(checkpoint: Path) -> dict:
     file = checkpoint / "trainer.json"
     trainer = read_json(file)
     rest = {key: value for key, value in trainer.items() if key != "crc32"}
-    if {"files", "crc32"} & trainer.keys():  # else it is of an earlier version
-        need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
+    need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
     step = trainer.get("step")
     named_so = isinstance(step, int) and step_of(checkpoint) in (None, step)
     need(named_so, f"{file}: of step {step}, but the folder's name says another; rename it back")
@@ -154,10 +163,10 @@ def damage(checkpoint: Path) -> str | None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wrong = None
     try:
-        written = read_trainer(checkpoint).get("files")
-        if written is None:
-            print0(f"{checkpoint} was written without checksums, by an earlier version; it cannot be verified")
-        for name in sorted(written or {})[rank::world]:
+        written = read_trainer(checkpoint).get("files", {})
+        strange = sorted({file.name for file in checkpoint.glob("*.safetensors")} - written.keys())
+        need(not strange, f"{checkpoint}: {', '.join(strange)} is not of this checkpoint, but would be read; remove it")
+        for name in sorted(written)[rank::world]:
             file = checkpoint / name
             own = Path(name).name == name and (file.is_file() or not file.exists())
             need(own, f"{file}: no file of the checkpoint's own")
@@ -176,7 +185,7 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
 
     Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep
     nor a later start counts them."""
-    found = on_rank0(lambda: complete_checkpoints(path))
+    found = on_rank0(lambda: readable_checkpoints(path))
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
         if not (reason := damage(checkpoint)):
@@ -201,9 +210,9 @@ def put_aside(checkpoint: Path) -> Path:
 # Writing
 
 
-def _state(models: Models) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds, by reference: name -> tensor, the policy's names without a prefix. Of a model with
-    adapters it is those alone; --model has the rest. The optimizer's settings follow from the flags."""
+def _state_dict(models: Models) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds, by reference: name -> tensor, the policy's names without a prefix. A model with
+    adapters is represented by them alone; --model has the rest. The optimizer's settings follow from the flags."""
     found = {}
     for model_name, (model, optimizer) in models.items():
         prefix = "" if model_name == "policy" else f"{model_name}."
@@ -214,18 +223,10 @@ def _state(models: Models) -> dict[str, torch.Tensor]:
                 found[f"{prefix}model.{name}"] = parameter.detach()
             states = optimizer.state.get(parameter, {}) if optimizer else {}
             found |= {f"{prefix}optimizer.state.{name}.{key}": tensor for key, tensor in states.items()}
+    others = [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    if others:  # torch would write files that nothing can read
+        raise TypeError(f"a checkpoint holds tensors only, but {others} are none")
     return found
-
-
-class _Writer(dcp.FileSystemWriter):
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch's zip writer, closing a file that could not be written, hides why
-            hidden: BaseException | None = error
-            while hidden and not isinstance(hidden, OSError):
-                hidden = hidden.__context__
-            raise (hidden or error) from None
 
 
 def sync(path: Path) -> None:
@@ -258,9 +259,15 @@ def _remove_leftovers(folder: Path, step: int) -> None:
         shutil.rmtree(path)
 
 
+def _file_numbers(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return which of each process's files a tensor goes to, so that none is much larger than FILE_BYTES."""
+    ends = accumulate(tensor.nbytes for tensor in state.values())
+    return {name: 1 + end // (FILE_BYTES * dist.get_world_size()) for name, end in zip(state, ends, strict=True)}
+
+
 def _room(out: Path, state: dict[str, torch.Tensor]) -> tuple[int, float]:
     """(bytes that a checkpoint takes, a little overestimated; bytes that are free)"""
-    values = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    values = sum(tensor.nbytes for tensor in state.values())
     disk = shutil.disk_usage(existing(out))
     free = disk.free if disk.total else math.inf  # 0: a file system that does not say
     return values + OVERHEAD * len(state) * dist.get_world_size(), free
@@ -269,7 +276,7 @@ def _room(out: Path, state: dict[str, torch.Tensor]) -> tuple[int, float]:
 def check_room(out: Path, keep: int, models: Models) -> None:
     """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a
     warning if it cannot hold `keep` and the one being written."""
-    needed, free = _room(out, _state(models))
+    needed, free = _room(out, _state_dict(models))
     need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some")
     more = needed * max(1, keep + 1 - len(complete_checkpoints(out)))
     if free < more:
@@ -289,7 +296,7 @@ def save_checkpoint(
     """
     final = out / "checkpoints" / f"step_{step:06d}"
     temporary = final.with_name("." + final.name)
-    state = _state(models)
+    state = _state_dict(models)
 
     def remedy() -> str:
         earlier = complete_checkpoints(out)
@@ -308,7 +315,7 @@ def save_checkpoint(
         temporary.mkdir()
 
     def finish() -> None:
-        files = dict(sorted([*chain.from_iterable(parts), (".metadata", checksum(temporary / ".metadata"))]))
+        files = dict(sorted(chain.from_iterable(parts)))
         trainer = {"step": step, "world": dist.get_world_size(), **(position or {}), "files": files}
         (temporary / "trainer.json").write_text(sealed(trainer))
         sync(temporary / "trainer.json")
@@ -328,10 +335,11 @@ def save_checkpoint(
 
     try:
         on_rank0(prepare)
-        with _one_error(temporary):
-            dcp.save(state, storage_writer=_Writer(temporary))
+        numbers = _file_numbers(state)
+        with _same_error_on_all_ranks():
+            dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(temporary), numbers, save_distributed=True))
         parts = [None] * dist.get_world_size()
-        mine = [(file.name, checksum(file)) for file in temporary.glob(f"__{dist.get_rank()}_*")]
+        mine = [(file.name, checksum(file)) for file in temporary.glob(f"shard-{dist.get_rank() + 1:05d}-*")]
         dist.all_gather_object(parts, mine)
         on_rank0(finish)
     except OSError as error:
@@ -344,17 +352,14 @@ def save_checkpoint(
 
 
 @contextmanager
-def _one_error(checkpoint: Path) -> Iterator[None]:
-    """What some ranks met, the same on all of them; or, of what says nothing to a user, all with their tracebacks."""
+def _same_error_on_all_ranks() -> Iterator[None]:
+    """Raise the OSError that some rank met on all of them; any other exception with the tracebacks of all ranks."""
     try:
         yield
     except dcp.CheckpointException as failure:
         for error, _ in failure.failures.values():
-            if isinstance(error, UserError | OSError):
+            if isinstance(error, OSError):
                 raise error from failure
-            forged = isinstance(error, pickle.UnpicklingError)  # of torch.load(weights_only=True)
-            named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-            need(not forged, f"{checkpoint}: a tensor of it names {named}: not run; forged or damaged")
         raise
 
 
@@ -362,76 +367,30 @@ def _one_error(checkpoint: Path) -> Iterator[None]:
 # Reading
 
 
-# All that a checkpoint's .metadata may name: torch's records of tensors, and what they are made of. It is a pickle,
-# which calls what it names: anything else could be any program.
-TYPES = [value for value in vars(metadata).values() if isinstance(value, type)]
-RECORDS = [cls for cls in TYPES if cls.__module__ == metadata.__name__] + [_StorageInfo, OrderedDict]
-ALLOWED = {(cls.__module__, cls.__qualname__): cls for cls in RECORDS}
-ALLOWED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-for _module in ("pathlib", "pathlib._local"):
-    ALLOWED |= dict.fromkeys([(_module, "PosixPath"), (_module, "WindowsPath")], PurePath)
-
-
-# What comes of bytes that flipped, or were forged
-BROKEN = (pickle.PickleError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError)
-
-
-class _Unpickler(pickle._Unpickler):
-    """Python's own, because the one in C cannot be kept from giving new attributes to a class (opcode BUILD)."""
-
-    def load_build(self) -> None:
-        if type(self.stack[-2]) not in RECORDS:
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}, no record of a checkpoint")
-        super().load_build()
-
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
-
-    def find_class(self, module: str, name: str) -> object:
-        need((module, name) in ALLOWED, f"it names {module}.{name}, no part of a checkpoint: not run")
-        return ALLOWED[module, name]
-
-
-def read_metadata(checkpoint: Path) -> metadata.Metadata:
-    """Which tensors a checkpoint holds, and where in its files."""
-    file = checkpoint / ".metadata"
-    try:
-        with open(file, "rb") as f:
-            found = _Unpickler(f).load()
-        for info in found.storage_data.values():
-            name, end = info.relative_path, info.offset + info.length
-            need(Path(name).name == name, f"it names {name!r}, outside the checkpoint")
-            whole = (checkpoint / name).is_file() and (checkpoint / name).stat().st_size >= end
-            need(whole, f"{checkpoint / name}: missing or cut short")
-    except (*BROKEN, OSError) as error:
-        told = f"{error} ({type(error).__name__})"
-        raise UserError(f"{file}: {told}: forged or damaged; restore it, or use another checkpoint") from error
-    return found
-
-
-class _Reader(dcp.FileSystemReader):
-    """torch's own reads metadata with pickle.load."""
+class _Reader(HuggingFaceStorageReader):
+    """torch's reader, but that it reads the headers of a checkpoint's files once, not again for every load."""
 
     def __init__(self, checkpoint: Path):
-        super().__init__(checkpoint)
-        self.metadata = read_metadata(checkpoint)
+        super().__init__(str(checkpoint))
+        try:
+            self.metadata = super().read_metadata()
+        except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            told = f"{checkpoint}: its safetensors files are damaged or forged: {describe_error(error)}"
+            raise UserError(f"{told}; use another checkpoint") from error
 
-    def read_metadata(self) -> metadata.Metadata:
+    def read_metadata(self) -> Metadata:
         return self.metadata
 
 
 def _load(state: dict[str, torch.Tensor], reader: _Reader) -> None:
-    """Into the tensors themselves. What is no tensor torch would read with torch.load(weights_only=False)."""
-    held = reader.metadata.state_dict_metadata
-    programs = [name for name in state if isinstance(held.get(name), metadata.BytesStorageMetadata)]
-    need(not programs, f"{reader.path / '.metadata'}: {programs} are no tensors there, but may be programs: forged")
-    with _one_error(reader.path), warnings.catch_warnings(action="ignore"):  # merge_lora.py has no process group
+    """Read a checkpoint's tensors into those of `state`."""
+    with _same_error_on_all_ranks(), warnings.catch_warnings(action="ignore"):  # merge_lora.py has no process group
         dcp.load(state, storage_reader=reader)
 
 
 def load_checkpoint(path: Path, models: Models) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
-    state = _state(models)
+    state = _state_dict(models)
     _load(state, _Reader(path))
     bad = find_bad(state)
     need(not bad, f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before")

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+from torch.distributed.checkpoint import HuggingFaceStorageWriter  # noqa: E402
 
 import parallel.checkpoint as C  # noqa: E402
 import train  # noqa: E402
@@ -59,15 +59,15 @@ def main(_) -> None:
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    real = FileSystemWriter.write_data
-    FileSystemWriter.write_data = full if ctx.rank == 1 else real
+    real = HuggingFaceStorageWriter.write_data
+    HuggingFaceStorageWriter.write_data = full if ctx.rank == 1 else real
     tell(C.save_checkpoint, out, 6, models, 2)
-    FileSystemWriter.write_data = real
+    HuggingFaceStorageWriter.write_data = real
     C.sync = full  # of trainer.json, by rank 0
     tell(C.save_checkpoint, out, 6, models, 2)
 
     if ctx.main:
-        file = out / "checkpoints" / "step_000004" / "__1_0.distcp"
+        file = out / "checkpoints" / "step_000004" / "shard-00002-model-00001-of-00001.safetensors"
         content = bytearray(file.read_bytes())
         content[999] ^= 1
         file.write_bytes(content)

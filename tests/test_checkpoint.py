@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_train import ROOT, TORCHRUN, flags, rows, run, shapes  # noqa: F401
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 
 import demo
 import merge_lora
@@ -32,6 +32,7 @@ from layers.lora import Lora, add_lora
 from parallel.models import saved_parts
 
 WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
+SHARD = "shard-00001-model-00001-of-00001.safetensors"  # the only file of a toy on one process
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,16 +105,20 @@ def flip(file, at=None, bit=0):
     file.write_bytes(content)
 
 
+def rewrite(checkpoint, **changed):
+    (checkpoint / "trainer.json").write_text(C.sealed(C.read_trainer(checkpoint) | changed))
+
+
 def first_value(out):
     return dict(C.load_trained(str(out)).named_parameters())[WEIGHT].flatten()[0].item()
 
 
-def forge(checkpoint):
+def forge(checkpoint, more=()):
     """Checksums as they would be had these files been written."""
     trainer = {
         key: value for key, value in json.loads((checkpoint / "trainer.json").read_text()).items() if key != "crc32"
     }
-    trainer["files"] = {name: C.checksum(checkpoint / name) for name in trainer["files"]}
+    trainer["files"] = {name: C.checksum(checkpoint / name) for name in [*trainer["files"], *more]}
     (checkpoint / "trainer.json").write_text(C.sealed(trainer))
 
 
@@ -203,113 +208,112 @@ def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypa
         C.load_trained(str(out))
 
 
-# --- forged files ----------------------------------------------------------------------------------------------------
+# --- forged files, and those of earlier versions ---------------------------------------------------------------------
 
 
-class Call:
-    """Calls whatever it is given when it is unpickled."""
+class Program:
+    """Makes a file when it is unpickled."""
 
-    def __init__(self, function, *args):
-        self.call = function, args
+    def __init__(self, witness):
+        self.witness = witness
 
     def __reduce__(self):
-        return self.call
+        return os.system, (f"touch {self.witness}",)
 
 
-def hostile(witness):
-    return {
-        "posix.system": Call(os.system, f"touch {witness}"),
-        "builtins.eval": Call(eval, f"open({str(witness)!r}, 'w')"),
-        "builtins.getattr": Call(getattr, Call(__import__, "os"), "system"),
-        "pathlib.Path.touch": Call(Path.touch, Path(witness)),
-    }
-
-
-def refused_everywhere(out, policy, optimizer, match):
+def refused_everywhere(out, policy, optimizer, toy, match):
     """By what eval.py, merge_lora.py and train.py --resume load with, given the run or the checkpoint."""
     weight(policy).fill_(7)
     for path in (out, at(out, 4)):
         with pytest.raises(UserError, match=match):
             C.load_trained(str(path))
-    with pytest.raises(UserError, match=match):
+        with pytest.raises(UserError, match=match):
+            find_start(start_args(toy, out, path))
+    assert held(out) == ["step_000002", "step_000004"] and (weight(policy) == 7).all()
+
+
+@pytest.mark.parametrize("names", [[".metadata", "__0_0.distcp"], ["__1_0.distcp"], [".metadata"]])
+def test_checkpoints_of_earlier_versions_are_named_and_never_unpickled(names, copy, toys, tmp_path):
+    """Beside safetensors and listed as the checkpoint's own, or alone: nothing reads a pickle."""
+    policy, optimizer, out = copy
+    for name in names:
+        (at(out, 4) / name).write_bytes(pickle.dumps(Program(tmp_path / "witness")))
+    match = f"step_000004/({'|'.join(names)}): written by a version before 2026-11-25.*CHANGELOG.md names the last"
+    refused_everywhere(out, policy, optimizer, toys["qwen2_5_vl"], match)
+    forge(at(out, 4), names)
+    refused_everywhere(out, policy, optimizer, toys["qwen2_5_vl"], match)
+    (at(out, 4) / SHARD).unlink()
+    refused_everywhere(out, policy, optimizer, toys["qwen2_5_vl"], match)
+    assert not (tmp_path / "witness").exists()
+    pickle.loads((at(out, 4) / names[0]).read_bytes())
+    assert (tmp_path / "witness").exists()  # it would have
+
+
+@pytest.mark.parametrize("name", [SHARD, "trainer.json"])
+def test_a_pickle_in_place_of_a_checkpoints_file_is_never_read(name, copy, toys, tmp_path):
+    policy, optimizer, out = copy
+    for dump in (torch.save, lambda program, file: file.write_bytes(pickle.dumps(program))):
+        dump(Program(tmp_path / "witness"), at(out, 4) / name)
+        if name == SHARD:
+            forge(at(out, 4))
+            assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
+            with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: .*header"):
+                C.load_trained(str(out))
+            with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: .*header"):
+                C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
+        else:
+            with pytest.raises(UserError, match="no intact checkpoint: .*trainer.json: missing, empty, cut"):
+                C.load_trained(str(at(out, 4)))
+    assert not (tmp_path / "witness").exists()
+
+
+OFFSETS = {"": None, "text": "x", "a number": {f"model.hf.{WEIGHT}": {"saved_offsets": 5}}, "nothing": {},
+           "too far": {f"model.hf.{WEIGHT}": {"saved_offsets": [2**70, 0]}},
+           "words": {f"model.hf.{WEIGHT}": {"saved_offsets": ["a", "b"]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_a_forged_header_is_refused(offsets, copy):
+    """What torch's reader takes from a header beyond what safetensors checks."""
+    policy, optimizer, out = copy
+    file = at(out, 4) / SHARD
+    value = "[" * 99 if offsets == "" else json.dumps(OFFSETS[offsets])
+    save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": value})
+    with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: "):
         C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
-    assert (weight(policy) == 7).all()
 
 
-@pytest.mark.parametrize("named", hostile(""))
-def test_a_program_in_the_metadata_is_named_and_not_run(named, copy, tmp_path):
+def test_a_file_of_another_checkpoint_is_named_and_not_read(copy, toys):
+    """torch's reader takes tensors from every safetensors file of a folder."""
     policy, optimizer, out = copy
-    file, witness = at(out, 4) / ".metadata", tmp_path / "witness"
-    stored = pickle.loads(file.read_bytes())
-    stored.planner_data = hostile(witness)[named]
-    file.write_bytes(pickle.dumps(stored))
-    forge(at(out, 4))
-    assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
-    match = "step_000004/.metadata: it names " + named.replace(
-        "pathlib.Path.touch", "(pathlib.Path.touch|builtins.getattr)"
-    )
-    refused_everywhere(out, policy, optimizer, match)
-    assert not witness.exists()
-    if named != "builtins.getattr":
-        pickle.loads(file.read_bytes())
-        assert witness.exists()  # it would have
+    os.link(at(out, 2) / SHARD, at(out, 4) / "shard-00002-model-00001-of-00001.safetensors")
+    assert "shard-00002-model-00001-of-00001.safetensors is not of this checkpoint" in C.damage(at(out, 4))
+    assert first_value(out) == 2
 
 
-def test_a_class_that_metadata_would_change_is_refused(tmp_path):
-    """Opcode BUILD on pathlib's class: any file's name would pass for one inside the checkpoint, in this whole
-    process."""
-    import pathlib
-
-    forged = (
-        pickle.PROTO
-        + b"\x02"
-        + pickle.GLOBAL
-        + b"pathlib\nPosixPath\n"
-        + pickle.NONE
-        + b"}"
-        + b"X\x04\x00\x00\x00name"
-        + b"X\x09\x00\x00\x00../secret"
-        + b"s"
-        + b"\x86"
-        + b"b."
-    )
-    folder = tmp_path / "step_000001"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(forged)
-    with pytest.raises(UserError, match="it changes <class 'pathlib.PurePath'>, no record of a checkpoint"):
-        C.read_metadata(folder)
-    assert pathlib.PurePath("a/b").name == "b"
-
-
-def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
+def test_only_tensors_are_saved(copy):
     policy, optimizer, out = copy
-    file, witness = at(out, 4) / ".metadata", tmp_path / "witness"
-    stored = pickle.loads(file.read_bytes())
-    index = next(index for index in stored.storage_data if index.fqn == f"model.hf.{WEIGHT}")
-    program = at(out, 4) / "__0_0.distcp"
-    info = stored.storage_data[index]
-    content = file.read_bytes(), program.read_bytes()
-    with open(program, "r+b") as f:  # the tensor's pickle becomes a program
-        f.seek(0, os.SEEK_END)
-        info.offset = f.tell()
-        torch.save(hostile(witness)["posix.system"], f)
-        info.length = f.tell() - info.offset
-    file.write_bytes(pickle.dumps(stored))
-    forge(at(out, 4))
-    refused_everywhere(out, policy, optimizer, r"step_000004: a tensor of it names \['posix.system'\]: not run")
-    stored.state_dict_metadata[f"model.hf.{WEIGHT}"] = BytesStorageMetadata()  # and is said to be no tensor
-    stored.storage_data[type(index)(index.fqn)] = info
-    file.write_bytes(pickle.dumps(stored))
-    forge(at(out, 4))
-    refused_everywhere(out, policy, optimizer, rf"step_000004/.metadata: \['model.hf.{WEIGHT}'\] are no tensors there")
-    assert not witness.exists()
-    file.write_bytes(content[0])
-    program.write_bytes(content[1])
-    stored = pickle.loads(content[0])
-    stored.storage_data[index].relative_path = "../step_000002/__0_0.distcp"
-    file.write_bytes(pickle.dumps(stored))
-    forge(at(out, 4))
-    refused_everywhere(out, policy, optimizer, "it names '../step_000002/__0_0.distcp', outside the checkpoint")
+    next(iter(optimizer.state.values()))["n"] = 3
+    with pytest.raises(TypeError, match=r"a checkpoint holds tensors only, but \['optimizer.state.*\.n'\] are none"):
+        C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
+    del next(iter(optimizer.state.values()))["n"]
+    assert held(out) == ["step_000002", "step_000004"]
+
+
+def test_a_process_writes_several_files_and_none_is_a_pickle(copy, monkeypatch):
+    """torch holds a whole file in memory before it writes it, so each is kept small."""
+    policy, optimizer, out = copy
+    monkeypatch.setattr(C, "FILE_BYTES", 2**19)
+    C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 9)
+    files = sorted(file for file in at(out, 6).iterdir() if file.name != "trainer.json")
+    largest = max(p.nbytes for p in policy.parameters())
+    assert len(files) > 3 and all(file.stat().st_size < 2**19 + largest + 50_000 for file in files)
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            assert tensors.keys()
+    weight(policy).fill_(1)
+    C.load_checkpoint(at(out, 6), {"policy": (policy, optimizer)})
+    assert (weight(policy) == 7).all() and first_value(out) == 7
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -318,8 +322,7 @@ def test_a_program_among_the_tensors_is_named_and_not_run(copy, tmp_path):
 def test_every_flipped_bit_is_noticed_and_its_file_named(copy):
     _, _, out = copy
     assert C.damage(at(out, 4)) is None
-    for name in ("__0_0.distcp", ".metadata"):
-        file = at(out, 4) / name
+    for file in [at(out, 4) / SHARD]:
         size = file.stat().st_size
         for place, bit in ((0, 7), (size // 3, 0), (size - 1, 3)):
             flip(file, place, bit)
@@ -372,14 +375,14 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
         start(at(out, 2))
     with pytest.raises(UserError, match="already holds a run"):
         start("no")
-    flip(at(out, 4) / "__0_0.distcp")
+    flip(at(out, 4) / SHARD)
     capsys.readouterr()
     # to read from it, or go on elsewhere, changes nothing there
     assert first_value(out) == 2 and start(out, to=out.parent / "new") == at(out, 2)
-    told = f"passed over: {at(out, 4)}/__0_0.distcp: damaged: its size and checksum are"
+    told = f"passed over: {at(out, 4)}/{SHARD}: damaged: its size and checksum are"
     assert capsys.readouterr().out.count(told) == 2 and held(out) == ["step_000002", "step_000004"]
     for damaged in (lambda: start(at(out, 4)), lambda: C.load_trained(str(at(out, 4)))):
-        with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*__0_0.distcp"):
+        with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*{SHARD}"):
             damaged()
     assert held(out) == ["step_000002", "step_000004"]
     shutil.copytree(at(out, 4), out / "checkpoints" / "damaged_step_000004")  # one of an earlier time
@@ -390,8 +393,8 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     C.save_checkpoint(out, 3, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["damaged_step_000004", "damaged_step_000004_2", "step_000002", "step_000003"]
     for step in (2, 3):
-        flip(at(out, step) / ".metadata")
-    with pytest.raises(UserError, match=r"no intact checkpoint: .*3/.metadata: .*2/.metadata: .*restore these files"):
+        flip(at(out, step) / SHARD)
+    with pytest.raises(UserError, match=f"no intact checkpoint: .*3/{SHARD}: .*2/{SHARD}: .*restore these files"):
         start("auto")
     assert held(out)[2:] == ["step_000002", "step_000003"]
 
@@ -399,7 +402,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
 def test_a_run_with_adapters_goes_on_with_the_same_adapters(copy, toys):
     _, _, out = copy
     (out / "run.json").unlink()
-    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "parts": ["lora_rank_4"]}) + "\n")
+    rewrite(at(out, 4), parts=["lora_rank_4"])
     common = f"--model {toys['qwen2_5_vl']} --data d --out {out} --steps 9 --resume auto --lora-rank 4".split()
     cfg = train.parse_args(common)
     (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
@@ -412,7 +415,7 @@ def test_a_run_with_adapters_goes_on_with_the_same_adapters(copy, toys):
 def test_what_the_weights_or_the_place_in_the_data_depend_on_stays(copy, toys):
     _, _, out = copy
     (out / "run.json").unlink()
-    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "parts": []}) + "\n")
+    rewrite(at(out, 4), parts=[])
     common = ["--model", toys["qwen2_5_vl"], "--data", "d", "--out", out, "--steps", 9, "--resume", "auto"]
     cfg = train.parse_args(list(map(str, common)))
     (out / "run.json").write_text(json.dumps({"args": cfg.flat()}))
@@ -424,23 +427,18 @@ def test_what_the_weights_or_the_place_in_the_data_depend_on_stays(copy, toys):
 
 def test_a_named_checkpoint_goes_on_where_only_damaged_ones_are_newer(copy, toys):
     _, _, out = copy
-    flip(at(out, 4) / ".metadata")
+    flip(at(out, 4) / SHARD)
     assert find_start(start_args(toys["qwen2_5_vl"], out, at(out, 2))) == at(out, 2)
     assert held(out) == ["damaged_step_000004", "step_000002"]
 
 
-def test_checkpoints_without_checksums_load_and_say_so(copy, capsys):
-    policy, optimizer, out = copy
-    (at(out, 4) / "trainer.json").write_text(json.dumps({"step": 4, "world": 1, "parts": []}) + "\n")
-    assert first_value(out) == 4 and C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})["step"] == 4
-    assert f"{at(out, 4)} was written without checksums" in capsys.readouterr().out
-    file = at(out, 4) / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(UserError, match="__0_0.distcp: missing or cut short"):
-        C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
-    (at(out, 4) / ".metadata").write_bytes((at(out, 4) / ".metadata").read_bytes()[:999])
-    with pytest.raises(UserError, match=r"step_000004/\.metadata: "):
-        C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
+def test_a_checkpoint_without_checksums_is_damaged(copy, capsys):
+    _, _, out = copy
+    trainer = C.read_trainer(at(out, 4))
+    (at(out, 4) / "trainer.json").write_text(json.dumps(trainer) + "\n")
+    assert "trainer.json: damaged: its checksum is not" in C.damage(at(out, 4))
+    (at(out, 4) / "trainer.json").write_text(C.sealed({"step": 4}))
+    assert f"{SHARD} is not of this checkpoint" in C.damage(at(out, 4)) and first_value(out) == 2
 
 
 # --- names, leftovers, order -----------------------------------------------------------------------------------------
@@ -490,7 +488,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(copy, monkeypatch):
     named = done.index((str(out / "checkpoints" / ".step_000006"), str(at(out, 6))))
     before, after = done[:named], done[named + 1 :]
     written = {Path(path).name for path in before if isinstance(path, str)}
-    assert {"__0_0.distcp", "trainer.json", ".step_000006"} <= written and any(".metadata" in name for name in written)
+    assert {SHARD, "trainer.json", ".step_000006"} <= written
     assert before[-2:] == [f"{out}/checkpoints/.step_000006/trainer.json", f"{out}/checkpoints/.step_000006"]
     assert f"{out}/checkpoints" in after
 
@@ -521,13 +519,13 @@ def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeyp
         first = iter([ROOT])
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
-    needs = rf"--out {out}: the checkpoint of step 4 needs 40\d{{5}} bytes: no space left .* \({free} bytes free\)"
+    needs = rf"--out {out}: the checkpoint of step 4 needs 38\d{{5}} bytes: no space left .* \({free} bytes free\)"
     with pytest.raises(UserError, match=f"{needs}; go on from {at(out, 2)} with --resume auto"):
         C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["step_000002"] and C.damage(at(out, 2)) is None
 
 
-@pytest.mark.parametrize("where", ["trainer.json", "metadata", "other"])
+@pytest.mark.parametrize("where", ["trainer.json", "tensors", "other"])
 def test_writing_that_fails_late(where, copy, monkeypatch):
     policy, optimizer, out = copy
 
@@ -537,7 +535,7 @@ def test_writing_that_fails_late(where, copy, monkeypatch):
     if where == "trainer.json":
         monkeypatch.setattr(C, "sync", fail)
     else:
-        monkeypatch.setattr(FileSystemWriter, "finish", fail)
+        monkeypatch.setattr(HuggingFaceStorageWriter, "finish", fail)
     with pytest.raises(
         OSError if where == "other" else UserError, match="the disk says no" if where == "other" else "no space left"
     ):
@@ -547,7 +545,7 @@ def test_writing_that_fails_late(where, copy, monkeypatch):
 
 def test_errors_of_torch_keep_their_traceback(copy, monkeypatch):
     policy, optimizer, out = copy
-    monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "finish", lambda *_, **__: 1 // 0)
     with pytest.raises(CheckpointException, match="ZeroDivisionError"):
         C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert held(out) == ["step_000002", "step_000004"]
@@ -564,7 +562,7 @@ def test_two_processes_decide_alike(toys, tmp_path):
     assert f"after step 6 model.hf.{WEIGHT} holds NaN" in nan and "step_000004" in nan
     for told in (full, trainer):
         assert "the checkpoint of step 6 needs" in told and "no space left" in told
-    assert "__1_0.distcp: damaged" in damaged and start.endswith("step_000002")
+    assert "shard-00002-model-00001-of-00001.safetensors: damaged" in damaged and start.endswith("step_000002")
     assert f"{WEIGHT} of" in model and "holds NaN" in model
     assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]
 
@@ -572,10 +570,10 @@ def test_two_processes_decide_alike(toys, tmp_path):
 def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, tmp_path, capsys):  # noqa: F811
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "a", "--save-every", 1)]
     run([*command, "--steps", 2])
-    flip(at(tmp_path / "a", 2) / "__0_0.distcp")
+    flip(at(tmp_path / "a", 2) / SHARD)
     command[command.index(tmp_path / "a")] = tmp_path / "b"
     done = run([*command, "--steps", 2, "--resume", tmp_path / "a"])
-    assert f"passed over: {at(tmp_path / 'a', 2)}/__0_0.distcp" in done.stdout
+    assert f"passed over: {at(tmp_path / 'a', 2)}/{SHARD}" in done.stdout
     assert f"resumed from {at(tmp_path / 'a', 1)} after step 1" in done.stdout
     again, first = (
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in rows(tmp_path / x)] for x in "ba"

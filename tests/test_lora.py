@@ -152,7 +152,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         ]
     )
     assert [row["step"] for row in rows(tmp_path / "b")] == [1, 2, 3] and rows(tmp_path / "b")[-1]["policy/kl_ref"] > 0
-    stored = sum(f.stat().st_size for f in (tmp_path / "a" / "checkpoints" / "step_000002").glob("*.distcp"))
+    stored = sum(f.stat().st_size for f in (tmp_path / "a" / "checkpoints" / "step_000002").glob("*.safetensors"))
     weights = (toys["qwen2_5_vl"] / "model.safetensors").stat().st_size
     assert (
         stored < 0.7 * weights
