@@ -3,6 +3,7 @@ it."""
 
 import difflib
 import errno
+import importlib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from safetensors import SafetensorError
 
@@ -38,6 +40,17 @@ def nearest_path(path: str | Path) -> str:
     """Return "; nearest: A, B" with the most similar names in the folder of a wrong path, or "" if there are none."""
     folder = Path(path).parent
     return nearest(Path(path).name, os.listdir(folder) if folder.is_dir() and not Path(path).exists() else ())
+
+
+def in_copy(module: str) -> bool:
+    """Return whether the file of one of our modules is there: who forks the project may delete optional folders."""
+    return (Path(__file__).parent / f"{module.replace('.', '/')}.py").is_file()
+
+
+def plug_in(module: str, flag: str) -> ModuleType:
+    """Import one of our modules that may have been deleted. Raise UserError that names the flag if it has been."""
+    need(in_copy(module), f"{flag}: {module.replace('.', '/')}.py is not in this copy; leave the flag out")
+    return importlib.import_module(module)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; what --reward and --curriculum name; how episodes are played
-NO_PLUG_INS = ("engines.choose", "engines.connect", "engines.self_test", "rewards.custom", "rewards.curriculum")
+NO_PLUG_INS = ("engines.launch", "engines.self_test", "rewards.custom", "rewards.curriculum")
 NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
