@@ -319,8 +319,8 @@ def start_engine(
         engine, running.processor = running, processor
     elif cfg.rollout == "server":
         servers = read_settings(ServerConfig, vars(cfg))
-        asked = (servers, base, weights.hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
-        engine = connect(*asked, trained_tower=True)
+        sizes = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "max_model_len": length}
+        engine = connect(servers, processor, dtype, ctx, Path(cfg.out), **sizes, trained_tower=True)
     else:
         limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
         limits |= {"vllm": cfg.vllm, "world": ctx.world, "family_paths": weights.cfg.family_paths}

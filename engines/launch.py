@@ -9,7 +9,7 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 
 from engines.hf import HFEngine
-from errors import need, plug_in, refusing
+from errors import in_copy, need, plug_in, refusing
 from model import ModelConfig, Processor, VisionCache, load_hf
 from parallel.checkpoint import on_rank0
 from parallel.models import Models
@@ -80,21 +80,28 @@ class ServerConfig(ConnectionConfig):
             need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
 
 
+def vllm_is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
 def check_engine(
     engine: str, vllm: tuple[str, ...], servers: ServerConfig, model: ModelConfig, world: int
 ) -> None:
     """Raise UserError for settings of --rollout that contradict each other, and unless what it needs is there: files of
     ours, an installed vLLM, servers that answer. Call it before a model loads."""
     servers.check(engine, vllm, model)
-    installed = importlib.util.find_spec("vllm") is not None
+    installed = vllm_is_installed()
     if engine == "vllm":
         plug_in("engines.vllm", "--rollout vllm")
         need(installed, f"--rollout vllm: vLLM is not installed here; {VLLM_INSTALL_HINT}, or use --rollout hf")
     if engine == "server":
         plug_in("engines.server", "--rollout server")
-        need(not servers.serve or installed, f"--serve {servers.serve}: vLLM is not installed here; {VLLM_INSTALL_HINT}"
-             ", or name servers with --servers")
-        if servers.servers:
+        if servers.serve:
+            flag = f"--serve {servers.serve}"
+            plug_in("engines.local", flag)
+            plug_in("engines.vllm", flag)
+            need(installed, f"{flag}: vLLM is not installed here; {VLLM_INSTALL_HINT}, or name servers with --servers")
+        else:
             find_kind(servers.servers)
     vllm_settings(vllm, engine, world)
 
@@ -108,7 +115,7 @@ def resolve_engine(choice: str, device: torch.device) -> str:
     """Turn --rollout auto into the engine of the run; called once, before anything is loaded."""
     if choice != "auto":
         return choice
-    return "vllm" if device.type == "cuda" and importlib.util.find_spec("vllm") is not None else "hf"
+    return "vllm" if device.type == "cuda" and in_copy("engines.vllm") and vllm_is_installed() else "hf"
 
 
 def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
@@ -178,21 +185,25 @@ def start_engine(
     examples, length = list(chain.from_iterable(sets)), longest + rollout.max_new_tokens
     policy = models.policy
     if rollout.rollout == "server":
-        limits = image_limits(examples, processor, of_episodes)
-        settings = vllm_settings(rollout.vllm, "server", ctx.world)
-        settings |= {"max_model_len": length, "limit_mm_per_prompt": limits}
+        if servers.serve:
+            limits = image_limits(examples, processor, of_episodes)
+            settings = vllm_settings(rollout.vllm, "server", ctx.world)
+            settings |= {"max_model_len": length, "limit_mm_per_prompt": limits}
+            rank = cfg.lora_rank if servers.sync == "adapter" else 0
+            launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
+            urls = on_rank0(
+                lambda: launch(servers.serve, cfg.model, processor, models.dtype, settings, out, lora_rank=rank))
+            servers = replace(servers, servers=urls)
         engine = connect(
             servers,
-            cfg.model,
-            policy.hf,
-            models.dtype,
             processor,
-            settings,
+            models.dtype,
             ctx,
             out,
-            lora_rank=cfg.lora_rank,
-            trained_tower=not policy.vision_frozen,
+            vocab_size=policy.hf.config.get_text_config().vocab_size,
+            max_model_len=length,
             save_adapter=partial(save_adapter, policy, cfg.model),
+            trained_tower=not policy.vision_frozen,
             interrupted=interrupted,
             give_up=give_up,
         )
@@ -216,68 +227,33 @@ def start_engine(
     return engine
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Servers
-
-
 def connect(
     servers: ServerConfig,
-    path: str,
-    hf: torch.nn.Module,
-    dtype: torch.dtype,
     processor: Processor,
-    settings: dict,
+    dtype: torch.dtype,
     ctx: Context,
     out: Path,
-    lora_rank: int = 0,
-    **more: Any,
-) -> Engine:
-    """Return the engine of --rollout server. With --serve, rank 0 first starts servers of the model at `path`; they end
-    when it ends. `more` is passed to connect_servers."""
-    for left in (out / "sync").glob("*") if ctx.main else ():  # by a run that was killed in the middle of a sync
-        shutil.rmtree(left, ignore_errors=True)
-    urls, adapter = servers.servers, lora_rank if servers.sync == "adapter" else 0
-    if servers.serve:
-        launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
-        urls = on_rank0(partial(launch, servers.serve, path, processor, dtype, settings, out, adapter))
-    auto = "nccl" if ctx.device.type == "cuda" else "gloo"
-    return connect_servers(
-        urls,
-        processor,
-        dtype,
-        ctx,
-        vocab_size=hf.config.get_text_config().vocab_size,
-        max_model_len=settings["max_model_len"],
-        folder=out / "sync",
-        sync=auto if servers.sync == "auto" else servers.sync,
-        timeout=servers.server_timeout,
-        in_flight=servers.in_flight,
-        **more,
-    )
-
-
-def connect_servers(
-    urls: Sequence[str],
-    processor: Processor,
-    dtype: torch.dtype,
-    ctx: Context,
     *,
     vocab_size: int,
     max_model_len: int,
-    folder: Path,
-    sync: str = "gloo",
-    timeout: float = 600.0,
     save_adapter: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> Engine:
-    """Return the engine that samples from these servers. `folder` is where --sync disk and adapter write; all servers
-    must see it. `save_adapter(folder)`, collective, writes the policy's adapter. `more` is passed to ServerEngine."""
-    client, server, sender = (plug_in(f"engines.{name}", "--rollout server") for name in ("client", "server", "sync"))
-    urls = [url.rstrip("/") for url in urls]
+    """Return the engine that samples from the servers at these URLs. `save_adapter(folder)`, collective, writes the
+    policy's adapter (--sync adapter). `more` is passed to ServerEngine."""
+    client, server, sync = (plug_in(f"engines.{name}", "--rollout server") for name in ("client", "server", "sync"))
+    folder = out / "sync"  # where --sync disk and adapter write; all servers must see it
+    for left in folder.glob("*") if ctx.main else ():  # by a run that was killed in the middle of a sync
+        shutil.rmtree(left, ignore_errors=True)
+    urls, timeout = [url.rstrip("/") for url in servers.servers], servers.server_timeout
     twice = sorted({url for url in urls if urls.count(url) > 1})
     need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")
+    auto = "nccl" if ctx.device.type == "cuda" else "gloo"
+    how = auto if servers.sync == "auto" else servers.sync
     kind, calls, banned = find_kind(urls), client.Calls(), processor.banned(vocab_size).tolist()
-    clients = server.make_clients(calls, kind, urls, sync, max_model_len, timeout, processor.eos_ids, banned)
-    way = sender.make_sender(sync, kind, calls, timeout, folder, save_adapter)
+    clients = [server.CLIENTS[kind](url, calls.http, timeout, processor.eos_ids, banned) for url in urls]
+    calls.run_all([client.check(how, max_model_len) for client in clients])
+    sender = sync.make_sender(how, kind, calls, timeout, folder, save_adapter)
     ids = set(range(vocab_size)).difference(banned)
-    return server.ServerEngine(calls, clients, way, processor, dtype, ctx, ids, max_model_len, **more)
+    more["in_flight"] = servers.in_flight
+    return server.ServerEngine(calls, clients, sender, processor, dtype, ctx, ids, max_model_len, **more)

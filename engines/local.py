@@ -34,16 +34,18 @@ def server_command(
     (launch.image_limits) and those of --vllm."""
     cuda = torch.cuda.is_available()
     if engine == "sglang":
-        return sglang_command(path, processor, dtype, cuda, settings, host, port)
-    vllm = plug_in("engines.vllm", "a server of vLLM's")
-    return vllm_command(vllm.engine_arguments(path, processor, dtype, cuda, settings), host, port, lora_rank)
+        command, environment = sglang_command(path, dtype, cuda, settings)
+    else:
+        vllm = plug_in("engines.vllm", "--engine vllm")
+        command, environment = vllm_command(vllm.engine_arguments(path, processor, dtype, cuda, settings), lora_rank)
+    return [sys.executable, "-m", *command, "--host", host, "--port", str(port)], environment
 
 
 # Our own --vllm settings; the rest of LLM's arguments are flags of `vllm serve`
 NO_FLAGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
 
 
-def vllm_command(arguments: dict[str, Any], host: str, port: int, lora_rank: int = 0) -> tuple[list[str], dict]:
+def vllm_command(arguments: dict[str, Any], lora_rank: int = 0) -> tuple[list[str], dict]:
     """Return the command of a vLLM server with these arguments (vllm.engine_arguments), and its environment. With
     `lora_rank` it takes adapters (--sync adapter)."""
     root = str(Path(__file__).parent.parent)
@@ -55,8 +57,6 @@ def vllm_command(arguments: dict[str, Any], host: str, port: int, lora_rank: int
     }
     path = arguments["model"]
     arguments = {key: value for key, value in arguments.items() if key not in NO_FLAGS} | {
-        "host": host,
-        "port": port,
         "served_model_name": POLICY,
         "enable_scale_out": True,
         "disable_uvicorn_access_log": True,
@@ -69,7 +69,7 @@ def vllm_command(arguments: dict[str, Any], host: str, port: int, lora_rank: int
         arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= lora_rank), "max_loras": 2}
     if not torch.cuda.is_available():
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, *to_flags(arguments)], environment
+    return ["vllm.entrypoints.cli.main", "serve", path, *to_flags(arguments)], environment
 
 
 def to_flags(arguments: dict[str, Any]) -> list[str]:
@@ -94,14 +94,12 @@ NO_RESIZE = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  
 CUDA_ARGS = ["--mem-fraction-static", "0.6"]
 
 
-def sglang_command(
-    path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: dict[str, Any], host: str, port: int
-) -> tuple[list[str], dict[str, str]]:
+def sglang_command(path: str, dtype: torch.dtype, cuda: bool, settings: dict[str, Any]) -> tuple[list[str], dict]:
     """Return the command of an SGLang server, and its environment. `settings`: max_model_len, limit_mm_per_prompt,
     tensor_parallel_size."""
     length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
     count = images["count"] if images else 0
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--host", host, "--port", str(port)]
+    argv = ["sglang.launch_server", "--model-path", path]
     argv += ["--dtype", str(dtype).removeprefix("torch."), "--context-length", str(length), "--skip-server-warmup"]
     argv += ["--sampling-defaults", "openai", "--grammar-backend", "none", "--enable-multimodal"]
     argv += ["--enable-custom-logit-processor"]

@@ -55,22 +55,6 @@ FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is abou
 CLIENTS = {client.kind: client for client in (VLLMClient, SGLangClient)}
 
 
-def make_clients(
-    calls: Calls,
-    kind: str,
-    urls: Sequence[str],
-    sync: str,
-    length: int,
-    timeout: float,
-    eos: Sequence[int],
-    banned: Sequence[int],
-) -> list[ServerClient]:
-    """Return clients of servers that suit --sync and take sequences of `length` tokens."""
-    clients = [CLIENTS[kind](url, calls.http, timeout, eos, banned) for url in urls]
-    calls.run_all([client.check(sync, length) for client in clients])
-    return clients
-
-
 class ServerEngine(Engine):
     """Rollouts from servers. `ids`: those that may be sampled. `max_model_len`: the longest sequence of a request.
     `trained_tower`: images are read again with each version of the weights. `interrupted`: stop sampling, as the run
@@ -177,7 +161,9 @@ class ServerEngine(Engine):
                 self.weights_label)
             try:
                 result = await self._send_request(server, request)
-                numbers = self._validate(result, request, so_far + tokens, server.url) if result else []
+                if result:
+                    validate_result(result, request, so_far + tokens, server.url, self.ids)
+                numbers = [self._parse_version(label) for label in result.labels] if result else []
             except ServerUnavailable as error:
                 first = isinstance(error, ConnectionLost) and server not in lost_once
                 if not (first and await server.alive()):
@@ -225,12 +211,6 @@ class ServerEngine(Engine):
             del self.pending[task]
             self._add_idle_time()
             server.in_flight -= 1
-
-    def _validate(
-        self, result: GenerateResult, request: GenerateRequest, so_far: Sequence[int], url: str
-    ) -> list[int]:
-        validate_result(result, request, so_far, url, self.ids)
-        return [self._parse_version(label) for label in result.labels]
 
     async def _pause_requests(self) -> None:
         self.requests_allowed.clear()

@@ -54,8 +54,9 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def connect(servers, path, hf, dtype, processor, settings, ctx, out, **more):
-    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=more["interrupted"])
+def connect(servers, processor, dtype, ctx, out, interrupted, **more):
+    path = sys.argv[sys.argv.index("--model") + 1]
+    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=interrupted)
 
 
 def recording(make_batch):

@@ -163,8 +163,10 @@ def connect(monkeypatch, tmp_path):
     monkeypatch.setattr(engines.server, "CLIENTS", {"vllm": Fake})
 
     def make(n, rank=0, urls=None, **more):
-        more = {"vocab_size": 100, "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
-        engine = launch.connect_servers(urls or URLS[:n], PROCESSOR, torch.float32, Context(rank, 1, CPU), **more)
+        in_flight = more.pop("in_flight", "abort")
+        cfg = ServerConfig(servers=tuple(urls or URLS[:n]), sync="disk", in_flight=in_flight)
+        more = {"vocab_size": 100, "max_model_len": 64} | more
+        engine = launch.connect(cfg, PROCESSOR, torch.float32, Context(rank, 1, CPU), tmp_path, **more)
         servers = list(engine.servers.values())
         if rank == 0:
             engine.load_weights(weights(1.0))
@@ -668,7 +670,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(connect, tmp_path, monkeypatch)
     monkeypatch.setattr(engines.sync, "save_file", save)
     with pytest.raises(UserError, match="^--sync disk: no space left for .*bytes free"):
         synced(engine, 2.0)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "sync").iterdir())
 
 
 def test_a_server_that_comes_back_gets_all_weights(connect):
@@ -731,7 +733,7 @@ def test_settings_that_contradict_each_other(settings, of_model, told, monkeypat
 def test_files_of_weights_are_gone_after_a_sync(connect, tmp_path):
     engine, servers = connect(2)
     synced(engine, 2.0)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "sync").iterdir())
 
 
 # --- evaluation through servers ---------------------------------------------------------------------------------------

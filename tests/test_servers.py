@@ -21,7 +21,7 @@ from test_vllm import toys as toys
 
 import model as M
 from engines.client import Calls
-from engines.launch import connect_servers
+from engines.launch import ServerConfig, connect
 from engines.local import LocalServers, is_healthy, server_command
 from engines.sync import free_port, make_sender
 from errors import UserError
@@ -31,6 +31,12 @@ from utils import Context
 pytestmark = pytest.mark.vllm
 ONE = Context(0, 1, CPU)
 LIMITS = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
+
+
+def connected(urls, *of, sync="gloo", in_flight="abort", timeout=60.0, max_model_len=384, **more):
+    """An engine on these servers."""
+    servers = ServerConfig(servers=tuple(urls), sync=sync, server_timeout=timeout, in_flight=in_flight)
+    return connect(servers, *of, max_model_len=max_model_len, **more)
 
 
 class Servers:
@@ -56,9 +62,8 @@ class Servers:
 
     def engine(self, urls=None, ctx=ONE, **more):
         vocab_size = M.load_config(str(self.folder)).get_text_config().vocab_size
-        more = {"max_model_len": 384, "folder": self.logs / "sync", "timeout": 60.0, "vocab_size": vocab_size} | more
         dtype = self.settings.get("dtype", torch.float32)
-        return connect_servers(urls or self.urls, self.processor, dtype, ctx, **more)
+        return connected(urls or self.urls, self.processor, dtype, ctx, self.logs, vocab_size=vocab_size, **more)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from test_rollout import example, places, trainer_logprobs
-from test_servers import LIMITS, ONE, in_the_middle, spans
+from test_servers import LIMITS, ONE, connected, in_the_middle, spans
 from test_train import flags, rows
 from test_train import run as run_command
 from test_vllm import data, named  # noqa: F401  a fixture too
@@ -27,7 +27,6 @@ import demo
 import model as M
 from engines.client import GenerateRequest, ServerUnavailable, find_kind
 from engines.hf import HFEngine
-from engines.launch import connect_servers
 from engines.local import LocalServers, server_command
 from engines.sglang_client import SGLangClient, checkpoint_name
 from engines.sync import free_port, join_process_group, read_safetensors, tensor_checksum, tensor_meta
@@ -444,8 +443,7 @@ def test_responses_that_are_kept_go_on_and_those_waited_for_end(mode, running, m
 
 
 def engine_of(url, processor, folder, **more):
-    more = {"max_model_len": 384, "folder": folder, "timeout": 60.0, "trained_tower": True} | more
-    return connect_servers([url], processor, torch.float32, ONE, vocab_size=VOCAB, **more)
+    return connected([url], processor, torch.float32, ONE, folder, vocab_size=VOCAB, trained_tower=True, **more)
 
 
 @pytest.fixture
