@@ -151,7 +151,8 @@ def finish(
         return failed
     sums, failed = calls.each(clients, lambda client: client.checksums())
     held = [client for client in clients if client.url in sums]
-    for first, other in zip(held, held[1:], strict=False):
+    for other in held[1:]:
+        first = held[0]
         a, b = sums[first.url], sums[other.url]
         differ = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
         same_layout = a.keys() == b.keys() and first.workers == other.workers
@@ -189,6 +190,7 @@ def ranks_of(clients: Clients) -> tuple[dict[str, int], int]:
 def open_process_group(
     calls: Calls, backend: str, patience: float, clients: Clients
 ) -> tuple[dist.ProcessGroup | None, Failed]:
+    """Make a process group of this process and all workers of the servers."""
     ranks, world = ranks_of(clients)
     where = {"address": local_address(clients), "port": free_port(), "world": world}
     where |= {"name": f"trainer-{os.urandom(8).hex()}", "seconds": patience}
@@ -246,6 +248,7 @@ def broadcast(
     whole: bool,
     label: str,
 ) -> Sent:
+    """Send tensors bucket by bucket: each server is told what comes, and receives while this process sends."""
     n_calls = n_bytes = 0
     _, failed = calls.each(clients, lambda client: client.begin_update())
     for bucket in iter_buckets(tensors, BUCKET_BYTES):
@@ -288,7 +291,7 @@ def open_disk(calls: Calls, clients: Clients) -> tuple[None, Failed]:
 def send_files(
     calls: Calls, folder: Path, link: None, clients: Clients, tensors: NamedTensors, whole: bool, label: str
 ) -> Sent:
-    """Send safetensors files."""
+    """Send tensors as safetensors files."""
     files, n_bytes = [], 0
     with temporary_folder(folder / label, "--sync disk") as where:
         where.mkdir(parents=True)
@@ -313,8 +316,12 @@ def collect_adapter(
     folder: Path, save_adapter: Callable[[Path], None], weights: Weights, whole: bool, label: str
 ) -> NamedTensors:
     """Write the adapter, on all ranks together. There are no tensors to send."""
-    with writing(folder, "--sync adapter"):
-        save_adapter(folder / label)
+    try:
+        with writing(folder, "--sync adapter"):
+            save_adapter(folder / label)
+    except UserError:
+        shutil.rmtree(folder / label, ignore_errors=True)
+        raise
     return []
 
 
