@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engines.choose import make_engine, resolve_engine, vllm_settings
-from engines.connect import ConnectionConfig, ServerConfig, connect
+from engines.launch import ConnectionConfig, ServerConfig, check_engine, connect, make_engine, resolve_engine
 from envs import EnvConfig
 from envs._load import Environments, load_environments
 from envs._play import Episodes, player
@@ -316,12 +315,11 @@ def start_engine(
         engine, running.processor = running, processor
     elif cfg.rollout == "server":
         servers = read_settings(ServerConfig, vars(cfg))
-        asked = (servers, base, weights.hf, dtype, processor, {"max_model_len": length}, ctx, Path(cfg.out))
-        engine = connect(*asked, trained_tower=True)
+        sizes = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "max_model_len": length}
+        engine = connect(servers, processor, dtype, ctx, Path(cfg.out), **sizes, trained_tower=True)
     else:
         limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
-        limits["settings"] = vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-        limits["family_paths"] = weights.cfg.family_paths
+        limits |= {"vllm": cfg.vllm, "world": ctx.world, "family_paths": weights.cfg.family_paths}
         engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, **limits)
     engine.sync(lambda trainable_only: weights)
     tied = "does config.json tie the head to the embedding, while the files hold both?"
@@ -348,8 +346,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     for line in told_of_run(cfg):
         print0(line)
     # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
-    vllm_settings(cfg.vllm, cfg.rollout, ctx.world)
-    read_settings(ServerConfig, vars(cfg)).check(cfg.rollout, cfg.vllm, ModelConfig(model=cfg.model))
+    servers = read_settings(ServerConfig, vars(cfg))
+    check_engine(cfg.rollout, cfg.vllm, servers, ModelConfig(model=cfg.model), ctx.world)
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
     rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 import grpo
-from engines.choose import resolve_engine, start_engine, vllm_settings
-from engines.connect import ConnectionConfig, ServerConfig
+from engines.launch import ConnectionConfig, ServerConfig, check_engine, resolve_engine, start_engine
 from engines.self_test import self_test
 from envs import EnvConfig
 from envs._load import load_environments
@@ -136,8 +135,7 @@ def check(cfg: Config, world: int) -> None:
     cfg.algo.check()
     cfg.model.check(cfg.algo.ref_every)
     cfg.rollout.check(world, cfg.algo.minibatches)
-    cfg.servers.check(cfg.rollout.rollout, cfg.rollout.vllm, cfg.model)
-    vllm_settings(cfg.rollout.vllm, cfg.rollout.rollout, world)
+    check_engine(cfg.rollout.rollout, cfg.rollout.vllm, cfg.servers, cfg.model, world)
     cfg.optim.check(cfg.model, cfg.run.steps)
     need(not cfg.run.eval_every or cfg.data.eval_data, f"--eval-every {cfg.run.eval_every} needs --eval-data")
     need(not Path(cfg.run.out).is_file(), f"--out {cfg.run.out} is a file; give a directory")
@@ -380,8 +378,8 @@ def main(cfg: Config) -> None:
         probe_memory(models.policy, train_set, packer, processor, cfg, start_of)
     sets = [train_set, eval_set]
     limits = env.image_limits if env else None
-    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, sets, ctx, out, limits)
-    engine.interrupted = interrupt.requested
+    ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
+    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, sets, ctx, out, limits, **ends)
     play = player(engine, env, processor)
     prompts_of = partial(make_prompts, processor=processor, start_of=start_of)
     rounds = Rounds(cfg, play, engine, prompts_of, rewards, curriculum, ctx)
@@ -393,7 +391,6 @@ def main(cfg: Config) -> None:
     log.introduce(models, len(train_set), changed)
     skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell, log.end)
-    engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     more = {"stage": final_stage, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
     evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)

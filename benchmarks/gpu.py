@@ -975,8 +975,8 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import torch
     import transformers
 
-    from engines.choose import make_engine
     from engines.hf import HFEngine
+    from engines.launch import make_engine
     from layers.lora import Lora
     from model import load_processor
     from parallel.sharding import full_parameters
@@ -990,7 +990,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             continue
         size = model.split()[0]
         policy, processor = build(size, ctx, Lora(64, 32.0) if "LoRA" in model else None, True)
-        settings, folder = {"load_format": "dummy", "gpu_memory_utilization": 0.3}, Path(tempfile.mkdtemp())
+        settings, folder = ["load_format=dummy", "gpu_memory_utilization=0.3"], Path(tempfile.mkdtemp())
         if kind == "hf":
             with ctx.device:
                 hf = transformers.AutoModelForImageTextToText.from_config(config_of(size), dtype=torch.bfloat16)
@@ -1000,7 +1000,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             processor = load_processor(str(folder / "model"))
             image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
             engine = make_engine("vllm", str(folder / "model"), processor, ctx.device, torch.bfloat16,
-                                 examples=[image], max_model_len=1024, settings=settings)
+                                 examples=[image], max_model_len=1024, vllm=settings)
         times = []
         for _ in range(6):
             engine.sleep()

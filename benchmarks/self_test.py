@@ -33,7 +33,7 @@ import transformers  # noqa: E402
 
 import demo  # noqa: E402
 import train  # noqa: E402
-from engines.choose import start_engine  # noqa: E402
+from engines.launch import start_engine  # noqa: E402
 from engines.self_test import self_test  # noqa: E402
 from errors import UserError  # noqa: E402
 from model import FAMILIES, load_processor  # noqa: E402

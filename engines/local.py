@@ -1,10 +1,13 @@
-"""Rollout servers as processes of this machine: the command that starts one, and servers that end with a run."""
+"""Rollout servers as processes of this machine: the command that starts one of each kind, and servers that end with a
+run."""
 
 import atexit
+import json
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +16,13 @@ from typing import Any
 import httpx2
 import torch
 
-from engines.sglang_server import sglang_command
-from engines.transfer import free_port
-from engines.vllm import engine_arguments
-from engines.vllm_server import vllm_command
-from errors import UserError, need
+from engines.sync import free_port
+from engines.vllm_client import POLICY
+from errors import UserError, need, plug_in
 from model import Processor
 from utils import end_with_parent
 
-# What torchrun tells its processes, of which a server is none
+# Names that torchrun gives to its own processes, and that a server must not take for its own
 TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,12 +30,88 @@ def server_command(
     engine: str, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], host: str, port: int,
     lora_rank: int = 0
 ) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a server. `settings`: max_model_len, limit_mm_per_prompt (choose.image_limits) and
-    those of --vllm."""
+    """Return the arguments and the environment of a server. `settings`: max_model_len, limit_mm_per_prompt
+    (launch.image_limits) and those of --vllm."""
     cuda = torch.cuda.is_available()
     if engine == "sglang":
-        return sglang_command(path, processor, dtype, cuda, settings, host, port)
-    return vllm_command(engine_arguments(path, processor, dtype, cuda, settings), host, port, lora_rank)
+        command, environment = sglang_command(path, dtype, cuda, settings)
+    else:
+        vllm = plug_in("engines.vllm", "--engine vllm")
+        command, environment = vllm_command(vllm.engine_arguments(path, processor, dtype, cuda, settings), lora_rank)
+    return [sys.executable, "-m", *command, "--host", host, "--port", str(port)], environment
+
+
+# Our own --vllm settings; the rest of LLM's arguments are flags of `vllm serve`
+NO_FLAGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
+
+
+def vllm_command(arguments: dict[str, Any], lora_rank: int = 0) -> tuple[list[str], dict]:
+    """Return the command of a vLLM server with these arguments (vllm.engine_arguments), and its environment. With
+    `lora_rank` it takes adapters (--sync adapter)."""
+    root = str(Path(__file__).parent.parent)
+    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the control endpoints
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
+    }
+    path = arguments["model"]
+    arguments = {key: value for key, value in arguments.items() if key not in NO_FLAGS} | {
+        "served_model_name": POLICY,
+        "enable_scale_out": True,
+        "disable_uvicorn_access_log": True,
+        "worker_extension_cls": "engines.worker.Extension",
+        "weight_transfer_config": {"backend": "trainer"},
+    }
+    if lora_rank:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
+        arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= lora_rank), "max_loras": 2}
+    if not torch.cuda.is_available():
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return ["vllm.entrypoints.cli.main", "serve", path, *to_flags(arguments)], environment
+
+
+def to_flags(arguments: dict[str, Any]) -> list[str]:
+    """Return arguments as flags of a command line."""
+    flags = []
+    for key, value in arguments.items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+CPU_ARGS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
+    "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
+).split()
+NO_RESIZE = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  # images have the size that is seen
+CUDA_ARGS = ["--mem-fraction-static", "0.6"]
+
+
+def sglang_command(path: str, dtype: torch.dtype, cuda: bool, settings: dict[str, Any]) -> tuple[list[str], dict]:
+    """Return the command of an SGLang server, and its environment. `settings`: max_model_len, limit_mm_per_prompt,
+    tensor_parallel_size."""
+    length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
+    count = images["count"] if images else 0
+    argv = ["sglang.launch_server", "--model-path", path]
+    argv += ["--dtype", str(dtype).removeprefix("torch."), "--context-length", str(length), "--skip-server-warmup"]
+    argv += ["--sampling-defaults", "openai", "--grammar-backend", "none", "--enable-multimodal"]
+    argv += ["--enable-custom-logit-processor"]
+    argv += ["--limit-mm-data-per-request", json.dumps({"image": count, "video": 0})]
+    argv += ["--mm-process-config", json.dumps(NO_RESIZE)]
+    argv += ["--tp-size", str(settings.get("tensor_parallel_size", 1))]
+    argv += CUDA_ARGS if cuda else CPU_ARGS
+    # started by torchrun's processes, it must not take their store for that of a transfer; and see `health`
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if not cuda:
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return argv, env
 
 
 class LocalServers:
@@ -47,7 +124,7 @@ class LocalServers:
         atexit.register(self.stop)
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[str] = ()) -> None:
-        """What it says goes to a file, its command to a .txt next to it. `gpus`: those that it may use."""
+        """Start a server with its output in a file, and its command in a .txt next to it. `gpus`: those it may use."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
         environment = own | environment
         if gpus:
@@ -62,15 +139,15 @@ class LocalServers:
         self.processes.append(process)
         self.logs.append(log)
 
-    def wait(self, urls: Sequence[str], minutes: float = 20.0) -> None:
-        """Until all of them answer. UserError, with the last words of one that does not."""
+    def wait_until_healthy(self, urls: Sequence[str], minutes: float = 20.0) -> None:
+        """Wait until all answer. Raise UserError, with the last line of its log, if one does not."""
         end = time.monotonic() + 60 * minutes
         for url, process, log in zip(urls, self.processes, self.logs, strict=True):
-            while not answers(url):
+            while not is_healthy(url):
                 late = time.monotonic() > end
                 if process.poll() is not None or late:
                     why = f"did not answer within {minutes:g} minutes" if late else f"ended with {process.returncode}"
-                    raise UserError(f"--serve: the server {url} {why}; it said: {last_words(log)} (all of it: {log})")
+                    raise UserError(f"--serve: the server {url} {why}; it said: {tail_log(log)} (all of it: {log})")
                 time.sleep(0.5)
 
     def stop(self) -> None:
@@ -86,14 +163,14 @@ class LocalServers:
         self.processes, self.logs = [], []
 
 
-def answers(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     try:
         return httpx2.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
     except httpx2.HTTPError:
         return False
 
 
-def last_words(log: Path) -> str:
+def tail_log(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return " ".join((errors or lines or ["nothing"])[-1].split())[-300:]
@@ -107,7 +184,7 @@ def visible_gpus() -> list[str]:
     return names.replace(" ", "").split(",") if names else list(map(str, range(torch.cuda.device_count())))
 
 
-def serve_local(
+def launch_servers(
     n: int, path: str, processor: Processor, dtype: torch.dtype, settings: dict[str, Any], out: Path, lora_rank: int = 0
 ) -> list[str]:
     """Start n vLLM servers on this machine, on the visible GPUs after the trainer's, and return their URLs."""
@@ -123,5 +200,5 @@ def serve_local(
         command, environment = server_command("vllm", path, processor, dtype, settings, "127.0.0.1", port, lora_rank)
         servers.start(command, environment, out / "servers" / f"server{number}.log", gpus)
         urls.append(f"http://127.0.0.1:{port}")
-    servers.wait(urls)
+    servers.wait_until_healthy(urls)
     return urls

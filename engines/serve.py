@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from engines.choose import image_limits, vllm_settings
-from engines.connect import ServerConfig
+from engines.launch import ServerConfig, image_limits, vllm_settings
 from engines.local import server_command
 from envs import EnvConfig
 from envs._load import load_environments

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from engines.common import build_request, iter_buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
-from engines.vllm_weights import Loader, buckets
+from engines.vllm_weights import Loader
 from errors import Note, UserError, nearest, need
 from model import Processor
 from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
@@ -85,7 +86,7 @@ def engine_arguments(
     path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What vLLM's LLM, or its server, is started with. `settings`: max_model_len, limit_mm_per_prompt (see
-    choose.image_limits) and those of --vllm."""
+    launch.image_limits) and those of --vllm."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
@@ -99,7 +100,7 @@ def engine_arguments(
         # states are cached by chunks of prefills, which a CPU has not
         enable_prefix_caching=cuda or not recurrent,
         logprobs_mode="processed_logprobs",
-        logits_processors=["engines.vllm_worker:Ban"],
+        logits_processors=["engines.vllm_ban:Ban"],
         additional_config={"banned": processor.banned(text.vocab_size).tolist()},
         mm_processor_kwargs={"size": {key: size[key] for key in ("shortest_edge", "longest_edge")}},
         mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the images shared out
@@ -137,7 +138,7 @@ class VLLMEngine(Engine):
     deviation), and no trainer sends those. Requests are un-expanded prompts with images already at their final size.
     Each sample is a request with a seed of its own; it shares its prompt with the group through the prefix cache. What
     comes back is checked: the prompt's token ids must be the processor's. `settings` are arguments of vLLM's LLM:
-    max_model_len, limit_mm_per_prompt (see choose.image_limits) and those of --vllm.
+    max_model_len, limit_mm_per_prompt (see launch.image_limits) and those of --vllm.
 
     Sleeping (CUDA only) frees the GPU for the update. Level 1 keeps the weights in host memory and drops the key-value
     cache. Level 2 drops both; every sync must then send the frozen tensors again, so it saves host memory, not time.
@@ -148,8 +149,17 @@ class VLLMEngine(Engine):
 
     bucket_bytes = 512 << 20  # of a sync, handed over at once
 
-    def __init__(self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, **settings: Any):
+    def __init__(
+        self,
+        path: str,
+        processor: Processor,
+        device: torch.device,
+        dtype: torch.dtype,
+        interrupted: Callable[[], bool] = lambda: False,
+        **settings: Any,
+    ):
         set_environment()
+        self.interrupted = interrupted
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
         arguments = engine_arguments(path, processor, dtype, cuda, settings)
         arguments["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else "uni"
@@ -186,7 +196,7 @@ class VLLMEngine(Engine):
                 if more:
                     over = responses.over  # before taking: what comes in between is taken the next time
                     came = responses.take(0.0 if running else WAIT)
-                    asked = self._of_all(([asked_of(r, responses.room(r), self.processor) for r in came], over))
+                    asked = self._of_all(([build_request(r, responses.room(r), self.processor) for r in came], over))
                     more = not all(over for _, over in asked)
                     for rank, (wanted, _) in enumerate(asked):
                         with FAILED:
@@ -249,7 +259,7 @@ class VLLMEngine(Engine):
         self.wake(["weights"])
         self.loader.begin()
         calls, n_bytes = 0, 0
-        for bucket in buckets(named_tensors, self.bucket_bytes):
+        for bucket in iter_buckets(named_tensors, self.bucket_bytes):
             self.loader.load(bucket)
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
             calls += 1
@@ -285,21 +295,6 @@ class VLLMEngine(Engine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not empty its prefix cache: a request is still running")
         self.llm.llm_engine.reset_encoder_cache()
-
-
-def asked_of(rollout: Rollout, room: int, processor: Processor) -> tuple:
-    """What vLLM needs to go on with a rollout: images of which one placeholder stands for all tokens."""
-    prompt = rollout.prompt
-    response, images = iter(rollout.response), iter(rollout.images)
-    short = list(prompt.short_ids)
-    for token in response:
-        short.append(token)
-        if token == processor.image_token_id:
-            skipped = next(images).n_tokens - 1
-            assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
-    length = len(prompt.token_ids) + len(rollout.response)
-    pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample, rollout.turns, length, room, short, pil_images
 
 
 def checked(output: Any, rollout: Rollout) -> Any:

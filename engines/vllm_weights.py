@@ -11,19 +11,6 @@ from utils import NamedTensors
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what their tensors hold
 
 
-def buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield consecutive tensors in lists of at most `max_bytes`, a larger tensor alone. Only one list is in memory."""
-    bucket, size = [], 0
-    for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 class Loader:
     """Copies weights, by Hugging Face names, into a live model, in as many calls of `load` as one likes.
 

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from errors import Interrupted
+from errors import Interrupted, need
 from utils import Context, Stages, end_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
@@ -78,8 +78,10 @@ class Interrupt(threading.Thread):
         finishes the rest, in what is left of the grace period."""
         self.save, self.after = save, after
 
-    def request(self) -> None:
-        """End as after a signal, with a checkpoint."""
+    def give_up(self, why: str) -> None:
+        """Print why, and end as after a signal, with a checkpoint. Raise UserError while there is nothing to save."""
+        need(self.save is not None, why)
+        print(why)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import engines.choose  # noqa: E402
+import engines.launch  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import load_hf  # noqa: E402
@@ -26,8 +26,8 @@ DELAY = float(os.environ.get("DELAY", "0.01"))  # seconds a token, at most
 class StandIn(HFEngine):
     concurrent = True
 
-    def __init__(self, *of):
-        super().__init__(*of)
+    def __init__(self, *of, **more):
+        super().__init__(*of, **more)
         self.lock = threading.RLock()
         self.sampled: dict[int, list[int]] = {}  # by id of a rollout: which weights sampled its tokens
 
@@ -54,8 +54,9 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def connect(servers, path, hf, dtype, processor, settings, ctx, out, **more):
-    return StandIn(load_hf(path, dtype), processor, ctx.device)
+def connect(servers, processor, dtype, ctx, out, interrupted, **more):
+    path = sys.argv[sys.argv.index("--model") + 1]
+    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=interrupted)
 
 
 def recording(make_batch):
@@ -72,7 +73,7 @@ def recording(make_batch):
 
 
 if __name__ == "__main__":
-    engines.choose.connect = connect
-    train.ServerConfig.check = lambda *of: None
+    engines.launch.connect = connect
+    train.check_engine = lambda *of: None
     train.make_batch = recording(train.make_batch)
     run_script(train.main, train.parse_args)

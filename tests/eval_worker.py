@@ -8,6 +8,7 @@ SMALL is loaded before each RUN, so that the memory of imported code does not co
 import gc
 import json
 import sys
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -17,11 +18,14 @@ import torch  # noqa: E402
 from load_worker import status  # noqa: E402
 
 import eval as E  # noqa: E402
-from engines.transfer import checksum  # noqa: E402
 from layers.lora import merge_lora  # noqa: E402
 from parallel.checkpoint import load_trained  # noqa: E402
 from rollout import Engine  # noqa: E402
 from utils import Context, dist_setup, run_script  # noqa: E402
+
+
+def checksum(tensor):
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 class Sink(Engine):

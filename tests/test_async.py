@@ -20,7 +20,7 @@ from test_train import TORCHRUN, flags, kill_after, rows, run, shapes  # noqa: F
 
 import grpo
 import train
-from engines.connect import ServerConfig
+from engines.launch import ServerConfig, check_engine
 from errors import UserError
 from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss
@@ -212,10 +212,10 @@ def test_only_servers_sample_ahead():
     for more in ({"async_steps": 2}, {"in_flight": "keep"}):
         with pytest.raises(UserError, match="for servers, but the engine is --rollout hf; use --rollout server"):
             ServerConfig(**more).check("hf", (), None)
+    cfg = ServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
     refused = "--servers http://127.0.0.1:9: no server answers there"
     with pytest.raises(UserError, match=refused):
-        cfg = ServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
-        cfg.check("server", (), ModelConfig(model="m"))
+        check_engine("server", (), cfg, ModelConfig(model="m"), 1)
 
 
 # --- the whole loop, with an engine that samples in threads ----------------------------------------------------------

@@ -15,7 +15,7 @@ from tasks.shapes import shapes_rows
 from train import parse_args
 
 ROOT = Path(__file__).parent.parent
-ENGINES = "engines/choose.py"  # where make_engine is
+ENGINES = "engines/launch.py"  # where make_engine is
 KERNELS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
 
 

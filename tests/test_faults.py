@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import grpo
 import train
 import utils
-from engines.choose import vllm_settings
+from engines.launch import vllm_settings
 from errors import Interrupted, UserError, check_writable
 from parallel import watch
 from parallel.checkpoint import complete_checkpoints

@@ -17,7 +17,7 @@ from torch import nn
 
 import eval as E
 import train
-from engines import wire
+from engines import client
 from envs import EnvConfig
 from errors import UserError
 from layers.lora import read_adapter
@@ -183,7 +183,7 @@ def test_a_run_that_is_watched_may_be_damaged(tmp_path):
 
 
 def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
-    monkeypatch.setattr(wire, "MAX_BYTES", 1000, raising=False)
+    monkeypatch.setattr(client, "MAX_BYTES", 1000, raising=False)
 
     async def large():
         for _ in range(100):
@@ -200,10 +200,10 @@ def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
 
     async def main():
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
-            server = wire.Server("http://one", http, 0.2, [], [])
-            with pytest.raises(wire.Lost, match="^/large answered more than 1000 bytes$"):
+            server = client.ServerClient("http://one", http, 0.2, [], [])
+            with pytest.raises(client.ServerUnavailable, match="^/large answered more than 1000 bytes$"):
                 await server.post("/large")
-            with pytest.raises(wire.Lost, match="^no answer to /slow within 0.2 s$"):
+            with pytest.raises(client.ServerUnavailable, match="^no answer to /slow within 0.2 s$"):
                 await server.post("/slow")
 
     asyncio.run(main())

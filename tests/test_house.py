@@ -29,11 +29,11 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; what --reward and --curriculum name; how episodes are played
-NO_PLUG_INS = ("engines.choose", "engines.connect", "engines.self_test", "rewards.custom", "rewards.curriculum")
+NO_PLUG_INS = ("engines.launch", "engines.self_test", "rewards.custom", "rewards.curriculum")
 NO_PLUG_INS += ("envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 388, "errors.py": 92, "eval.py": 361, "grpo.py": 434, "kernels.py": 432, "merge_lora.py": 138,
+    "demo.py": 388, "errors.py": 99, "eval.py": 361, "grpo.py": 434, "kernels.py": 432, "merge_lora.py": 138,
     "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 234, "rollout.py": 300, "train.py": 374,
     "settings.py": 127, "utils.py": 214,
 }

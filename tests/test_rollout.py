@@ -13,9 +13,10 @@ from PIL import Image
 import engines.hf
 import engines.vllm
 import model as M
-from engines.choose import image_limits, make_engine
+from engines.common import build_request
 from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
-from engines.vllm import VLLMEngine, asked_of
+from engines.launch import image_limits, make_engine
+from engines.vllm import VLLMEngine
 from engines.vllm_weights import parameter_names
 from errors import UserError
 from packing import Packer
@@ -146,14 +147,15 @@ def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, lo
     first = HFEngine(hf, processor, CPU).generate(prompts, 8, sampling)
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
-    engine = HFEngine(hf, processor, CPU)
+    stop = False
+    engine = HFEngine(hf, processor, CPU, interrupted=lambda: stop and len(rounds) >= 3)
     engine.max_rows = 16  # two of the three prompts together, then the third
+    rounds, handed = [], []
     whole = engine.generate(prompts, 8, sampling)
+    stop = interrupted
     rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
     original = engines.hf.sample_tokens
     monkeypatch.setattr(engines.hf, "sample_tokens", lambda *asked: rounds.append(1) or original(*asked))
-    if interrupted:
-        engine.interrupted = lambda: len(rounds) >= 3
     rollouts = engine.generate(prompts, 8, sampling, lambda r: handed.append((r, len(rounds))))
     assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 24
     assert places(rollouts) == list(itertools.product(["one", "none", "two"], range(8)))
@@ -321,7 +323,7 @@ class TwoProcesses:
 
     def __init__(self, rank, others, processor):
         self.rank = rank
-        self.others = [asked_of(r, 4, processor) for r in others]
+        self.others = [build_request(r, 4, processor) for r in others]
         self.llm_engine = self
         self.requests, self.aborted = [], None
 

@@ -22,7 +22,7 @@ import engines.self_test as S
 import model as M
 import rollout
 import train
-from engines import choose
+from engines import launch
 from engines.hf import HFEngine
 from errors import UserError
 from layers.attention import PackedAttention
@@ -373,7 +373,7 @@ def test_vllm_where_it_is_not_installed_is_one_line_before_anything_is_loaded(mo
     finally:
         torch.distributed.destroy_process_group()
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert choose.resolve_engine("auto", cuda) == choose.resolve_engine("auto", cpu) == "hf"
+    assert launch.resolve_engine("auto", cuda) == launch.resolve_engine("auto", cpu) == "hf"
     find(object())
-    assert choose.resolve_engine("auto", cuda) == "vllm"
-    assert choose.resolve_engine("auto", cpu) == "hf"
+    assert launch.resolve_engine("auto", cuda) == "vllm"
+    assert launch.resolve_engine("auto", cpu) == "hf"

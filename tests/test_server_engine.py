@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,17 +21,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from test_train import write_parquet
 
+import engines.client
 import engines.server
+import engines.sync
 import eval as evaluation
 import model as M
-from engines import local
-from engines.connect import ServerConfig
-from engines.server import ServerEngine
-from engines.sglang_server import read_answer
-from engines.transfer import Group, read_file
+from engines import launch, local
+from engines.client import Calls, ConnectionLost, GenerateResult, ServerClient, ServerUnavailable
+from engines.launch import ServerConfig
+from engines.sglang_client import parse_answer as parse_sglang_answer
+from engines.sync import read_safetensors
 from engines.vllm import engine_arguments
-from engines.vllm_server import POLICY, answer_of
-from engines.wire import Answer, Cut, Lost, Server
+from engines.vllm_client import POLICY, parse_answer
 from errors import UserError
 from model import ModelConfig
 from rollout import Prompt, Sampling
@@ -41,6 +41,7 @@ from utils import Context, derive_seed, in_thread
 URLS = ["http://one", "http://two", "http://three"]
 PROCESSOR = SimpleNamespace(
     eos_ids=[0],
+    banned=lambda vocab_size: torch.tensor([99]),
     image_token_id=99,
     tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]),
 )
@@ -57,7 +58,7 @@ def logprob_of(token):
     return -token / 8
 
 
-class Fake(Server):
+class Fake(ServerClient):
     """Samples a token every `delay` seconds, at most `slots` responses at a time; its weights come from files."""
 
     kind = "vllm"
@@ -92,7 +93,7 @@ class Fake(Server):
         self.asks.append(ask)
         if self.cuts:
             self.cuts -= 1
-            raise Cut("it broke")
+            raise ConnectionLost("it broke")
         epoch, tokens, labels = self.epoch, [], []
         try:
             while (self.paused or self.busy >= self.slots) and epoch == self.epoch:
@@ -102,7 +103,7 @@ class Fake(Server):
                 while len(tokens) < ask.room and epoch == self.epoch:
                     await asyncio.sleep(self.delay)
                     if self.dead:
-                        raise Lost("gone")
+                        raise ServerUnavailable("gone")
                     if not self.paused and epoch == self.epoch:
                         tokens.append(token_of(ask.seed, len(tokens)))
                         labels.append(self.label)
@@ -115,7 +116,7 @@ class Fake(Server):
             raise
         self.done += 1
         finish = "length" if len(tokens) == ask.room else "abort"
-        return Answer(list(ask.ids), tokens, [logprob_of(token) for token in tokens], finish, labels)
+        return GenerateResult(list(ask.ids), tokens, [logprob_of(token) for token in tokens], finish, labels)
 
     async def pause(self, mode):
         self.paused = mode != "wait"
@@ -135,12 +136,12 @@ class Fake(Server):
     async def begin_update(self):
         if self.fails:
             self.fails -= 1
-            raise Lost("no room for it")
+            raise ServerUnavailable("no room for it")
 
     async def update_from_disk(self, folder, files):
         new = {}
         for file in files:
-            new |= dict(read_file(f"{folder}/{file}"))
+            new |= dict(read_safetensors(f"{folder}/{file}"))
         self.holds |= new
         self.updates.append(sorted(new))
 
@@ -158,20 +159,22 @@ def connect(monkeypatch, tmp_path):
     async def find_kind(url, http):
         return "vllm"
 
-    monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Fake})
+    monkeypatch.setattr(engines.client, "find_kind", find_kind)
+    monkeypatch.setattr(engines.server, "CLIENTS", {"vllm": Fake})
 
     def make(n, rank=0, urls=None, **more):
-        more = {"vocab_size": 100, "banned": [99], "max_model_len": 64, "folder": tmp_path, "sync": "disk"} | more
-        engine = ServerEngine(urls or URLS[:n], PROCESSOR, torch.float32, Context(rank, 1, CPU), **more)
+        in_flight = more.pop("in_flight", "abort")
+        cfg = ServerConfig(servers=tuple(urls or URLS[:n]), sync="disk", in_flight=in_flight)
+        more = {"vocab_size": 100, "max_model_len": 64} | more
+        engine = launch.connect(cfg, PROCESSOR, torch.float32, Context(rank, 1, CPU), tmp_path, **more)
         servers = list(engine.servers.values())
         if rank == 0:
             engine.load_weights(weights(1.0))
         else:  # whose weights process 0 brings
-            engine.label = f"{engine.run}-1"
+            engine.weights_label = f"{engine.run_id}-1"
             for server in servers:
-                server.label = engine.label
-            engine.loop.call_soon_threadsafe(engine.may_ask.set)
+                server.label = engine.weights_label
+            engine.calls.loop.call_soon_threadsafe(engine.requests_allowed.set)
         return engine, servers
 
     return make
@@ -235,7 +238,7 @@ def test_a_group_goes_to_one_server_and_groups_to_the_one_with_the_fewest_in_fli
     assert asked == [{"a": 4, "d": 4}, {"b": 4, "e": 4}, {"c": 4, "f": 4}]
     ask = servers[0].asks[0]
     assert (ask.ids, ask.images, ask.room, ask.temperature, ask.top_p) == ([3, 5, 7], [], ROOM, 1.0, 1.0)
-    assert ask.seed == seed_of(rollouts[0]) and ask.salt == engine.label == f"{engine.run}-1"
+    assert ask.seed == seed_of(rollouts[0]) and ask.salt == engine.weights_label == f"{engine.run_id}-1"
 
     for server in servers:
         server.asks.clear()
@@ -273,16 +276,15 @@ def test_two_threads_sample_at_once(connect):
 
 
 def test_a_run_that_is_asked_to_end(connect):
-    engine, servers = connect(2)
-    hurry(servers, 0.5)
     ended = threading.Event()
-    engine.interrupted = ended.is_set
+    engine, servers = connect(2, interrupted=ended.is_set)
+    hurry(servers, 0.5)
     call = in_thread(partial(engine.generate, prompts_of("a", "b"), 3, Sampling(40)), "run")  # 20 seconds
     wait_until(lambda: servers[0].busy + servers[1].busy == 6)
     ended.set()
     assert not any(rollout.response for rollout in call.result(5.0))
     wait_until(lambda: servers[0].cancelled + servers[1].cancelled == 6)
-    assert [server.in_flight for server in servers] == [0, 0] and not engine.asked and not engine.lost
+    assert [server.in_flight for server in servers] == [0, 0] and not engine.pending and not engine.unavailable
 
 
 def test_the_share_of_time_without_work(connect, monkeypatch):
@@ -313,7 +315,7 @@ def test_what_a_server_that_is_lost_was_asked_is_asked_of_another_with_the_same_
     prompts = prompts_of(*"abcd")
     rollouts = engine.generate(prompts, 3, Sampling(ROOM))
     assert_whole(rollouts)
-    assert set(engine.lost) == {URLS[0]} and engine.lost[URLS[0]] == "gone"
+    assert set(engine.unavailable) == {URLS[0]} and engine.unavailable[URLS[0]] == "gone"
     assert Counter(ask.uid for ask in servers[0].asks) == {"a": 3, "c": 3}
     again = [ask for ask in servers[1].asks if ask.uid in "ac"]
     assert sorted(again) == sorted(servers[0].asks) and len(servers[1].asks) == 12
@@ -339,22 +341,20 @@ def test_all_servers_are_lost(connect):
     assert engine.version == 1
 
 
-def test_where_no_server_is_left_a_run_is_asked_to_end(connect, capfd):
+def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
     """With all that it has: nothing is raised, neither where it samples nor where it brings weights."""
-    engine, servers = connect(2)
     asked = []
-    engine.give_up = lambda: asked.append(True)
-    engine.interrupted = lambda: bool(asked)
+    engine, servers = connect(2, give_up=asked.append, interrupted=lambda: bool(asked))
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
     assert len(engine.generate(prompts_of(*"abcd"), 2, Sampling(ROOM))) == 8
-    assert asked == [True] and capfd.readouterr().out.count("--servers: none is left (") == 1
+    assert len(asked) == 1 and asked[0].startswith("--servers: none is left (")
     told, gathered = synced(engine, 2.0)
     assert engine.version == 2 and told == {"sync/servers": 0.0} and not gathered
     for server in servers:
         server.dead = False
     synced(engine, 3.0)
-    assert not engine.lost and all(server.updates[-1] == ["a", "b"] for server in servers)
+    assert not engine.unavailable and all(server.updates[-1] == ["a", "b"] for server in servers)
 
 
 @pytest.mark.parametrize("changed", [
@@ -369,22 +369,22 @@ def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left
     async def other(ask):
         asked[ask.seed] += 1
         answer = (await generate(ask))._replace(**changed)
-        return answer if changed.get("tokens") == [] else answer._replace(labels=[f"{engine.run}-9"] * ROOM)
+        return answer if changed.get("tokens") == [] else answer._replace(labels=[f"{engine.run_id}-9"] * ROOM)
 
     monkeypatch.setattr(servers[0], "generate", other)
     began = time.monotonic()
     assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
-    assert list(engine.lost) == [URLS[0]]
-    assert engine.lost[URLS[0]] == "6 answers in a row held no token of the newest weights"
+    assert list(engine.unavailable) == [URLS[0]]
+    assert engine.unavailable[URLS[0]] == "6 answers in a row held no token of the newest weights"
     assert max(asked.values()) == 6 and time.monotonic() - began > 0.01 * (1 + 3 + 7 + 15 + 31)
 
 
 @pytest.mark.parametrize("label", ["", "other-1", "run-x", "run-\u00b2", "run"])
 def test_weights_that_this_run_did_not_send_are_not_sampled_from(label, connect):
     engine, servers = connect(2)
-    servers[0].label = label.replace("run", engine.run)
+    servers[0].label = label.replace("run", engine.run_id)
     assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
-    assert list(engine.lost) == [URLS[0]] and "which this run did not send" in engine.lost[URLS[0]]
+    assert list(engine.unavailable) == [URLS[0]] and "which this run did not send" in engine.unavailable[URLS[0]]
 
 
 @pytest.mark.parametrize(("changed", "told"), [
@@ -418,12 +418,12 @@ def test_answers_that_are_none(changed, connect, monkeypatch):
     async def other(ask):
         answer = await generate(ask)
         if "labels" in changed:
-            changed["labels"] = [engine.label] * len(changed["labels"])
+            changed["labels"] = [engine.weights_label] * len(changed["labels"])
         return answer._replace(**changed)
 
     monkeypatch.setattr(servers[0], "generate", other)
     assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)))
-    assert list(engine.lost) == [URLS[0]] and "answered" in engine.lost[URLS[0]]
+    assert list(engine.unavailable) == [URLS[0]] and "answered" in engine.unavailable[URLS[0]]
 
 
 @pytest.mark.parametrize(("cuts", "lost"), [(1, []), (9, [URLS[0]])])
@@ -431,7 +431,7 @@ def test_a_connection_that_breaks_is_made_again_once(cuts, lost, connect):
     engine, servers = connect(2)
     servers[0].cuts = cuts
     assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)))
-    assert list(engine.lost) == lost and len(servers[0].asks) == 2
+    assert list(engine.unavailable) == lost and len(servers[0].asks) == 2
 
 
 def test_what_vllm_says_in_place_of_nan():
@@ -439,7 +439,7 @@ def test_what_vllm_says_in_place_of_nan():
     entries = [{"token_id": 5, "logprob": -9999.0}, {"token_id": 6, "logprob": -0.5}]
     spans = [{"version": "run-1", "start": 0, "end": 2}]
     choice = {"token_ids": [5, 6], "logprobs": {"content": entries}, "weight_versions": spans, "finish_reason": "stop"}
-    answer = answer_of({"prompt_token_ids": [1], "choices": [choice]}, "policy")
+    answer = parse_answer({"prompt_token_ids": [1], "choices": [choice]}, "policy")
     assert math.isnan(answer.logprobs[0]) and answer.logprobs[1] == -0.5 and answer.labels == ["run-1"] * 2
 
 
@@ -455,7 +455,7 @@ def test_servers_that_do_not_suit(connect, monkeypatch):
     async def find_kind(url, http):
         return "vllm" if url == URLS[0] else "sglang"
 
-    monkeypatch.setattr(engines.server, "find_kind", find_kind)
+    monkeypatch.setattr(engines.client, "find_kind", find_kind)
     with pytest.raises(UserError, match="must be of one kind: http://one is vllm's, http://two is sglang's"):
         connect(2)
 
@@ -473,17 +473,17 @@ def test_requests_that_fail():
             hung.listen()
             url = f"http://127.0.0.1:{hung.getsockname()[1]}"
             async with httpx2.AsyncClient(trust_env=False) as http:
-                server = Server(url, http, 0.2, [], [])
-                with pytest.raises(Lost, match="^no answer to /generate within 0.2 s$"):
+                server = ServerClient(url, http, 0.2, [], [])
+                with pytest.raises(ServerUnavailable, match="^no answer to /generate within 0.2 s$"):
                     await server.post("/generate")
                 assert not await server.alive()
         async with httpx2.AsyncClient(trust_env=False) as http:
-            with pytest.raises(Lost, match="^/generate: ConnectError"):
-                await Server(url, http, 5.0, [], []).post("/generate")
+            with pytest.raises(ServerUnavailable, match="^/generate: ConnectError"):
+                await ServerClient(url, http, 5.0, [], []).post("/generate")
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
-            server = Server("http://one", http, 5.0, [], [])
+            server = ServerClient("http://one", http, 5.0, [], [])
             assert await server.post("/200") == "so\nit is"
-            with pytest.raises(Lost, match="^/503 answered 503: so it is$"):
+            with pytest.raises(ServerUnavailable, match="^/503 answered 503: so it is$"):
                 await server.post("/503")
             with pytest.raises(UserError, match="^--servers http://one: /400 answered 400: so it is$"):
                 await server.post("/400")
@@ -514,8 +514,8 @@ def test_what_a_sync_aborts_goes_on_from_what_there_is(connect):
         assert r.response == before + [token_of(seed, i) for i in range(40 - k)]
         assert r.logprobs == [logprob_of(token) for token in r.response] and len(r.response_mask) == 40
         first, second = asks
-        assert (first.ids, first.room, first.salt) == ([3, 5, 7], 40, f"{engine.run}-1")
-        assert (second.ids, second.room, second.salt) == ([3, 5, 7] + before, 40 - k, f"{engine.run}-2")
+        assert (first.ids, first.room, first.salt) == ([3, 5, 7], 40, f"{engine.run_id}-1")
+        assert (second.ids, second.room, second.salt) == ([3, 5, 7] + before, 40 - k, f"{engine.run_id}-2")
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
@@ -531,7 +531,7 @@ def test_requests_that_had_not_begun_are_asked_again_under_the_new_weights(mode,
     assert set(first.versions) == ({1, 2} if mode == "abort" else {1})
     for r in others:
         salts = [ask.salt for ask in server.asks if ask.seed == seed_of(r)]
-        assert salts == [f"{engine.run}-1", f"{engine.run}-2"]
+        assert salts == [f"{engine.run_id}-1", f"{engine.run_id}-2"]
     assert server.cancelled == (2 if mode == "wait" else 0) and server.in_flight == 0
 
 
@@ -557,7 +557,7 @@ def test_features_of_images_outlive_a_sync_unless_the_tower_is_trained(connect):
         engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
         engine.load_weights(weights(2.0, "a"))
         engine.generate(prompts_of("a", images=[image]), 1, Sampling(2))
-        assert [ask.images for ask in server.asks] == [[(f"pixels-{engine.run}-{i}", None)] for i in expected]
+        assert [ask.images for ask in server.asks] == [[(f"pixels-{engine.run_id}-{i}", None)] for i in expected]
 
 
 def synced(engine, value):
@@ -579,15 +579,15 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     bad.fails = 1
     told, asked = synced(engine, 3.0)
     assert asked == ["trained", "all"] and told["sync/servers"] == 1.0
-    assert engine.version == 3 and good.label == engine.label == f"{engine.run}-3"
-    assert engine.lost == {URLS[0]: "new weights: no room for it"}
+    assert engine.version == 3 and good.label == engine.weights_label == f"{engine.run_id}-3"
+    assert engine.unavailable == {URLS[0]: "new weights: no room for it"}
     assert good.updates[-1] == ["a", "b"] and good.holds["a"].tolist() == good.holds["b"].tolist() == [3.0, 3.0]
     rollouts = engine.generate(prompts_of(*"abc"), 1, Sampling(ROOM))
     assert_whole(rollouts, version=3)
     assert not bad.asks
     told, asked = synced(engine, 4.0)  # and it is back
-    assert asked == ["all"] and not engine.lost and engine.version == 4 and told["sync/servers"] == 2.0
-    assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run}-4"
+    assert asked == ["all"] and not engine.unavailable and engine.version == 4 and told["sync/servers"] == 2.0
+    assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run_id}-4"
     out = capfd.readouterr().out
     assert out.count(f"--servers {URLS[0]} is left out: new weights") == 1
     assert out.count(f"--servers {URLS[0]} is used again\n") == 1
@@ -602,13 +602,13 @@ def test_a_server_that_failed_an_update_does_not_keep_what_it_was_at(connect):
     wait_until(lambda: min(server.sampled for server in servers) >= 2)
     servers[0].fails = 1
     synced(engine, 2.0)
-    assert list(engine.lost) == [URLS[0]] and servers[0].paused
+    assert list(engine.unavailable) == [URLS[0]] and servers[0].paused
     rollouts = call.result(timeout=10)
     assert {r.prompt.uid for r in rollouts if set(r.versions) == {2}} == {"a"}
     assert all(len(r.response) == ROOM for r in rollouts)
 
 
-class Member(Server):
+class Member(ServerClient):
     """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's patience."""
 
     kind = "vllm"
@@ -620,14 +620,14 @@ class Member(Server):
 
     async def update(self, metas, crc):
         if self.does == "refuses":
-            raise Lost("no")
+            raise ServerUnavailable("no")
         if self.does == "hangs":
             await asyncio.sleep(2.0)
         for _ in range(int(self.patience() / 0.005)):
             if self.all_take():
                 return
             await asyncio.sleep(0.005)
-        raise Lost("timed out waiting for recv")
+        raise ServerUnavailable("timed out waiting for recv")
 
     async def begin_update(self):
         pass
@@ -642,31 +642,22 @@ class Member(Server):
     (("takes", "hangs"), (True, True), {"http://two": "no answer while weights came"}),
     (("hangs", "takes"), (False, True), {"http://one": "no answer while weights came"}),
 ])  # fmt: skip
-def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypatch, tmp_path):
+def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypatch):
     """Those that waited for it in vain fail as well, and must get the weights that are sent once more."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    start = lambda work: asyncio.run_coroutine_threadsafe(work, loop)  # noqa: E731
-    engine = SimpleNamespace(
-        start=start, seconds=2.0, wait_for=lambda works: [start(work).result() for work in works])
-    servers = [Member(url, None, 2.0, [], []) for url in URLS[:2]]
-    monkeypatch.setattr(Group, "patience", 0.3)
+    calls, servers = Calls(), [Member(url, None, 2.0, [], []) for url in URLS[:2]]
     for server, what, answers in zip(servers, does, up, strict=True):
         server.does, server.up = what, answers
         server.patience, server.all_take = lambda: 0.3, lambda: set(does) == {"takes"}
-    group = Group(engine, tmp_path)
-    group.whole = False
-    group.servers = servers
 
-    def broadcast(tensors):
+    def broadcast_tensors(group, backend, tensors):
         if set(does) != {"takes"}:
             time.sleep(0.3)
             raise RuntimeError("timed out waiting for send")
 
-    monkeypatch.setattr(group, "broadcast", broadcast)
-    group.bring(weights(1.0), "run-2")
-    assert group.failed == blamed
-    loop.call_soon_threadsafe(loop.stop)
+    monkeypatch.setattr(engines.sync, "broadcast_tensors", broadcast_tensors)
+    sent = engines.sync.broadcast(calls, "gloo", 0.3, None, servers, weights(1.0), False, "run-2")
+    assert sent.failed == blamed
+    calls.loop.call_soon_threadsafe(calls.loop.stop)
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(connect, tmp_path, monkeypatch):
@@ -676,21 +667,21 @@ def test_a_full_disk_is_told_and_nothing_is_left(connect, tmp_path, monkeypatch)
         file.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(engines.transfer, "save_file", save)
+    monkeypatch.setattr(engines.sync, "save_file", save)
     with pytest.raises(UserError, match="^--sync disk: no space left for .*bytes free"):
         synced(engine, 2.0)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "sync").iterdir())
 
 
 def test_a_server_that_comes_back_gets_all_weights(connect):
     engine, (one, two) = connect(2)
     one.dead = True
-    assert synced(engine, 2.0)[1] == ["all"] and engine.lost == {URLS[0]: "no answer to /health"}
+    assert synced(engine, 2.0)[1] == ["all"] and engine.unavailable == {URLS[0]: "no answer to /health"}
     assert synced(engine, 3.0)[1] == ["trained"]
     one.dead, one.label, one.holds = False, "", {}  # started again
     assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=3)
     assert not one.asks  # not before it has this run's weights
-    assert synced(engine, 4.0)[1] == ["all"] and not engine.lost
+    assert synced(engine, 4.0)[1] == ["all"] and not engine.unavailable
     assert one.holds.keys() == {"a", "b"} and one.holds["b"].tolist() == two.holds["b"].tolist() == [4.0, 4.0]
     assert_whole(engine.generate(prompts_of(*"ab"), 2, Sampling(ROOM)), version=4)
     assert len(one.asks) == len(two.asks) - 4 == 2
@@ -709,10 +700,10 @@ def test_processes_agree_on_which_servers_are_lost(connect, capfd):
 
     engine.ctx = OfTwo()
     servers[1].silent = True  # answers requests, but not /health
-    assert synced(engine, 2.0)[1] == ["all"] and engine.lost == {URLS[1]: "no answer"}
+    assert synced(engine, 2.0)[1] == ["all"] and engine.unavailable == {URLS[1]: "no answer"}
     servers[1].silent = False
     synced(engine, 3.0)
-    assert not engine.lost and f"--servers {URLS[1]} is used again" in capfd.readouterr().out
+    assert not engine.unavailable and f"--servers {URLS[1]} is used again" in capfd.readouterr().out
     engine.ctx = process0
     assert_whole(engine.generate(prompts_of(*"ab"), 1, Sampling(ROOM)), version=3)
 
@@ -742,7 +733,7 @@ def test_settings_that_contradict_each_other(settings, of_model, told, monkeypat
 def test_files_of_weights_are_gone_after_a_sync(connect, tmp_path):
     engine, servers = connect(2)
     synced(engine, 2.0)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "sync").iterdir())
 
 
 # --- evaluation through servers ---------------------------------------------------------------------------------------
@@ -768,9 +759,8 @@ def evaluate(toys, monkeypatch, tmp_path):
             super().__init__(*of)
             made.append(self)
 
-    monkeypatch.setattr(engines.server, "find_kind", find_kind)
-    monkeypatch.setattr(engines.server, "WIRES", {"vllm": Held})
-    monkeypatch.setattr(httpx2, "stream", lambda *of, **more: nullcontext(SimpleNamespace(status_code=200)))
+    monkeypatch.setattr(engines.client, "find_kind", find_kind)
+    monkeypatch.setattr(engines.server, "CLIENTS", {"vllm": Held})
 
     def go(*given, url="http://one:1"):
         made.clear()
@@ -830,10 +820,10 @@ def test_a_version_for_more_tokens_than_there_are_costs_no_memory(start, end):
     content = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]
     choice = {"token_ids": [5, 6], "logprobs": {"content": content}, "weight_versions": [span], "finish_reason": "stop"}
     with pytest.raises((TypeError, ValueError)):
-        answer_of({"choices": [choice], "prompt_token_ids": [1]}, POLICY)
+        parse_answer({"choices": [choice], "prompt_token_ids": [1]}, POLICY)
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5], [-1.0, 6]], "weight_version": "r-1"}
-    with pytest.raises((Lost, TypeError)):
-        read_answer({"meta_info": info | {"weight_versions": [span]}, "output_ids": [5, 6]}, [6], None)
+    with pytest.raises((ServerUnavailable, TypeError)):
+        parse_sglang_answer({"meta_info": info | {"weight_versions": [span]}, "output_ids": [5, 6]}, [6], None)
 
 
 def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
@@ -855,12 +845,12 @@ def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(local, "server_command", lambda *args: ([], {}))
     monkeypatch.setattr(local.LocalServers, "start", lambda self, command, env, log, gpus: taken.append(gpus))
-    monkeypatch.setattr(local.LocalServers, "wait", lambda self, urls: None)
+    monkeypatch.setattr(local.LocalServers, "wait_until_healthy", lambda self, urls: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def serve(n, **settings):
         taken.clear()
-        local.serve_local(n, "model", None, torch.bfloat16, settings, tmp_path)
+        local.launch_servers(n, "model", None, torch.bfloat16, settings, tmp_path)
         return taken
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

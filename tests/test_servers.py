@@ -1,6 +1,5 @@
 """Real servers on the CPU: vLLM's, against vLLM in this process, the trainer, and each other.   make test-vllm"""
 
-import asyncio
 import os
 import re
 import signal
@@ -21,16 +20,23 @@ from test_vllm import mixed as mixed
 from test_vllm import toys as toys
 
 import model as M
-from engines.local import LocalServers, answers, free_port, server_command
-from engines.server import ServerEngine
-from engines.transfer import make_transfer
+from engines.client import Calls
+from engines.launch import ServerConfig, connect
+from engines.local import LocalServers, is_healthy, server_command
+from engines.sync import free_port, make_sender
 from errors import UserError
 from rollout import Sampling, make_prompts
-from utils import Context, in_thread
+from utils import Context
 
 pytestmark = pytest.mark.vllm
 ONE = Context(0, 1, CPU)
 LIMITS = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
+
+
+def connected(urls, *of, sync="gloo", in_flight="abort", timeout=60.0, max_model_len=384, **more):
+    """An engine on these servers."""
+    servers = ServerConfig(servers=tuple(urls), sync=sync, server_timeout=timeout, in_flight=in_flight)
+    return connect(servers, *of, max_model_len=max_model_len, **more)
 
 
 class Servers:
@@ -51,16 +57,13 @@ class Servers:
         return self
 
     def wait(self):
-        self.local.wait(self.urls)
+        self.local.wait_until_healthy(self.urls)
         return self.urls
 
     def engine(self, urls=None, ctx=ONE, **more):
-        text = M.load_config(str(self.folder)).get_text_config()
-        banned = self.processor.banned(text.vocab_size).tolist()
-        more = {"max_model_len": 384, "folder": self.logs / "sync", "seconds": 60.0} | more
+        vocab_size = M.load_config(str(self.folder)).get_text_config().vocab_size
         dtype = self.settings.get("dtype", torch.float32)
-        more |= {"vocab_size": text.vocab_size, "banned": banned}
-        return ServerEngine(urls or self.urls, self.processor, dtype, ctx, **more)
+        return connected(urls or self.urls, self.processor, dtype, ctx, self.logs, vocab_size=vocab_size, **more)
 
 
 @pytest.fixture(scope="session")
@@ -197,26 +200,26 @@ def test_responses_in_flight_when_weights_change(mode, two, mixed):  # noqa: F81
 
 
 def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):  # noqa: F811
-    engine, hf = two.engine(seconds=30.0), other(two)
+    engine, hf = two.engine(timeout=30.0), other(two)
     engine.load_weights(named(hf))
     prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=9)
     expected = engine.generate(prompts, 8, sampling)
     victim, process = two.urls[1], two.local.processes[1]
     rollouts = in_the_middle(engine, prompts, 8, sampling, partial(os.killpg, process.pid, signal.SIGKILL))
     assert_same(rollouts, expected)  # nothing is lost, nothing is sampled in another way
-    assert list(engine.lost) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
+    assert list(engine.unavailable) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
     engine.load_weights(named(other(two, 2)))
-    assert engine.transfer.members == two.urls[:1]
+    assert engine.synced_urls == two.urls[:1]
 
     process.wait()
     del two.local.processes[1], two.local.logs[1], two.urls[1]
     two.begin(1, port=int(victim.rpartition(":")[2]))
     two.wait()
     assert_same(engine.generate(prompts, 1, Sampling(4)), engine.generate(prompts, 1, Sampling(4)))
-    assert victim in engine.lost  # its weights are the folder's
+    assert victim in engine.unavailable  # its weights are the folder's
     hf = other(two, 3)
     engine.load_weights(named(hf))
-    assert not engine.lost and engine.transfer.members == two.urls
+    assert not engine.unavailable and engine.synced_urls == two.urls
     assert f"--servers {victim} is used again" in capfd.readouterr().out
     rollouts = engine.generate(prompts, 8, sampling)
     assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
@@ -228,27 +231,27 @@ def test_a_server_that_was_started_again_unnoticed_is_not_sampled_from(two, mixe
     other_run = two.engine(two.urls[1:])
     other_run.load_weights(named(other(two, 5)))
     rollouts = engine.generate(make_prompts(mixed, two.processor), 8, Sampling(12, seed=1))
-    assert "which this run did not send" in engine.lost[two.urls[1]]
+    assert "which this run did not send" in engine.unavailable[two.urls[1]]
     assert max(map(torch.max, gaps(rollouts, hf, two.processor))) <= 1e-5
 
 
 def test_a_server_that_hangs(two, mixed):  # noqa: F811
-    engine, hf = two.engine(seconds=8.0), other(two)
+    engine, hf = two.engine(timeout=8.0), other(two)
     engine.load_weights(named(hf))
     prompts, sampling = make_prompts(mixed, two.processor), Sampling(8, seed=2)
     expected = engine.generate(prompts, 2, sampling)
     os.killpg(two.local.processes[1].pid, signal.SIGSTOP)
     try:
         assert_same(engine.generate(prompts, 2, sampling), expected)
-        assert "within 8 s" in engine.lost[two.urls[1]]
+        assert "within 8 s" in engine.unavailable[two.urls[1]]
         engine.load_weights(named(hf))  # without it
     finally:
         os.killpg(two.local.processes[1].pid, signal.SIGCONT)
     deadline = time.monotonic() + 30
-    while not answers(two.urls[1]) and time.monotonic() < deadline:
+    while not is_healthy(two.urls[1]) and time.monotonic() < deadline:
         time.sleep(0.2)
     engine.load_weights(named(hf))
-    assert not engine.lost
+    assert not engine.unavailable
     assert_same(engine.generate(prompts, 2, sampling), expected)
 
 
@@ -265,12 +268,12 @@ def test_an_update_that_fails_on_one_server(two, mixed, monkeypatch):  # noqa: F
     monkeypatch.setattr(bad, "update", update)
     hf = other(two, 7)
     engine.load_weights(named(hf))
-    assert calls and "no parameter 'nowhere." in engine.lost[two.urls[0]] and engine.version == 2
+    assert calls and "no parameter 'nowhere." in engine.unavailable[two.urls[0]] and engine.version == 2
     prompts = make_prompts(mixed, two.processor)
     assert max(map(torch.max, gaps(engine.generate(prompts, 4, Sampling(8)), hf, two.processor))) <= 1e-5
     monkeypatch.undo()
     engine.load_weights(named(hf))
-    assert not engine.lost
+    assert not engine.unavailable
     with pytest.raises(UserError, match="--servers: none takes new weights .*no parameter 'nobody'"):
         engine.load_weights([("nobody", torch.zeros(3))])
 
@@ -284,7 +287,7 @@ def test_what_a_server_reads_otherwise_is_told(two, mixed):  # noqa: F811
         engine.generate(prompts, 1, Sampling(4))
     with pytest.raises(UserError, match="takes sequences of 384 tokens, and this run needs 500"):
         two.engine(max_model_len=500)
-    with pytest.raises(UserError, match="is a server there"):
+    with pytest.raises(UserError, match="no server answers there"):
         two.engine([f"http://127.0.0.1:{free_port()}"])
 
 
@@ -295,9 +298,9 @@ def test_images_go_once_to_a_server_and_again_where_it_dropped_them(two, mixed, 
     [server] = engine.servers.values()
     sent, original = [], server._generate
 
-    async def count(ask, name, parts):
+    async def count(request, name, parts):
         sent.append(sum("url" in part for part in parts))
-        return await original(ask, name, parts)
+        return await original(request, name, parts)
 
     monkeypatch.setattr(server, "_generate", count)
     prompts, sampling = make_prompts(mixed, two.processor), Sampling(6, seed=1)
@@ -306,8 +309,8 @@ def test_images_go_once_to_a_server_and_again_where_it_dropped_them(two, mixed, 
     sent.clear()
     assert_same(engine.generate(prompts, 8, sampling), expected)
     assert sum(sent) == 0
-    engine.wait_for([server.post("/pause", mode="abort", clear_cache="true")])  # forgets images
-    engine.wait_for([server.resume()])
+    engine.calls.run_all([server.post("/pause", mode="abort", clear_cache="true")])  # forgets images
+    engine.calls.run_all([server.resume()])
     assert_same(engine.generate(prompts, 8, sampling), expected)
     assert sum(sent) > 0
 
@@ -385,7 +388,7 @@ def test_servers_of_the_run_s_own(command, tmp_path):
     log = tmp_path / "own" / "servers" / "server0.log"
     assert "Application startup complete" in log.read_text()
     port = re.search(r"--port (\d+)", (tmp_path / "own" / "servers" / "server0.txt").read_text())
-    assert not answers(f"http://127.0.0.1:{port[1]}")  # it ended with the run
+    assert not is_healthy(f"http://127.0.0.1:{port[1]}")  # it ended with the run
 
 
 def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
@@ -395,10 +398,9 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
     broadcast, told = [], []
 
     class Server:
-        kind = "vllm"
-
-        def __init__(self, url):
+        def __init__(self, url, workers):
             self.url = url
+            self.workers = workers
 
         def __getattr__(self, name):
             async def call(*of):
@@ -407,10 +409,8 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
 
             return call
 
-    engine = SimpleNamespace(
-        servers={url: Server(url) for url in ("a", "b")}, workers={"a": 2, "b": 4}, ctx=ONE, in_flight="abort",
-        start=lambda work: in_thread(lambda: asyncio.run(work), "call"))
-    monkeypatch.setattr("engines.transfer.master_address", lambda servers: "10.0.0.1")
+    servers = [Server("a", 2), Server("b", 4)]
+    monkeypatch.setattr("engines.sync.local_address", lambda servers: "10.0.0.1")
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: SimpleNamespace(destroy=lambda: None))
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer",
                         lambda iterator, post_iter_func, **_: broadcast.extend(iterator))
@@ -420,20 +420,17 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
             return [SimpleNamespace(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self]
 
     weights = Weights([("x", torch.ones(2, 3)), ("y", torch.zeros(5, dtype=torch.bfloat16))])
-    native = make_transfer("nccl", engine, tmp_path)
-    servers = list(engine.servers.values())
-    stats = native.send(lambda trainable_only: weights, servers, True, "run-1")
-    assert [name for name, _ in broadcast] == ["x", "y"] and stats["sync/bytes"] == 34
+    sender = make_sender("nccl", "vllm", Calls(), 60.0, tmp_path)
+    link, failed = sender.open(servers)
+    sent = sender.send(link, servers, weights, True, "run-1")
+    assert [name for name, _ in broadcast] == ["x", "y"] and not failed and sent == ({}, 1, 34)
     by_server = {url: [(name, *of) for u, name, *of in told if u == url] for url in ("a", "b")}
     for url, offset in (("a", 1), ("b", 3)):  # the trainer is rank 0
         names = [name for name, *_ in by_server[url]]
-        assert names == ["pause", "start_transfer", "begin_update", "send_update", "end_update", "name_weights",
-                         "checksums", "resume"]
-        info = by_server[url][1][1]
+        assert names == ["start_transfer", "begin_update", "send_update", "end_update", "name_weights", "checksums"]
+        info = by_server[url][0][1]
         assert info["how"] == "nccl" and info["info"]["rank_offset"] == offset and info["info"]["world_size"] == 7
-        assert by_server[url][3][1]["shapes"] == [[2, 3], [5]] and by_server[url][5][1] == "run-1"
-    assert native.members == ["a", "b"]
+        assert by_server[url][2][1]["shapes"] == [[2, 3], [5]] and by_server[url][4][1] == "run-1"
     told.clear()
-    native.send(lambda trainable_only: Weights(weights[1:]), servers, False, "run-2")
-    assert "start_transfer" not in [name for _, name, *_ in told]
-    assert by_server["a"][2][0] == "begin_update" and len(broadcast) == 3
+    sender.send(link, servers, Weights(weights[1:]), False, "run-2")
+    assert [name for url, name, *_ in told if url == "a"] == names[1:-1] and len(broadcast) == 3

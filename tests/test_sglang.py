@@ -18,19 +18,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from test_rollout import example, places, trainer_logprobs
-from test_servers import LIMITS, ONE, in_the_middle, spans
+from test_servers import LIMITS, ONE, connected, in_the_middle, spans
 from test_train import flags, rows
 from test_train import run as run_command
 from test_vllm import data, named  # noqa: F401  a fixture too
 
 import demo
 import model as M
+from engines.client import GenerateRequest, ServerUnavailable, find_kind
 from engines.hf import HFEngine
 from engines.local import LocalServers, server_command
-from engines.server import ServerEngine
-from engines.sglang_server import SGLangServer, checkpoint_name
-from engines.transfer import checksum, free_port, join, meta_of, read_file
-from engines.wire import Ask, Lost, find_kind
+from engines.sglang_client import SGLangClient, checkpoint_name
+from engines.sync import free_port, join_process_group, read_safetensors, tensor_checksum, tensor_meta
 from errors import UserError
 from rollout import Rollout, Sampling, make_prompts
 
@@ -64,7 +63,7 @@ def served(folder, log):
     local, processor = LocalServers(), M.load_processor(str(folder))
     local.start(*server_command("sglang", str(folder), processor, torch.float32, LIMITS, "127.0.0.1", port), log)
     try:
-        local.wait([url])
+        local.wait_until_healthy([url])
         yield url, local.processes[0]
     finally:
         kill(local.processes[0])
@@ -104,12 +103,12 @@ class Trainer:
 
     def __init__(self, at, http):
         self.processor = at.processor
-        self.server = SGLangServer(at.url, http, 60.0, at.processor.eos_ids, at.processor.banned(VOCAB).tolist())
+        self.server = SGLangClient(at.url, http, 60.0, at.processor.eos_ids, at.processor.banned(VOCAB).tolist())
 
     def ask(self, prompt, ids=(), room=ROOM, temperature=1.0, top_p=1.0):
         images = [(f"{i.key}-{self.label}", i.image) for i in prompt.images]
         short = [*prompt.short_ids, *ids]
-        return self.server.generate(Ask(prompt.uid, short, images, room, 1, temperature, top_p, self.label))
+        return self.server.generate(GenerateRequest(prompt.uid, short, images, room, 1, temperature, top_p, self.label))
 
     async def asked(self, prompts, n=3, **more):
         """(prompt, answer) of each."""
@@ -121,7 +120,7 @@ class Trainer:
         self.leave()
         name, port = f"group-{os.getpid()}-{next(NUMBERS)}", free_port()
         group = {"address": "127.0.0.1", "port": port, "world": 2, "name": name, "seconds": 60.0, "backend": "gloo"}
-        ours = asyncio.to_thread(join, rank=0, **group)
+        ours = asyncio.to_thread(join_process_group, rank=0, **group)
         _, self.group = await asyncio.gather(self.server.join("gloo", group, 1), ours)
 
     def leave(self):
@@ -131,7 +130,7 @@ class Trainer:
 
     async def send(self, tensors):
         """What one update is."""
-        metas = [meta_of(name, tensor) for name, tensor in tensors]
+        metas = [tensor_meta(name, tensor) for name, tensor in tensors]
 
         def broadcast():
             for _, tensor in tensors:
@@ -139,7 +138,7 @@ class Trainer:
 
         sent = asyncio.to_thread(broadcast)
         answers = await asyncio.gather(
-            self.server.update(metas, [checksum(tensor) for _, tensor in tensors]), sent, return_exceptions=True
+            self.server.update(metas, [tensor_checksum(tensor) for _, tensor in tensors]), sent, return_exceptions=True
         )
         for error in filter(None, answers):
             raise error
@@ -270,7 +269,7 @@ def test_weights_over_gloo(running, mixed, play, nudged):
             check(hf, trainer, await trainer.asked(prompts), label)
         await trainer.join()
         await trainer.server.pause("abort")
-        with pytest.raises(Lost, match="parameters were not sent, the first is"):
+        with pytest.raises(ServerUnavailable, match="parameters were not sent, the first is"):
             await trainer.sync(running.hf, "v4", lambda name: "visual" in name)
         await trainer.sync(running.hf, "v4")
         await trainer.server.resume()
@@ -302,7 +301,7 @@ def test_weights_from_disk(running, mixed, play, nudged, tmp_path):
         trainer.label = "from disk"
         check(hf, trainer, await trainer.asked(prompts), "from disk")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors", "bad.safetensors"]
-        assert set(dict(read_file(tmp_path / "a.safetensors"))) == set(list(tensors)[:half])  # as they were
+        assert set(dict(read_safetensors(tmp_path / "a.safetensors"))) == set(list(tensors)[:half])  # as they were
 
     play(what)
 
@@ -346,7 +345,7 @@ def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play
         pairs = await trainer.asked(prompts)
         check(running.hf, trainer, pairs, pairs[0][1].labels[0])
         await trainer.server.begin_update()
-        with pytest.raises(Lost):  # of another shape: SGLang stops half-way
+        with pytest.raises(ServerUnavailable):  # of another shape: SGLang stops half-way
             await trainer.send([good[0], (good[1][0], torch.ones(3))])
 
     play(what)
@@ -444,9 +443,7 @@ def test_responses_that_are_kept_go_on_and_those_waited_for_end(mode, running, m
 
 
 def engine_of(url, processor, folder, **more):
-    more = {"max_model_len": 384, "folder": folder, "seconds": 60.0, "trained_tower": True} | more
-    banned = processor.banned(VOCAB).tolist()
-    return ServerEngine([url], processor, torch.float32, ONE, vocab_size=VOCAB, banned=banned, **more)
+    return connected([url], processor, torch.float32, ONE, folder, vocab_size=VOCAB, trained_tower=True, **more)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 import demo
-import engines.choose
+import engines.launch
 import grpo
 import model as M
 import parallel.models
@@ -709,7 +709,7 @@ def model_must_not_load(monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("a model was loaded before the input was checked")
 
-    monkeypatch.setattr(engines.choose, "load_hf", forbidden)
+    monkeypatch.setattr(engines.launch, "load_hf", forbidden)
     monkeypatch.setattr(parallel.models, "meta_hf", forbidden)
 
 

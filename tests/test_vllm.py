@@ -22,7 +22,7 @@ import engines.self_test as S
 import engines.vllm
 import eval as evaluate
 import model as M
-from engines import choose
+from engines import launch
 from engines.hf import HFEngine
 from engines.vllm import VLLMEngine
 from layers.lora import Lora, add_lora, lora_layers, merge_lora
@@ -307,7 +307,7 @@ def test_the_ban_is_accepted_by_model_runner_v2():
 
     config = SimpleNamespace(additional_config={"banned": [1, 3]})
     state = SimpleNamespace(**{f.name: None for f in dataclasses.fields(LogitsProcRequestState)} | {"device": CPU})
-    (ban,) = build_custom_logits_processors(config, state, False, ["engines.vllm_worker:Ban"])
+    (ban,) = build_custom_logits_processors(config, state, False, ["engines.vllm_ban:Ban"])
     assert not any(isinstance(value, torch.Tensor) for value in vars(ban).values())  # sleep level 2 would discard it
     logits = ban.apply(torch.zeros(2, 5), SimpleNamespace())
     assert (logits == -torch.inf).nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
@@ -508,7 +508,7 @@ def test_a_cache_that_is_too_small_is_an_error_at_the_start(toys):
 
 def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatch):
     pairs = ["block_size=64", "served_model_name=toy", "max_num_seqs=3", "sleep_level=2"]
-    more = choose.vllm_settings(pairs, "vllm", world=3)
+    more = launch.vllm_settings(pairs, "vllm", world=3)
     assert more == {"block_size": 64, "served_model_name": "toy", "max_num_seqs": 3, "sleep_level": 2}
     given = {}
 
@@ -533,9 +533,9 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     }
     for pair, match in refused.items():
         with pytest.raises(ValueError, match=match):
-            choose.vllm_settings([pair], "vllm", world=3)
+            launch.vllm_settings([pair], "vllm", world=3)
     with pytest.raises(ValueError, match="--vllm block_size=64: the engine is --rollout hf; leave it out"):
-        choose.vllm_settings(pairs, "hf", world=3)
+        launch.vllm_settings(pairs, "hf", world=3)
 
 
 def test_an_engine_out_of_memory_says_what_is_lost(toys, mixed):

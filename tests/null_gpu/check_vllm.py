@@ -13,7 +13,7 @@ from PIL import Image
 from test_rollout import example, trainer_logprobs
 
 import model as M
-from engines.choose import image_limits
+from engines.launch import image_limits
 from engines.vllm import VLLMEngine
 from rollout import Rollout, Sampling, make_prompts
 from tasks.shapes import shapes_rows

@@ -1,84 +1,33 @@
-"""vLLM's server: its command line, with the settings of the in-process engine, and its wire format.
-
-Tested with vLLM 0.32.0. What it needs: engines/vllm_worker.py inside (--worker-extension-cls), /inference/v1/generate
-(--enable-scale-out) and the control endpoints (VLLM_SERVER_DEV_MODE=1), which ask nobody for a password.
+"""The client of a vLLM server. The server was started by engines/local.py: it needs engines/worker.py inside,
+/inference/v1/generate, and the control endpoints, which ask nobody for a password. Tested with vLLM 0.32.0.
 """
 
 import asyncio
-import json
 import math
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engines.transfer import Meta
-from engines.wire import Answer, Ask, Lost, Missing, Server, data_uri
+from engines.client import GenerateRequest, GenerateResult, Missing, ServerClient, ServerUnavailable, data_uri
+from engines.sync import TensorMeta
 from errors import UserError, need
 
 POLICY = "policy"  # what the model is called in requests
 NO_NUMBER = -9999.0  # what this endpoint says in place of NaN and -inf, which JSON has not
-# Our own --vllm settings; the rest of LLM's arguments are flags of `vllm serve`
-NO_FLAGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
 
 
-def vllm_command(arguments: dict[str, Any], host: str, port: int, lora_rank: int = 0) -> tuple[list[str], dict]:
-    """The command of a server with these arguments (engines.vllm.engine_arguments), and the environment that it needs.
-    With `lora_rank` it takes adapters (--sync adapter)."""
-    root = str(Path(__file__).parent.parent)
-    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the control endpoints
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
-    }
-    path = arguments["model"]
-    arguments = {key: value for key, value in arguments.items() if key not in NO_FLAGS} | {
-        "host": host,
-        "port": port,
-        "served_model_name": POLICY,
-        "enable_scale_out": True,
-        "disable_uvicorn_access_log": True,
-        "worker_extension_cls": "engines.vllm_worker.Extension",
-        "weight_transfer_config": {"backend": "trainer"},
-    }
-    if lora_rank:
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
-        arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= lora_rank), "max_loras": 2}
-    if not torch.cuda.is_available():
-        environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, *as_flags(arguments)], environment
-
-
-def as_flags(arguments: dict[str, Any]) -> list[str]:
-    """Of a command line."""
-    flags = []
-    for key, value in arguments.items():
-        flag = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            flags += [flag, *map(str, value)]
-        else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
-
-
-def parts_of(ask: Ask, data: bool = False) -> list[dict]:
-    """The images of a request, by name, or with their data."""
-    names = [{"type": "image_url", "uuid": key} for key, _ in ask.images]
+def image_parts(request: GenerateRequest, data: bool = False) -> list[dict]:
+    """Return the images of a request, by name, or with their data."""
+    names = [{"type": "image_url", "uuid": key} for key, _ in request.images]
     if not data:
         return names
-    return [part | {"url": data_uri(image)} for part, (_, image) in zip(names, ask.images, strict=True)]
+    return [part | {"url": data_uri(image)} for part, (_, image) in zip(names, request.images, strict=True)]
 
 
-def answer_of(answer: dict, model: str) -> Answer:
-    """`model`: what was asked, the policy or an adapter, which then says which weights."""
+def parse_answer(answer: dict, model: str) -> GenerateResult:
+    """Parse the answer of /inference/v1/generate. `model` is what was asked: the policy, or an adapter, whose name then
+    says which weights."""
     [choice] = answer["choices"]
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
     if [entry["token_id"] for entry in content] != tokens:
@@ -94,10 +43,10 @@ def answer_of(answer: dict, model: str) -> Answer:
         raise ValueError(f"{len(labels)} of {len(tokens)} tokens have a version of weights")
     logprobs = [entry["logprob"] for entry in content]
     logprobs = [math.nan if logprob <= NO_NUMBER else logprob for logprob in logprobs]
-    return Answer(answer["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
+    return GenerateResult(answer["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
 
 
-class VLLMServer(Server):
+class VLLMClient(ServerClient):
     kind = "vllm"
     control = "start the server with `python -m engines.serve`, which opens it"
 
@@ -123,16 +72,16 @@ class VLLMServer(Server):
         world = await self.request("GET", "/get_world_size")
         return models["data"][0]["max_model_len"], world["world_size"]
 
-    async def generate(self, ask: Ask) -> Answer:
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
         """An image goes once; requests name it, and only if the server has dropped it is it sent again."""
-        model, answer, given = self.model, None, ask
+        model, answer, given = self.model, None, request
         for tries in range(1, 4):
             names = self.names
-            ask = given._replace(images=[(f"{key}-{names}", image) for key, image in given.images])
+            request = given._replace(images=[(f"{key}-{names}", image) for key, image in given.images])
             try:
-                await self._introduce(ask, model)
-                answer = await self._generate(ask, model, parts_of(ask))
-            except Lost as error:
+                await self._introduce(request, model)
+                answer = await self._generate(request, model, image_parts(request))
+            except ServerUnavailable as error:
                 # Of a request that was given up the server may believe that its engine has the image. It then fails
                 # whoever names it; under another name the image is sent anew
                 if "answered 500" not in str(error) or tries == 3:
@@ -141,30 +90,27 @@ class VLLMServer(Server):
             if answer is not None:
                 break
         else:  # it drops images faster than they are asked for
-            answer = await self._generate(ask, model, await asyncio.to_thread(parts_of, ask, data=True))
-        try:
-            return answer_of(answer, model)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Lost(f"/inference/v1/generate answered in another form: {type(error).__name__} {error}") from error
+            answer = await self._generate(request, model, await asyncio.to_thread(image_parts, request, data=True))
+        return parse_answer(answer, model)
 
-    async def _introduce(self, ask: Ask, model: str) -> None:
+    async def _introduce(self, request: GenerateRequest, model: str) -> None:
         """Send the images that it lacks, once for all samples of a prompt, with a request for a single token; the
         prompt is then in its prefix cache, too."""
-        names = tuple(key for key, _ in ask.images)
+        names = tuple(key for key, _ in request.images)
         async with self.sending.setdefault(names, asyncio.Lock()):
             if not self.images.issuperset(names):
-                parts = await asyncio.to_thread(parts_of, ask, data=True)
-                await asyncio.shield(self._generate(ask._replace(room=1), model, parts))
+                parts = await asyncio.to_thread(image_parts, request, data=True)
+                await asyncio.shield(self._generate(request._replace(room=1), model, parts))
                 self.images.update(names)
         self.sending.pop(names, None)
 
-    async def _generate(self, ask: Ask, model: str, parts: list[dict]) -> dict | None:
+    async def _generate(self, request: GenerateRequest, model: str, parts: list[dict]) -> dict | None:
         """None: an image that is only named is gone."""
         sampling = {
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "seed": ask.seed,
-            "max_tokens": ask.room,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "max_tokens": request.room,
             "stop_token_ids": self.eos,
             "ignore_eos": True,  # the model's own: these are all
             "logprobs": 0,
@@ -172,9 +118,9 @@ class VLLMServer(Server):
         }
         body = {
             "model": model,
-            "token_ids": ask.ids,
+            "token_ids": request.ids,
             "return_token_ids": True,
-            "cache_salt": ask.salt,
+            "cache_salt": request.salt,
             "sampling_params": sampling,
         }
         if parts:
@@ -184,7 +130,7 @@ class VLLMServer(Server):
         except Missing as error:
             if model == POLICY:
                 raise
-            raise Lost(f"it has no adapter {model!r}: it was started again") from error
+            raise ServerUnavailable(f"it has no adapter {model!r}: it was started again") from error
         except UserError as error:
             if "Cache miss" not in str(error):
                 raise
@@ -208,13 +154,13 @@ class VLLMServer(Server):
     async def begin_update(self) -> None:
         try:
             await self.post("/start_weight_update")
-        except Lost as error:
+        except ServerUnavailable as error:
             if "already active" not in str(error):
                 raise
             await self.post("/finish_weight_update")  # one that was given up in the middle
             await self.post("/start_weight_update")
 
-    async def update(self, metas: Sequence[Meta], crc: Sequence[int] | None) -> None:
+    async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
         names, dtypes, shapes = zip(*metas, strict=True)
         await self.send_update({"names": names, "dtype_names": dtypes, "shapes": shapes, "crc": crc})
 

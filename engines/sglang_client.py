@@ -1,40 +1,37 @@
-"""A server of SGLang's: what it is asked over HTTP, how weights get into it, and the command that starts one.
+"""The client of an SGLang server: requests over HTTP, and how weights get into it.
 
-Everything that SGLang's server needs is its own: nothing of ours runs in it. Tested with SGLang 0.5.23, on a CPU, with
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Untested are recurrent layers (Qwen3.5) and experts, which need kernels that PyPI has
-for GPUs only; experts that lie in one tensor, as transformers has them, it does not take.
+Nothing of ours runs inside SGLang's server. Tested with SGLang 0.5.23, on a CPU, with Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL. Untested are recurrent layers (Qwen3.5) and experts, which need kernels that PyPI has for GPUs only; SGLang
+does not take experts that lie in one tensor, as transformers has them.
 """
 
 import asyncio
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
-from engines.transfer import Meta, read_file
-from engines.wire import Answer, Ask, Lost, Server, data_uri
+from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri
+from engines.sync import TensorMeta, read_safetensors
 from errors import UserError, need
-from model import Processor
 
 # A pickle by name of the class that SGLang has for this, as its to_str() writes it
-BAN = b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n."
+BAN_PROCESSOR = b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n."
 # It knows their images by their files' bytes. Given mm_hashes it looks for these in prompts that are filled with hashes
 # of its own, and ends with an IndexError
-BY_BYTES = ("qwen3_vl", "qwen3_vl_moe")
-POLL = 0.05  # seconds between looks at what still runs
+KEYED_BY_FILE_BYTES = ("qwen3_vl", "qwen3_vl_moe")
+POLL_SECONDS = 0.05  # seconds between looks at what still runs
 
 # transformers' names -> the checkpoint's, by which SGLang takes weights
-PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
+NAME_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
 # the checkpoint's -> SGLang's own parameters, in which several of them lie side by side
-FUSED = (
+FUSED_PARAMETERS = (
     (r"^visual(.*)\.attn\.qkv\.", r"visual\1.attn.qkv_proj."),
     (r"\.[qkv]_proj\.", ".qkv_proj."),
     (r"\.(gate|up)_proj\.", ".gate_up_proj."),
@@ -45,20 +42,20 @@ IGNORED = "rotary_emb.inv_freq"  # SGLang drops what has this in its name
 
 
 def checkpoint_name(name: str) -> str:
-    for ours, theirs in PREFIXES:
+    for ours, theirs in NAME_PREFIXES:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     return name
 
 
-def own_names(name: str) -> set[str]:
+def sglang_names(name: str) -> set[str]:
     """What SGLang may call the parameter that holds this one (a checkpoint's name)."""
-    for pattern, new in FUSED:
+    for pattern, new in FUSED_PARAMETERS:
         name = re.sub(pattern, new, name)
     return {name, name.replace(".self_attn.", ".")}  # Qwen3.5's
 
 
-class SGLangServer(Server):
+class SGLangClient(ServerClient):
     kind = "sglang"
     health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
@@ -78,39 +75,37 @@ class SGLangServer(Server):
              f"--servers {self.url}: with dp_size and pp_size {sizes} SGLang takes no weights; start a server for each "
              "replica, with tensor parallelism alone")
         model = await self.request("GET", "/model_info")
-        self.takes_hashes = model["model_type"] not in BY_BYTES
+        self.takes_hashes = model["model_type"] not in KEYED_BY_FILE_BYTES
         return info["context_length"] or info["max_req_input_len"], info["tp_size"]
 
-    async def generate(self, ask: Ask) -> Answer:
-        need(ask.top_p == 1, f"--top-p {ask.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        need(request.top_p == 1,
+             f"--top-p {request.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")
         body: dict[str, Any] = {
-            "input_ids": ask.ids,
-            "cache_salt": ask.salt,
+            "input_ids": request.ids,
+            "cache_salt": request.salt,
             "sampling_params": {
-                "temperature": ask.temperature,
+                "temperature": request.temperature,
                 "top_k": -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
-                "max_new_tokens": ask.room,
+                "max_new_tokens": request.room,
                 "stop_token_ids": self.eos,
                 "ignore_eos": False,  # or it ignores stop_token_ids, too
-                "sampling_seed": ask.seed,  # heeded with --enable-deterministic-inference, which CPUs have not
+                "sampling_seed": request.seed,  # heeded with --enable-deterministic-inference, which CPUs have not
                 "custom_params": {"token_ids": self.banned},
             },
-            "custom_logit_processor": json.dumps({"callable": BAN.hex()}) if self.banned else None,
+            "custom_logit_processor": json.dumps({"callable": BAN_PROCESSOR.hex()}) if self.banned else None,
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_prompt_token_ids": True,
         }
-        if ask.images:
-            body["image_data"] = [data_uri(image, key) for key, image in ask.images]
+        if request.images:
+            body["image_data"] = [data_uri(image, key) for key, image in request.images]
             if self.takes_hashes:
-                body["mm_hashes"] = [hashlib.sha256(key.encode()).hexdigest() for key, _ in ask.images]
+                body["mm_hashes"] = [hashlib.sha256(key.encode()).hexdigest() for key, _ in request.images]
         answer = await self.post("/generate", body)
-        try:
-            return read_answer(answer, self.eos, ask)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise Lost(f"/generate answered in another form: {type(error).__name__} {error}") from error
+        return parse_answer(answer, self.eos, request)
 
     async def pause(self, mode: str) -> None:
         if mode != "keep":
@@ -120,14 +115,14 @@ class SGLangServer(Server):
     async def _drain(self, abort: bool) -> None:
         """Until nothing runs: SGLang has no mode to wait, and looks once a second whether what it aborts is over. What
         is asked in the meantime is aborted, or kept, by the pause that follows."""
-        for _ in range(int(self.seconds / POLL) + 1):
+        for _ in range(int(self.timeout / POLL_SECONDS) + 1):
             if abort:
                 await self.post("/abort_request", {"abort_all": True})
             loads = (await self.request("GET", "/v1/loads", params={"include": "core"}))["loads"]
             if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
                 return
-            await asyncio.sleep(POLL)
-        raise Lost(f"responses still run after {self.seconds:g} s")
+            await asyncio.sleep(POLL_SECONDS)
+        raise ServerUnavailable(f"responses still run after {self.timeout:g} s")
 
     async def resume(self) -> None:
         await self.post("/continue_generation")
@@ -153,22 +148,22 @@ class SGLangServer(Server):
             await self.post("/end_weight_update")
             await self.post("/begin_weight_update")
 
-    def known(self, names: Sequence[str]) -> list[str]:
+    def translate_names(self, names: Sequence[str]) -> list[str]:
         """As SGLang takes them. Of those that it does not know it would drop some, and stop half-way at others."""
         theirs = [checkpoint_name(name) for name in names]
         for name, their in zip(names, theirs, strict=True):
-            if not own_names(their) & self.names:
+            if not sglang_names(their) & self.names:
                 told = "takes no experts that lie in one tensor" if ".experts." in name else "has no such parameter"
                 raise UserError(f"--servers {self.url}: SGLang's server {told}: {name}")
         return theirs
 
     async def update(self, metas: Sequence[tuple], crc: Sequence[int] | None) -> None:
         """SGLang has nothing that could look at `crc`."""
-        metas = [Meta(*meta) for meta in metas]
+        metas = [TensorMeta(*meta) for meta in metas]
         asked: dict[str, Any] = {"dtypes": [m.dtype for m in metas], "shapes": [list(m.shape) for m in metas]}
         asked |= {"group_name": self.group, "flush_cache": False}
         try:
-            names = self.known([m.name for m in metas])
+            names = self.translate_names([m.name for m in metas])
         except UserError:  # received, for the others of the group, and dropped
             ignored = [f"{m.name}.{IGNORED}" for m in metas]
             await self._take("/update_weights_from_distributed", asked | {"names": ignored})
@@ -177,21 +172,21 @@ class SGLangServer(Server):
         self._sent(names)
 
     def _sent(self, names: Sequence[str]) -> None:
-        self.unsent -= set(chain.from_iterable(map(own_names, names)))
+        self.unsent -= set(chain.from_iterable(map(sglang_names, names)))
 
     async def _take(self, path: str, body: dict) -> None:
         try:
             await self.post(path, body)
         except UserError as error:  # whatever failed, some weights may be new and some old
-            raise Lost(str(error)) from error
+            raise ServerUnavailable(str(error)) from error
 
     async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
         """Through a copy of the files under the checkpoint's names: SGLang reads whole folders, and its own names."""
         with tempfile.TemporaryDirectory(dir=folder, prefix="sglang-") as copy:
             names = []
             for file in files:
-                tensors = dict(read_file(Path(folder) / file))
-                known = self.known(list(tensors))
+                tensors = dict(read_safetensors(Path(folder) / file))
+                known = self.translate_names(list(tensors))
                 save_file(dict(zip(known, tensors.values(), strict=True)), Path(copy) / Path(file).name)
                 names += known
             asked = {"model_path": copy, "load_format": "safetensors", "flush_cache": False}
@@ -201,11 +196,11 @@ class SGLangServer(Server):
     async def end_update(self, label: str) -> None:
         unsent, self.unsent = sorted(self.unsent), frozenset()
         if unsent:
-            raise Lost(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
+            raise ServerUnavailable(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
         await self.post("/end_weight_update")
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         # keys and values of old weights, if nothing runs; salts keep those that are left apart
-        async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.seconds):
+        async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.timeout):
             pass
 
     async def checksums(self) -> dict[str, str]:
@@ -214,59 +209,25 @@ class SGLangServer(Server):
         return {name: "-".join(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def read_answer(answer: dict, eos: Sequence[int], ask: Ask) -> Answer:
+def parse_answer(answer: dict, eos: Sequence[int], request: GenerateRequest) -> GenerateResult:
     """Of /generate."""
     info, tokens = answer["meta_info"], answer["output_ids"]
     finish = info["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
-        raise Lost(f"/generate ended with {info['finish_reason']}")
+        raise ServerUnavailable(f"/generate ended with {info['finish_reason']}")
     if finish == "stop" and tokens[-1] not in eos:
         raise UserError(
-            f"example {ask.uid!r}: SGLang stopped at token {tokens[-1]}, which is no end token of --model: "
+            f"example {request.uid!r}: SGLang stopped at token {tokens[-1]}, which is no end token of --model: "
             f"its config.json and generation_config.json should name the same eos_token_id ({list(eos)})"
         )
     pairs = info.get("output_token_logprobs") or []
     if [pair[1] for pair in pairs] != tokens:
-        raise Lost("/generate answered with log-probabilities of other tokens")
+        raise ServerUnavailable("/generate answered with log-probabilities of other tokens")
     logprobs = [pair[0] for pair in pairs]
     labels = [info["weight_version"]] * len(tokens)
     for span in info.get("weight_versions") or []:
         start, end = span["start"], span["end"]
         if not 0 <= start <= end <= len(tokens):
-            raise Lost(f"/generate answered with a version of weights for tokens {start:.3g} to {end:.3g}")
+            raise ServerUnavailable(f"/generate answered with a version of weights for tokens {start:.3g} to {end:.3g}")
         labels[start:end] = [span["version"]] * (end - start)
-    return Answer(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# How one is started
-
-
-CPU = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
-    "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
-).split()
-AS_THEY_COME = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  # images have the size that is seen
-CUDA = ["--mem-fraction-static", "0.6"]
-
-
-def sglang_command(
-    path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: dict[str, Any], host: str, port: int
-) -> tuple[list[str], dict[str, str]]:
-    """The command of a server, and the environment that it needs. `settings`: max_model_len, limit_mm_per_prompt,
-    tensor_parallel_size."""
-    length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
-    count = images["count"] if images else 0
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", path, "--host", host, "--port", str(port)]
-    argv += ["--dtype", str(dtype).removeprefix("torch."), "--context-length", str(length), "--skip-server-warmup"]
-    argv += ["--sampling-defaults", "openai", "--grammar-backend", "none", "--enable-multimodal"]
-    argv += ["--enable-custom-logit-processor"]
-    argv += ["--limit-mm-data-per-request", json.dumps({"image": count, "video": 0})]
-    argv += ["--mm-process-config", json.dumps(AS_THEY_COME)]
-    argv += ["--tp-size", str(settings.get("tensor_parallel_size", 1))]
-    argv += CUDA if cuda else CPU
-    # started by torchrun's processes, it must not take their store for that of a transfer; and see `health`
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    if not cuda:
-        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return argv, env
+    return GenerateResult(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])

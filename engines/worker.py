@@ -1,7 +1,7 @@
-"""What runs inside vLLM: the ban, and a server's end of a weight transfer.
+"""A vLLM server's end of weight sync.
 
-`vllm serve --worker-extension-cls engines.vllm_worker.Extension` imports this file in every worker before the model
-loads; then /init_weight_transfer_engine and what follows it speak to `Receiver`. Tested with vLLM 0.32.0.
+`vllm serve --worker-extension-cls engines.worker.Extension` imports this file in every worker before the model loads;
+then /init_weight_transfer_engine and the requests after it speak to `Receiver`. Tested with vLLM 0.32.0.
 """
 
 from contextlib import suppress
@@ -15,46 +15,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from engines.transfer import Meta, checksum, join, read_file
+from engines.sync import TensorMeta, join_process_group, read_safetensors, tensor_checksum
 from engines.vllm_cpu import leave_weights_alone
 from engines.vllm_weights import Loader
 from utils import NamedTensors
 
 
-class Ban(LogitsProcessor, LogitsProcessorV2):
-    """A logits processor that takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias
-    would not: it is finite, and so the probability is not exactly zero.
-
-    It serves both of vLLM's model runners. V2, the default on a GPU, calls __init__(config, request states) and
-    apply(logits, context); V1, the only one on a CPU, calls __init__(config, device, pin memory) and apply(logits).
-    """
-
-    def __init__(self, vllm_config, state, is_pin_memory=False):
-        self.ids = vllm_config.additional_config["banned"]
-        self.banned: torch.Tensor | None = None
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update) -> None:
-        """Do nothing: the ban is the same for every request."""
-
-    def apply(self, logits: torch.Tensor, ctx=None) -> torch.Tensor:
-        if self.banned is None:  # V2 calls __init__ while weights load, and sleep level 2 discards what is made there
-            self.banned = torch.tensor(self.ids, device=logits.device)
-        return logits.index_fill_(1, self.banned, -torch.inf)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A server's end of a transfer
-
-
 @dataclass
 class Init(WeightTransferInitInfo):
-    """`how`: gloo, nccl or disk; `info`: what that needs."""
+    """The start of a transfer. `how`: gloo, nccl or disk; `info`: what that needs."""
 
     how: str
     info: dict = field(default_factory=dict)
@@ -62,8 +32,8 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Tensors that the trainer broadcasts, in this order; or a file of them; or `check`: have all come that should?
-    `crc`: of each tensor's bytes."""
+    """An update: tensors that the trainer broadcasts, in this order; or a file of them; or `check`, which fails unless
+    all that should come have come. `crc`: checksum of each tensor."""
 
     names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
@@ -74,9 +44,9 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine):
-    """Copies what comes into the live parameters. vLLM's own engines load layer by layer from scratch, which leaves
-    garbage where a part of a fused module comes alone (an adapter on q and v), and a dead server where an update fails.
-    A failed update leaves this one alive, with a mixture of weights: the trainer must not use it before the next."""
+    """Copies received tensors into the live parameters. vLLM's own engines load layer by layer from scratch, which
+    leaves garbage where a part of a fused module comes alone (an adapter on q and v), and a dead server if an update
+    fails. With this one the server stays alive, with a mixture of weights: do not use it before the next update."""
 
     init_info_cls, update_info_cls = Init, Update
 
@@ -89,7 +59,7 @@ class Receiver(WeightTransferEngine):
         elif info.how == "gloo":
             parallel = self.parallel_config
             own = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = join("gloo", rank=info.info["rank_offset"] + own, **info.info["group"])
+            self.group = join_process_group("gloo", rank=info.info["rank_offset"] + own, **info.info["group"])
 
     def _native(self, info: dict) -> WeightTransferEngine:
         """vLLM's own NCCL receiver, with our way to load."""
@@ -114,28 +84,28 @@ class Receiver(WeightTransferEngine):
             self.loader.finish(self.whole)
             self.whole = False
         elif info.path is not None:
-            self.loader.load(read_file(info.path))
+            self.loader.load(read_safetensors(info.path))
         elif self.native is not None:
             fields = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
             self.native.receive_weights(self.native.parse_update_info(fields))
         else:
-            metas = [Meta(*meta) for meta in zip(info.names, info.dtype_names, info.shapes, strict=True)]
+            metas = [TensorMeta(*meta) for meta in zip(info.names, info.dtype_names, info.shapes, strict=True)]
             self.loader.load(self._broadcast(metas, info.crc))
 
-    def _broadcast(self, metas: list[Meta], crc: list[int] | None) -> NamedTensors:
-        """All of them are received before one is looked at: or those behind a bad one would hang the others."""
+    def _broadcast(self, metas: list[TensorMeta], crc: list[int] | None) -> NamedTensors:
+        """Receive all tensors, then compare checksums: after an early error the other members would hang."""
         received = []
         for meta in metas:
             tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
             torch.distributed.broadcast(tensor, group=self.group, group_src=0)
             received.append((meta.name, tensor))
         for (name, tensor), sent in zip(received, crc or [], strict=False):
-            if checksum(tensor) != sent:
+            if tensor_checksum(tensor) != sent:
                 raise ValueError(f"{name} is not what was sent: its checksum differs")
         return [(name, tensor.to(self.device)) for name, tensor in received]
 
     def finish_weight_update(self) -> None:
-        """Nothing: parameters were copied in place."""
+        """Do nothing: parameters were copied in place."""
 
     group = native = None
 

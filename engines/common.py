@@ -1,0 +1,38 @@
+"""What vLLM in the trainer's process and servers have in common: short requests, and weights in buckets."""
+
+from collections.abc import Iterator
+
+import torch
+
+from model import Processor
+from rollout import Rollout
+from utils import NamedTensors
+
+
+def iter_buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield consecutive tensors in lists of at most `max_bytes`, a larger tensor alone. Only one list is in memory."""
+    bucket, size = [], 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def build_request(rollout: Rollout, room: int, processor: Processor) -> tuple:
+    """Return what an engine needs for a rollout's next response: (uid, sample, turn, length, room, ids, images), where
+    `ids` have one placeholder for all tokens of an image."""
+    prompt = rollout.prompt
+    response, images = iter(rollout.response), iter(rollout.images)
+    short = list(prompt.short_ids)
+    for token in response:
+        short.append(token)
+        if token == processor.image_token_id:
+            skipped = next(images).n_tokens - 1
+            assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
+    length = len(prompt.token_ids) + len(rollout.response)
+    pil_images = [image.image for image in prompt.images + rollout.images]
+    return prompt.uid, rollout.sample, rollout.turns, length, room, short, pil_images
