@@ -507,24 +507,32 @@ def test_the_column_of_advantages_equals_the_formulas(data):
     assert with_bonus == counted
 
 
-def test_a_critics_advantages_are_gaes_over_the_ragged_responses():
-    algo = Algorithm(adv="gae", group_size=2, gamma=0.9, lam=0.8)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("turns", [None, [0.0, -0.5, 0.0, 0.25, 2.0, 0.0, 0.0, 0.125, 0.0, 0.0, 0.5]])
+def test_a_critics_advantages_are_gaes_over_the_ragged_responses(turns, kl_coef):
+    """What a turn earned comes with its token, and the rest of the reward with the last one."""
+    algo = Algorithm(adv="gae", group_size=2, gamma=0.9, lam=0.8, kl_coef=kl_coef, kl_in="reward")
     rewards = [[1.0, 0.0], [0.25, 0.5]]
     counts = [3, 1, 5, 2]
     counted = [True, True, False, True]
     tokens = token_batch([written("u", [1], [1] * n) for n in counts])
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens.values = values
+    tokens.values, tokens.old_logps, tokens.ref_logps = values, -values.abs(), -0.5 * values.abs() - 0.1
+    tokens.turn_rewards = None if turns is None else torch.tensor(turns)
     advantages, returns = [], []
-    for r, v in zip(itertools.chain.from_iterable(rewards), values.split(counts), strict=True):
-        a, back = slow_gae([0.0] * (len(v) - 1) + [r], v.tolist(), [True] * len(v), 0.9, 0.8)
+    of_turns = torch.tensor(turns or [0.0] * sum(counts)).split(counts)
+    for r, v, of_turn in zip(itertools.chain.from_iterable(rewards), values.split(counts), of_turns, strict=True):
+        earned = [x - kl_coef * slow_kl(-abs(y), -0.5 * abs(y) - 0.1, "k3")
+                  for x, y in zip(of_turn.tolist(), v.tolist(), strict=True)]  # fmt: skip
+        earned[-1] += r - sum(of_turn.tolist())
+        a, back = slow_gae(earned, v.tolist(), [True] * len(v), 0.9, 0.8)
         advantages.append(a)
         returns += back
     used = list(itertools.chain.from_iterable(a for a, c in zip(advantages, counted, strict=True) if c))
     mean, std = statistics.fmean(used), statistics.stdev(used)
     want = [(a - mean) / std for a in itertools.chain.from_iterable(advantages)]
     r = torch.tensor(rewards, dtype=torch.float64)
-    got = grpo.advantages(r, r, tokens, torch.tensor(counted), algo, 0.0)
+    got = grpo.advantages(r, r, tokens, torch.tensor(counted), algo, kl_coef)
     torch.testing.assert_close(got[0], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got[1], torch.tensor(returns, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     assert grpo.may_train(r, ["stop", "stop", "length", "stop"], algo) == [True] * 4  # its values are wanted
