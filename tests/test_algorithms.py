@@ -170,18 +170,10 @@ def test_gae_equals_a_double_loop_and_passes_over_masked_tokens(n, gamma, lam, s
         assert torch.equal(one[0], got[0][b]) and torch.equal(one[1], got[1][b])
 
 
-def test_gae_known_cases():
-    rewards, values, mask = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.5]), torch.ones(3)
-    assert gae(rewards, values, mask, 1.0, 1.0)[1].tolist() == [1, 1, 1]  # Monte Carlo
-    assert gae(rewards, values, mask, 1.0, 0.0)[0].tolist() == [-0.25, 0.25, 0.5]  # one-step errors
-    assert gae(rewards, 0 * values, mask, 0.5, 1.0)[0].tolist() == [0.25, 0.5, 1.0]  # discounted rewards-to-go
-    assert gae(torch.tensor([0.0, 1.0, 9.0]), torch.zeros(3), torch.tensor([1, 1, 0]), 0.5, 1.0)[0].tolist() == [
-        0.5,
-        1.0,
-        0.0,
-    ]
-    with pytest.raises(ValueError, match="must agree"):
-        gae(rewards, values[:2], mask, 1.0, 1.0)
+def test_gae_refuses_columns_that_do_not_fit():
+    for shapes in ((3, 2, 3), (3, 3, 2), (2, 3, 3)):
+        with pytest.raises(ValueError, match="must agree"):
+            gae(*map(torch.ones, shapes), 1.0, 1.0)
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -393,18 +385,6 @@ def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
     assert whole.abs().sum() > 1
 
 
-def test_gspo_weighs_a_response_as_a_whole():
-    """Equation 5 for a response of three tokens: the mean over tokens of s A is s A, and each pushes the same."""
-    logp = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-1.1, -1.8, -0.5], dtype=torch.float64)
-    bounds = {"clip_low": 0.5, "clip_high": 0.5}
-    advantages = torch.full((3,), 2.0).double()
-    loss, _ = policy_loss(logp, old, advantages, "gspo", rollout_K=torch.tensor([4, 4, 4]), **bounds)
-    (loss / 3).sum().backward()
-    s = math.exp((0.1 - 0.2 + 0.0) / 3)
-    assert loss.tolist() == pytest.approx([-2 * s] * 3) and logp.grad.tolist() == pytest.approx([-2 * s / 3] * 3)
-
-
 def test_unknown_names_are_refused():
     one = torch.zeros(1)
     for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "known: clip, gspo, cispo, sapo, reinforce"),
@@ -598,8 +578,6 @@ def test_value_loss_and_gradient_equal_the_definition(clip):
 
 
 def test_overlong_penalty():
-    expected = {1: 0, 16: 0, 17: -0.25, 18: -0.5, 19: -0.75, 20: -1, 25: -1}
-    assert {n: overlong_penalty(n, 20, 4) for n in expected} == expected
     for n in range(1, 30):  # the three cases as published, L_max 20 and L_cache 4
         assert overlong_penalty(n, 20, 4) == (0 if n <= 16 else (16 - n) / 4 if n <= 20 else -1)
 

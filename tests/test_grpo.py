@@ -1,6 +1,7 @@
 """What a token weighs, which responses count, and which settings are refused.   pytest tests/test_grpo.py"""
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -171,6 +172,13 @@ def test_settings_that_contradict_each_other_are_refused(settings, message, chan
     with pytest.raises(UserError, match=message):
         Algorithm(**settings).check()
     Algorithm(**settings | change).check()
+
+
+def test_settings_and_methods_do_not_change_once_made():
+    for made, name in ((Algorithm(), "kl_coef"), (grpo.PolicyLoss(Algorithm()), "kl_coef"),
+                       (grpo.LOSSES["clip"], "per_token"), (grpo.ADVANTAGES["grpo"], "norm_std")):  # fmt: skip
+        with pytest.raises(FrozenInstanceError):
+            setattr(made, name, getattr(made, name))
 
 
 BOUNDS = {  # setting: the least and the largest value allowed, and those beyond

@@ -27,12 +27,6 @@ def test_an_interval_holds_its_proportion():
             assert 0 <= low <= right / n <= high <= 1
 
 
-def test_wilson_is_the_published_one():
-    # Newcombe 1998 (Statistics in Medicine 17), table I: 81/263 and 15/148, 95% score intervals
-    assert S.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert S.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
-
-
 def test_means_of_samples_are_covered_at_least_so_often():
     """Of 95% intervals; scores of examples are means of 4 samples, whose examples differ in how hard they are."""
     rng = np.random.default_rng(0)
