@@ -2,10 +2,15 @@
 
 import importlib.util
 import itertools
+import pickle
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,7 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from packing import assign_to_ranks, balance, bins_needed, flop_rates, group_flops
+from packing import (
+    assign_to_ranks,
+    balance,
+    balance_over_ranks,
+    bins_needed,
+    flop_rates,
+    group_flops,
+    heaviest,
+    rollouts_flops,
+)
+from rollout import Rollout, written
+from utils import Context
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,7 +160,7 @@ def fewest_bins(sizes, max_size):
 def test_bins_needed_are_nearly_the_fewest_and_enough_for_balance():
     rng = random.Random(0)
     extra = 0
-    for _ in range(200):
+    for _ in range(100):
         sizes = [rng.randint(0, 10) for _ in range(rng.randint(0, 7))]
         needed = bins_needed(sizes, 12)
         extra += needed - fewest_bins(sizes, 12)
@@ -153,7 +169,7 @@ def test_bins_needed_are_nearly_the_fewest_and_enough_for_balance():
             bins = balance(costs, k, sizes=sizes, max_size=12)
             check(costs, k, bins)
             assert top(sizes, bins) <= 12
-    assert 0 <= extra <= 4
+    assert 0 <= extra <= 2
     with pytest.raises(ValueError, match="item 1 has size 13, .*max_size 12"):
         bins_needed([3, 13], 12)
 
@@ -195,6 +211,116 @@ def test_every_rank_gets_a_group_of_every_minibatch_that_has_enough():
     ranks = assign_to_ranks(flops, minibatches, 4)
     assert sorted(ranks[:4]) == sorted(ranks[4:8]) == [0, 1, 2, 3] and ranks[8] in range(4)
     assert assign_to_ranks([], [], 3) == [] and assign_to_ranks([3.0, 1.0], [0, 1], 1) == [0, 0]
+
+
+def test_the_heaviest_rank_is_compared_with_the_mean_minibatch_by_minibatch():
+    """Ranks wait for each other: (3 + 2) / (2 + 2), and a rank without anything counts, too: (4 + 2) / (2 + 1)."""
+    assert heaviest([3.0, 1.0, 2.0, 2.0], [0, 1, 0, 1], [0, 0, 1, 1], 2) == 5 / 4
+    assert heaviest([4.0, 2.0], [0, 0], [0, 1], 2) == 2.0
+
+
+class Rank(Context):
+    """One of several processes of a test that is a single one: `gather` finds what each of them gave, call by call."""
+
+    def gather(self, item):
+        return self.everyone.meet(self.rank, item)
+
+    def exchange(self, items):
+        return [everything[self.rank] for everything in self.gather(items)]
+
+
+class Everyone:
+    """The ranks as threads."""
+
+    def __init__(self, world, tp):
+        self.world, self.tp = world, tp
+        self.items = [None] * world
+        self.barrier = threading.Barrier(world)
+
+    def meet(self, rank, item):
+        self.items[rank] = pickle.dumps(item)  # what travels is copied
+        self.barrier.wait(60)
+        items = [pickle.loads(data) for data in self.items]
+        self.barrier.wait(60)
+        return items
+
+    def run(self, work):
+        """work(ctx) of each rank, in rank order."""
+        with ThreadPoolExecutor(self.world) as pool:
+            contexts = []
+            for rank in range(self.world):
+                contexts.append(Rank(rank, self.world, torch.device("cpu"), self.tp))
+                object.__setattr__(contexts[-1], "everyone", self)
+            return list(pool.map(work, contexts))
+
+
+@pytest.mark.parametrize("world,tp,minibatches", [(2, 1, 1), (4, 1, 2), (4, 2, 2), (4, 4, 1)])
+def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches, loaded, picture):
+    hf, processor = loaded["qwen2_5_vl"]
+    rates, rng = flop_rates(hf.config), random.Random(0)
+    n_groups, size = 32, 3
+    data_world = world // tp
+    keys = [(i // 20, i % 20) for i in range(n_groups)]  # of two rounds
+    lengths = {f"p{i}": [rng.randint(1, 60) for _ in range(size)] for i in range(n_groups)}
+    for i in range(0, n_groups, world):  # what the first rank samples is long
+        lengths[f"p{i}"] = [60] * size
+
+    def prompts_of(uids):
+        made = []
+        for uid in uids:
+            number = int(uid[1:])
+            images = [processor.image(uid, picture(56, 56, number))] * (number % 3 == 0)
+            made.append(written(uid, list(range(5 + number % 4)), [1], images).prompt)
+        return made
+
+    def sampled(i):
+        [prompt] = prompts_of([f"p{i}"])
+        group = []
+        for g, n in enumerate(lengths[prompt.uid]):
+            logprobs, mask = [-i - g / 8] * n, [True] * n
+            group.append(Rollout(prompt, g, [i] * n, mask, logprobs, "length", f"{i}/{g}", {"reward": g + i / 64}))
+        return group
+
+    chosen = [key for i, key in enumerate(keys) if i % 8 != 7]  # not all that were sampled are trained on
+
+    def work(ctx):
+        groups = {keys[i]: sampled(i) for i in range(ctx.rank, n_groups, world)}
+        return balance_over_ranks(groups, chosen, minibatches, rates, ctx)
+
+    done = Everyone(world, tp).run(work)
+    assert all(evenness == done[0][1] for _, evenness in done)
+    for rank in range(0, world, tp):  # all of a tensor-parallel group train on the same
+        for other in range(rank + 1, rank + tp):
+            assert [[r.text for r in part] for part in done[other][0]] == [
+                [r.text for r in part] for part in done[rank][0]
+            ]
+    loads = np.zeros((data_world, minibatches))
+    for number in range(minibatches):
+        arrived = []
+        for data_rank in range(data_world):
+            part = done[data_rank * tp][0][number]
+            assert len(part) % size == 0
+            for start in range(0, len(part), size):
+                group = part[start : start + size]
+                i = int(group[0].prompt.uid[1:])
+                arrived.append(keys[i])
+                for got, want in zip(group, sampled(i), strict=True):  # whole, in order, nothing lost on the way
+                    assert (got.prompt.uid, got.prompt.token_ids) == (want.prompt.uid, want.prompt.token_ids)
+                    both = zip(got.prompt.images, want.prompt.images, strict=True)
+                    assert all(torch.equal(a.pixel_values(), b.pixel_values()) and a.key == b.key for a, b in both)
+                    assert vars(replace(got, prompt=None)) == vars(replace(want, prompt=None))
+                loads[data_rank, number] += rollouts_flops(group, rates)
+        assert sorted(arrived) == chosen[number::minibatches]  # once each, in the minibatch that it was of
+    sampled_by = np.zeros((data_world, minibatches))
+    for place, key in enumerate(chosen):
+        i = keys.index(key)
+        sampled_by[i % world // tp, place % minibatches] += rollouts_flops(sampled(i), rates)
+    # ranks wait for each other at the end of each minibatch
+    before, after = (x.max(axis=0).sum() / x.mean(axis=0).sum() for x in (sampled_by, loads))
+    assert done[0][1] == {"balance/sampled": pytest.approx(before), "balance/trained": pytest.approx(after)}
+    if data_world > 1:
+        assert after < 1.02 < 1.15 < before
+        assert (loads.max(axis=0) / loads.mean(axis=0)).max() < 1.05  # and so is each minibatch
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -347,7 +473,7 @@ def test_no_bin_is_empty_while_there_are_items_for_all():
     """An empty micro-batch would end the run. The first case is one that the search alone leaves with an empty bin."""
     cases = [([15, 15, 15, 14, 9, 35], 5, [3, 3, 3, 7, 9, 7], 10)]
     rng = random.Random(0)
-    for _ in range(3000):
+    for _ in range(600):
         n = rng.randint(2, 9)
         cases.append(
             (
@@ -366,4 +492,4 @@ def test_no_bin_is_empty_while_there_are_items_for_all():
         found += 1
         assert all(bins) and sorted(i for b in bins for i in b) == list(range(len(costs)))
         assert all(sum(sizes[i] for i in b) <= room for b in bins) and all(b == sorted(b) for b in bins)
-    assert found > 1000
+    assert found > 200

@@ -11,13 +11,16 @@ import math
 import random
 import re
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scipy import ndimage
 
 import reward
 from errors import UserError
@@ -121,7 +124,7 @@ CD | DR Congo; Democratic Republic of the Congo; The Democratic Republic of the 
 CG | Congo; Republic of the Congo; Congo-Brazzaville
 CZ | Czechia; Czech Republic
 CI | Ivory Coast; Côte d'Ivoire; Cote d’Ivoire; COTE DIVOIRE
-TR | Turkey; Türkiye; Turkiye
+TR | Turkey; Türkiye; Turkiye; TURKIYE
 RU | Russia; Russian Federation
 VN | Vietnam; Viet Nam
 TW | Taiwan
@@ -144,7 +147,7 @@ XK | Kosovo; XK
 GW | Guinea-Bissau
 RE | Réunion; Reunion
 BS | The Bahamas; Bahamas
-PS | Palestine; Palestinian Territories
+PS | Palestine; Palestinian Territories; State of Palestine
 HK | Hong Kong; Hong Kong SAR
 BQ | Caribbean Netherlands
 IE | Ireland; Republic of Ireland
@@ -263,21 +266,6 @@ def test_different_regions_stay_different():
         assert right(json.dumps({"region": one}), {"country": country, "region": other}) == ""
 
 
-COUNTRY_NAMES = """
-US USA, U.S., United States of America, America | GB UK, U.K., Great Britain | KR South Korea
-CD DR Congo, DRC
-CZ Czechia, Czech Republic | CI Ivory Coast, Côte d'Ivoire, Cote d’Ivoire | TR Türkiye, Turkey, TURKIYE
-NL Holland, The Netherlands
-TW Taiwan | PS Palestine, State of Palestine | XK Kosovo | KP North Korea | MM Burma, Myanmar | SZ Eswatini, Swaziland
-"""
-
-
-@pytest.mark.parametrize("line", re.split(r"[|\n]", COUNTRY_NAMES.strip()))
-def test_names_that_people_write(line):
-    for name in line.strip()[3:].split(","):
-        assert geospot.country_of(name) == line.strip()[:2]
-
-
 def test_a_city_with_its_state():
     place = {"country": "US", "region": "New York", "city": "New York City"}
     for given in ("New York, NY", "New York", "New York City, New York", "New York, NY, USA"):
@@ -367,6 +355,25 @@ def test_options_that_are_wrong_are_refused(options, told):
 def test_coordinates_at_the_edge(lat, lon, share):
     earned = geospot_reward(json.dumps({"lat": lat, "lon": lon}), PARIS, 4)["coordinates"]
     assert earned == pytest.approx(share, abs=2e-3) if share is not None else earned < 0.01
+
+
+@pytest.mark.parametrize(
+    "text, read",
+    [
+        ("90, 180", (90, 180)),
+        ("-90, -180", (-90, -180)),
+        ("90.01, 0", None),
+        ("0, -180.01", None),
+        ("1°59'59\"S, 0°0'36\"W", (-1 - 59 / 60 - 59 / 3600, -0.01)),
+        ("1°60'0\"N, 0", None),
+        ("1°0'60\"N, 0", None),
+    ],
+)
+def test_the_largest_degrees_minutes_and_seconds(text, read):
+    found = geospot.read_coordinates({"coordinates": text})
+    assert found is None if read is None else found == pytest.approx(read, rel=1e-12)
+    if read == (90, 180):
+        assert geospot.read_coordinates({"lat": 90.0, "lon": 180}) == read
 
 
 def test_a_truth_at_0_0_is_a_place():
@@ -555,7 +562,8 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
     examples = made(tmp_path, one, tmp_path / "two.jsonl", tmp_path / "three.parquet")
     assert len(examples) == 3 and len({e.uid for e in examples}) == 3
     for example in examples:
-        assert json.loads(example.ground_truth) == PARIS and example.images == [image.read_bytes()]
+        assert example.ground_truth == json.dumps(PARIS, ensure_ascii=False)  # readable, as is the file
+        assert example.images == [image.read_bytes()]
         assert example.messages == [{"role": "user", "content": f"<image>{geospot.INSTRUCTION}"}]
         assert example.data_source == "geospot"
     assert examples[0].extra["camera"] == "x"
@@ -632,9 +640,9 @@ def test_an_image_behind_a_url_is_fetched_here_only(tmp_path):
 
 
 def test_toy_is_deterministic_and_its_splits_share_no_image():
-    train, again = (list(geospot.toy(200, "train", 0)) for _ in range(2))
+    train, again = list(geospot.toy(200, "train", 0)), list(geospot.toy(20, "train", 0))
     test, other = list(geospot.toy(100, "test", 0)), list(geospot.toy(100, "train", 1))
-    assert train == again
+    assert train[:20] == again
     images = [row["images"][0]["bytes"] for row in train + test + other]
     assert len(set(images)) == 400
     for row in train[:20]:
@@ -642,6 +650,39 @@ def test_toy_is_deterministic_and_its_splits_share_no_image():
             assert image.size == (84, 84)
     truths = {row["reward_model"]["ground_truth"] for row in train}
     assert len(truths) == 4 * 3 * 3  # each place of the map
+
+
+def test_a_map_shows_its_place():
+    """Read from the pixels: the colours, the coast's radii and width, and number, form, size and place of the marks."""
+    reach, width, jitter, forms = [], [], [], {shape: [] for shape in geospot.REGIONS}
+    middle = geospot.SIDE / 2
+    for n, (colour, shape, marks) in enumerate(3 * list(product(geospot.COLOURS, geospot.REGIONS, (1, 2, 3)))):
+        data = geospot.draw_map(random.Random(n), colour, shape, marks)
+        pixels = np.asarray(Image.open(io.BytesIO(data)))
+        coast, ink, land = ((pixels == c).all(-1) for c in (geospot.COLOURS[colour], geospot.INK, (245, 245, 240)))
+        [sea] = np.unique(pixels[~(coast | ink | land)], axis=0)
+        assert (sea >= (205, 205, 235)).all() and (sea <= (225, 225, 255)).all() and land.sum() > 2000
+        labels, found = ndimage.label(ink)
+        boxes = ndimage.find_objects(labels)
+        cells = [tuple((side.start + side.stop) / 2 / geospot.CELL - 0.5 for side in box) for box in boxes]
+        assert found == marks == len({(round(y), round(x)) for y, x in cells})
+        jitter += [geospot.CELL * (place - round(place)) for cell in cells for place in cell]
+        forms[shape] += [(*ink[box].shape, ink[box].mean()) for box in boxes]
+        for i in range(18):
+            distances = np.arange(0, middle - 0.5, 0.25)
+            angle = i * np.pi / 9
+            x, y = (np.rint(middle + distances * f(angle)).astype(int) for f in (np.cos, np.sin))
+            if not ink[y, x].any():
+                on_coast = distances[coast[y, x]]
+                reach.append(on_coast.max())
+                width.append(np.ptp(on_coast))
+    assert 0.82 * middle < min(reach) < 0.87 * middle and max(reach) > 0.98 * middle
+    assert 5.3 < np.mean(width) < 6.2
+    assert -3 <= min(jitter) < -1.5 and 1.5 < max(jitter) <= 3
+    for shape, share in (("circle", math.pi / 4), ("square", 1.0), ("triangle", 0.5)):
+        heights, widths, shares = zip(*forms[shape], strict=True)
+        assert {min(heights), min(widths)} == {18} and {max(heights), max(widths)} == {22}
+        assert shares == pytest.approx([share] * len(shares), abs=0.03)
 
 
 def test_toy_answers_earn_everything_and_stages_tell_places_apart():

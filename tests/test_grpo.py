@@ -1,6 +1,7 @@
-"""What a token weighs, and which responses count.   pytest tests/test_grpo.py"""
+"""What a token weighs, which responses count, and which settings are refused.   pytest tests/test_grpo.py"""
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 import grpo
 import packing
 from errors import UserError
+from grpo import Algorithm
+from settings import read_settings
 
 # Loss weights --------------------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ def test_a_reward_that_failed_leaves_the_others_what_they_are_without_it(method,
 
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo", "reinforce++"])
 def test_advantages_of_a_step_leave_out_rewards_that_failed(algo):
-    chosen = grpo.Algorithm(algo=algo, **grpo.PRESETS[algo], group_size=3)
+    chosen = Algorithm(algo=algo, **grpo.PRESETS[algo], group_size=3)
     rewards_PG = torch.tensor([[1.0, 0.0, math.nan], [math.nan, 0.25, 1.0]], dtype=torch.float64)
     counted = [True, True, False, False, True, True]
 
@@ -128,8 +131,75 @@ def test_what_a_users_method_needs_is_computed(monkeypatch):
     rewards_PG, reasons = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.5] * 4]), ["stop"] * 8
     monkeypatch.setitem(grpo.ADVANTAGES, "steps", grpo.Advantage(grpo.over_group_mean, "none", per_token=True))
     monkeypatch.setitem(grpo.LOSSES, "anchored", grpo.Loss(grpo.clip, by_advantage=False))
-    by_step, anchored = grpo.Algorithm(adv="steps", group_size=4), grpo.Algorithm(loss="anchored", group_size=4)
+    by_step, anchored = Algorithm(adv="steps", group_size=4), Algorithm(loss="anchored", group_size=4)
     assert grpo.may_train(rewards_PG, reasons, by_step) == grpo.may_train(rewards_PG, reasons, anchored) == [True] * 8
-    assert grpo.may_train(rewards_PG, reasons, grpo.Algorithm(group_size=4)) == [True] * 4 + [False] * 4
+    assert grpo.may_train(rewards_PG, reasons, Algorithm(group_size=4)) == [True] * 4 + [False] * 4
     with pytest.raises(UserError, match="--norm-std group: --adv steps does not give each sample"):
-        grpo.Algorithm(adv="steps", norm_std="group").check()
+        Algorithm(adv="steps", norm_std="group").check()
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+KL = {"kl_coef": 0.1, "kl_in": "reward"}
+REFUSED = [  # what is refused, the message, and the change that makes it right
+    ({"group_size": 1}, "--group-size 1: --adv grpo compares samples of one prompt", {"adv": "reinforce++"}),
+    ({"group_size": 1, "adv": "gae", "sample_rounds": 2}, "--group-size 1: --sample-rounds 2", {"group_size": 2}),
+    ({"adv": "gae", "norm_std": "group"}, "--norm-std group: --adv gae does not give each", {"norm_std": "batch"}),
+    (KL, "--kl-in reward with --norm-std group.*--norm-std batch or none", {"norm_std": "batch"}),
+    ({"clip_low": 1.0}, "--clip-low 1.0: must be below 1, except with --loss cispo", {"loss": "cispo"}),
+    ({"adv": "gae", "loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae", {"loss": "clip"}),
+    ({"adv": "reinforce++", "loss": "gspo", **KL}, "with --kl-in reward has an advantage per token", {"kl_in": "loss"}),
+    ({"loss": "reinforce", "epochs": 2}, "--loss reinforce is right for one update.* --epochs 2 x", {"epochs": 1}),
+    ({"loss": "reinforce", "minibatches": 2}, "not for --epochs 1 x --minibatches 2", {"minibatches": 1}),
+    ({"loss": "reinforce", "old_policy": "rollout"}, "with --old-policy rollout; use", {"old_policy": "trainer"}),
+    ({"tis_cap": 2.0, "old_policy": "rollout"}, "--tis-cap and --tis-mask would weigh by it twice", {"tis_cap": None}),
+    ({"tis_mask": "0.5,2", "old_policy": "rollout"}, "would weigh by it twice", {"old_policy": "trainer"}),
+    ({"kl_target": 0.1}, "--kl-target 0.1 adapts a coefficient that --kl-coef 0.0 has not", {"kl_coef": 0.1}),
+    ({"ref_every": 5}, "--ref-every 5 refreshes a reference that only --kl-coef", {"kl_coef": 0.1}),
+    ({"critic_warmup_steps": 2}, "--critic-warmup-steps 2: --adv grpo has no critic", {"adv": "gae"}),
+    ({"critic": "separate"}, "--critic separate: --adv grpo has no critic; use --adv gae", {"adv": "gae"}),
+    ({"kl_in": "reward"}, "--kl-in reward places a KL that --kl-coef 0.0 leaves out", {"kl_in": "loss"}),
+    ({"algo": "reinforce++", "adv": "reinforce++"}, "--kl-in loss places a KL that", {"kl_in": "reward"}),
+    *(({"loss": loss, "dual_clip": 3.0}, f"--dual-clip 3.0: --loss {loss} is not bounded by it", {"dual_clip": None})
+      for loss in ("cispo", "sapo", "reinforce")),
+    *(({"tis_mask": mask}, f"--tis-mask '{mask}': give LOW,HIGH around 1", {"tis_mask": "0,1.01"})
+      for mask in ("2,3", "0.5,1", "1,2", "-0.1,2", "0.5", "low,high", "0.1,0.5,2")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings,message,change", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, dict) else "")
+def test_settings_that_contradict_each_other_are_refused(settings, message, change):
+    with pytest.raises(UserError, match=message):
+        Algorithm(**settings).check()
+    Algorithm(**settings | change).check()
+
+
+def test_settings_and_methods_do_not_change_once_made():
+    for made, name in ((Algorithm(), "kl_coef"), (grpo.PolicyLoss(Algorithm()), "kl_coef"),
+                       (grpo.LOSSES["clip"], "per_token"), (grpo.ADVANTAGES["grpo"], "norm_std")):  # fmt: skip
+        with pytest.raises(FrozenInstanceError):
+            setattr(made, name, getattr(made, name))
+
+
+BOUNDS = {  # setting: the least and the largest value allowed, and those beyond
+    "group_size": ([1], [0]), "clip_low": ([1e-9, 1.0], [0.0, 1.01]), "clip_high": ([1e-9], [0.0]),
+    "dual_clip": ([1.01, None], [1.0]), "tis_cap": ([1e-9, None], [0.0]), "sample_rounds": ([1], [0]),
+    "epochs": ([1], [0]), "minibatches": ([1], [0]), "entropy_coef": ([0.0], [-1e-9]), "kl_coef": ([0.0], [-1e-9]),
+    "kl_target": ([1e-9, None], [0.0]), "ref_every": ([0], [-1]), "critic_warmup_steps": ([0], [-1]),
+    "gamma": ([0.0, 1.0], [-1e-9, 1.01]), "lam": ([0.0, 1.0], [-1e-9, 1.01]),
+    "norm_std": ([None, *grpo.NORM_STD], ["all"]), "loss_agg": (grpo.LOSS_AGGREGATIONS, ["mean"]),
+    "truncated": (["keep", "mask", "penalise"], ["drop"]), "old_policy": (["trainer", "rollout"], ["engine"]),
+    "kl": (grpo.KL_KINDS, ["k4"]), "kl_in": (["loss", "reward"], ["advantage"]),
+    "critic": (["head", "separate"], ["none"]), "adv": (grpo.ADVANTAGES, ["magic"]), "loss": (grpo.LOSSES, ["magic"]),
+    "algo": (grpo.PRESETS, ["magic"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_setting_takes_what_it_allows_and_nothing_beyond(name):
+    allowed, beyond = BOUNDS[name]
+    for value in allowed:
+        assert getattr(read_settings(Algorithm, {name: value}), name) == value
+    for value in beyond:
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}: must be "):
+            read_settings(Algorithm, {name: value})

@@ -27,12 +27,6 @@ def test_an_interval_holds_its_proportion():
             assert 0 <= low <= right / n <= high <= 1
 
 
-def test_wilson_is_the_published_one():
-    # Newcombe 1998 (Statistics in Medicine 17), table I: 81/263 and 15/148, 95% score intervals
-    assert S.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    assert S.wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
-
-
 def test_means_of_samples_are_covered_at_least_so_often():
     """Of 95% intervals; scores of examples are means of 4 samples, whose examples differ in how hard they are."""
     rng = np.random.default_rng(0)
@@ -74,8 +68,19 @@ def test_bootstrap_over_tasks_resamples_each_by_itself():
 def test_bootstrap_in_pieces_is_the_same(monkeypatch):
     values = np.random.default_rng(4).normal(size=50).tolist()
     whole = S.bootstrap(values)
-    monkeypatch.setattr(S, "CHUNK", 5_000)
-    assert S.bootstrap(values) == whole and S.bootstrap(values, seed=1) != whole
+    monkeypatch.setattr(S, "CHUNK", 50 * 7)  # pieces of 7, and a last one of 4
+    assert S.bootstrap(values) == S.bootstrap(values, seed=0) == pytest.approx(whole, rel=1e-12)
+    assert S.bootstrap(values, seed=1) != pytest.approx(whole, rel=1e-6)
+    monkeypatch.setattr(S, "RESAMPLES", 10)
+    assert S.bootstrap([3.0] * 5) == (3.0, 3.0)  # no resample is left out
+
+
+@pytest.mark.parametrize(
+    "scores, proportions", [([0, 1], True), ([0.5], True), ([-0.5, 1.0], False), ([0, 1.5], False)]
+)
+def test_scores_from_0_to_1_are_proportions(scores, proportions):
+    assert S.ends_of(scores) == ((0.0, 1.0) if proportions else ())
+    assert S.interval(scores) == (S.wilson(sum(scores), len(scores)) if proportions else S.bootstrap(scores))
 
 
 @pytest.mark.parametrize("n,gained,lost", [(100, 0.02, 0.0), (100, 0.02, 0.01), (20, 0.1, 0.0), (20, 0.9, 0.0),
@@ -114,7 +119,7 @@ def test_mcnemar_is_scipys():
 
 
 ONE = "3= 3.0 ;1,000=1000;A=a.;$x + 1$=x+1;3\\,cm=3cm;-0=0;.5=0.50;1,234,567.0=1234567;1e3=1000"
-TWO = "3=4;x=y;1.5=15;=0;1,2=12;30,00=3000;1_000=1000;10000000000000001=10000000000000000;1e400=inf;1/2=0.5"
+TWO = "3=4;0=1;x=y;1.5=15;=0;1,2=12;30,00=3000;1_000=1000;10000000000000001=10000000000000000;1e400=inf;1/2=0.5"
 
 
 @pytest.mark.parametrize("pair", ONE.split(";"))
@@ -139,4 +144,5 @@ def test_answers_that_are_two(pair):
     (["a", "a"], [1, 0], 0.5),  # the format, say, was graded too
 ])
 def test_majority(answers, scores, expected):
+    answers = [answer and f"{answer}!" for answer in answers]  # equal ones are not the same object
     assert S.majority(answers, scores) == expected

@@ -422,8 +422,6 @@ def test_presets_are_resolved_when_parsed_and_shown():
     ppo = parse("--algo ppo").algo
     recipe = (ppo.epochs, ppo.clip_low, ppo.clip_high, ppo.args["value_coef"], ppo.entropy_coef, ppo.gamma, ppo.lam)
     assert recipe == (4, 0.2, 0.2, 0.5, 0.01, 0.99, 0.95)
-    for algo in grpo.PRESETS:
-        parse(f"--algo {algo}").algo.check()
 
 
 def test_a_value_head_reads_the_state_before_each_token(toys):
