@@ -17,8 +17,17 @@ from PIL import Image  # noqa: E402
 
 import demo  # noqa: E402
 import model as M  # noqa: E402
+from errors import in_copy  # noqa: E402
 
 torch.set_num_threads(1)
+
+# Tests of files that a fork may have deleted
+TESTS_OF = {
+    "engines.server": ("test_server_engine.py", "test_servers.py", "test_sglang.py", "test_multinode.py"),
+    "engines.vllm": (
+        "test_server_engine.py", "test_servers.py", "test_sglang.py", "test_vllm.py", "test_vllm_requests.py"),
+}
+collect_ignore = [name for module, names in TESTS_OF.items() if not in_copy(module) for name in names]
 FAMILIES = tuple(M.FAMILIES)
 
 

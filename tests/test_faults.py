@@ -25,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import grpo
 import train
 import utils
-from engines.launch import vllm_settings
 from errors import Interrupted, UserError, check_writable
 from parallel import watch
 from parallel.checkpoint import complete_checkpoints
@@ -423,24 +422,6 @@ def test_a_step_without_a_signal_is_known():
     assert flat("grpo", 1.0, 1)  # by the KL or the entropy alone
     assert not flat("grpo", 0.9, 0) and not flat("gae", 0.9, 1)
     assert not flat("gae", 1.0, 1)  # prompts may differ where samples of one do not
-
-
-@pytest.mark.parametrize("pair, engine, match", [
-    ("kv_cache_dtype=fp8", "hf", "the engine is --rollout hf"),
-    ("enforce_eager", "vllm", "give KEY=VALUE"),
-    ("seed=3", "vllm", "--vllm seed=3: "),
-    ("max_model_len=3", "vllm", "--vllm max_model_len=3: "),
-])
-def test_vllm_settings_that_cannot_be_are_refused(pair, engine, match):
-    with pytest.raises(UserError, match=match):
-        vllm_settings([pair], engine, world=1)
-    assert vllm_settings((), engine, world=1) == {}
-
-
-def test_settings_of_servers_need_no_vllm_here(monkeypatch):
-    """engines.serve --print, and a trainer whose servers are elsewhere."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert vllm_settings(["max_num_seqs=4", "x=y"], "server", world=1) == {"max_num_seqs": 4, "x": "y"}
 
 
 # --- whole runs, in process -----------------------------------------------------------------------------------------

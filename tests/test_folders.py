@@ -1,13 +1,11 @@
 """Folders of strangers: what they must not make us do.   pytest tests/test_folders.py"""
 
-import asyncio
 import json
 import os
 import random
 from dataclasses import fields
 from typing import get_type_hints
 
-import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +15,6 @@ from torch import nn
 
 import eval as E
 import train
-from engines import client
 from envs import EnvConfig
 from errors import UserError
 from layers.lora import read_adapter
@@ -179,34 +176,7 @@ def test_a_run_that_is_watched_may_be_damaged(tmp_path):
             watch([tmp_path], tmp_path / "curves")
 
 
-# --- servers and rewards ----------------------------------------------------------------------------------------------
-
-
-def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
-    monkeypatch.setattr(client, "MAX_BYTES", 1000, raising=False)
-
-    async def large():
-        for _ in range(100):
-            yield b'"' + b"x" * 99
-
-    async def slow():
-        for _ in range(100):
-            yield b" "
-            await asyncio.sleep(0.02)
-
-    def handle(request):
-        json_type = {"content-type": "application/json"}
-        return httpx2.Response(200, headers=json_type, content=large() if "large" in request.url.path else slow())
-
-    async def main():
-        async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
-            server = client.ServerClient("http://one", http, 0.2, [], [])
-            with pytest.raises(client.ServerUnavailable, match="^/large answered more than 1000 bytes$"):
-                await server.post("/large")
-            with pytest.raises(client.ServerUnavailable, match="^no answer to /slow within 0.2 s$"):
-                await server.post("/slow")
-
-    asyncio.run(main())
+# --- rewards ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_reward_has_at_most_100_parts():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +10,12 @@ from conftest import FAMILIES
 from PIL import Image
 
 import engines.hf
-import engines.vllm
 import model as M
-from engines.common import build_request
 from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
 from engines.launch import image_limits, make_engine
-from engines.vllm import VLLMEngine
-from engines.vllm_weights import parameter_names
 from errors import UserError
 from packing import Packer
-from rollout import Rollout, Sampling, drop_long_prompts, make_prompts
+from rollout import Sampling, drop_long_prompts, make_prompts
 from tasks.shapes import png
 
 CPU = torch.device("cpu")
@@ -315,76 +310,6 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
     engine = HFEngine(hf, loaded["qwen2_5_vl"][1], torch.device("cpu"))
     with pytest.raises(UserError, match="are not finite"):
         engine.generate(make_prompts(examples, loaded["qwen2_5_vl"][1]), 1, Sampling(4, 0.0))
-
-
-class TwoProcesses:
-    """vLLM, and all_gather_object, as one of two processes that share a model sees them: the other's rollouts are there
-    too, and one response after the other is finished, the newest request first."""
-
-    def __init__(self, rank, others, processor):
-        self.rank = rank
-        self.others = [build_request(r, 4, processor) for r in others]
-        self.llm_engine = self
-        self.requests, self.aborted = [], None
-
-    def gather(self, everywhere, mine, **_):
-        everywhere[:] = [mine, (self.others, True)] if self.rank == 0 else [(self.others, True), mine]
-        self.others = []
-
-    def enqueue(self, requests, parameters, use_tqdm):
-        names = [str(len(self.requests) + i) for i in range(len(requests))]
-        self.requests += zip(names, requests, parameters, strict=True)
-        return [f"{name}-random" for name in names]
-
-    def step(self):
-        name, request, _ = self.requests.pop()
-        token = 40 + int(name)
-        logprobs = SimpleNamespace(token_ids=[token], logprobs=[-float(token)])
-        sample = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
-        short = request["prompt_token_ids"]
-        ids = list(itertools.chain.from_iterable([t] * (9 if t == self.image else 1) for t in short))
-        return [SimpleNamespace(request_id=name, prompt_token_ids=ids, outputs=[sample])]
-
-    def abort_request(self, names, internal):
-        self.aborted = names
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, picture, monkeypatch):
-    """Requests are those of both, the first process's first; two prompts are its."""
-    _, processor = loaded["qwen2_5_vl"]
-    square = picture(84, 84, 1)
-    rows = [("one", "<image>What?", [square]), ("none", "Tell me.", []), ("two", "Is <image> <image>?", [square] * 2)]
-    everyone = make_prompts(list(itertools.starmap(example, rows)), processor)
-    mine, others = (everyone[:2], everyone[2:]) if rank == 0 else (everyone[2:], everyone[:2])
-    theirs = [Rollout(prompt, sample, [], [], [], "", "") for prompt in others for sample in range(2)]
-    fake = TwoProcesses(rank, theirs, processor)
-    fake.image = processor.image_token_id
-    engine = object.__new__(VLLMEngine)
-    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0, "complete": True}
-    vars(engine).update(processor=processor, llm=fake, **more)
-    monkeypatch.setattr(engine, "wake", lambda: None)
-    monkeypatch.setattr(engine, "_begin", partial(begin_without_vllm, engine))
-    monkeypatch.setattr(engines.vllm.dist, "all_gather_object", fake.gather)
-    handed = []
-    rollouts = engine.generate(mine, 2, Sampling(4), handed.append)
-    assert [r.response for r in rollouts] == ([[40], [41], [42], [43]] if rank == 0 else [[44], [45]])
-    assert [r.response for r in handed] == ([[43], [42], [41], [40]] if rank == 0 else [[45], [44]])
-    assert sorted(map(id, handed)) == sorted(map(id, rollouts)) and fake.aborted == []
-    assert places(rollouts) == list(itertools.product([p.uid for p in mine], range(2)))
-
-
-def begin_without_vllm(engine, wanted, sampling):
-    requests = [{"prompt_token_ids": ids} for *_, ids, _ in wanted]
-    names = engine.llm.enqueue(requests, requests, use_tqdm=False) if requests else []
-    return [name.partition("-")[0] for name in names]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
-    """Made from the config alone, and those that the trainer's own model has: tied weights once, adapters never."""
-    names = {name for name, _ in loaded[family][0].named_parameters()}
-    assert parameter_names(M.load_config(str(toys[family]))) == names
 
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):

@@ -4,7 +4,6 @@ pytest tests/test_self_test.py
 """
 
 import copy
-import importlib.util
 import io
 import itertools
 import sys
@@ -21,8 +20,6 @@ import engines.hf
 import engines.self_test as S
 import model as M
 import rollout
-import train
-from engines import launch
 from engines.hf import HFEngine
 from errors import UserError
 from layers.attention import PackedAttention
@@ -357,23 +354,3 @@ def test_with_and_without_it_a_run_is_the_same(launch, layout, toys, tmp_path):
         done = run([*launch, "train.py", *given])
         assert ("self-test: " in done.stdout) == (name == "with")
     assert without_time(tmp_path / "with") == without_time(tmp_path / "without")
-
-
-def test_vllm_where_it_is_not_installed_is_one_line_before_anything_is_loaded(monkeypatch):
-    def find(found):
-        original = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: found if name == "vllm" else original(name))
-
-    find(None)
-    monkeypatch.setattr(train, "load_config", None)  # would fail if it came to that
-    told = "--rollout vllm: vLLM is not installed here; pip install -r requirements-gpu.txt"
-    try:
-        with pytest.raises(ValueError, match=told):
-            train.main(train.parse_args("--model m --data d --out o --steps 1 --rollout vllm".split()))
-    finally:
-        torch.distributed.destroy_process_group()
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert launch.resolve_engine("auto", cuda) == launch.resolve_engine("auto", cpu) == "hf"
-    find(object())
-    assert launch.resolve_engine("auto", cuda) == "vllm"
-    assert launch.resolve_engine("auto", cpu) == "hf"

@@ -493,6 +493,33 @@ def test_requests_that_fail():
     asyncio.run(main())
 
 
+def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
+    monkeypatch.setattr(engines.client, "MAX_BYTES", 1000, raising=False)
+
+    async def large():
+        for _ in range(100):
+            yield b'"' + b"x" * 99
+
+    async def slow():
+        for _ in range(100):
+            yield b" "
+            await asyncio.sleep(0.02)
+
+    def handle(request):
+        json_type = {"content-type": "application/json"}
+        return httpx2.Response(200, headers=json_type, content=large() if "large" in request.url.path else slow())
+
+    async def main():
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
+            server = ServerClient("http://one", http, 0.2, [], [])
+            with pytest.raises(ServerUnavailable, match="^/large answered more than 1000 bytes$"):
+                await server.post("/large")
+            with pytest.raises(ServerUnavailable, match="^no answer to /slow within 0.2 s$"):
+                await server.post("/slow")
+
+    asyncio.run(main())
+
+
 # --- new weights ------------------------------------------------------------------------------------------------------
 
 
