@@ -8,8 +8,8 @@ import inspect
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Environments:
             said = env.reset(copied(example))
             if inspect.isawaitable(said):
                 said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
-        with told_of(where):
+        with refusing(UserError, where):
             messages, images = checked_start(said)
             same = images is example.images
             images = images if same else list(map(encoded, images))
@@ -111,15 +111,6 @@ def load_class(name: str) -> type:
 # What environments say, checked
 
 NO_IMAGE = "an image is {}; expected a file's bytes, or PIL's Image"
-
-
-@contextmanager
-def told_of(where: str) -> Iterator[None]:
-    """A UserError inside says where."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
 
 
 def checked_start(said: Any) -> tuple[list[dict], Any]:

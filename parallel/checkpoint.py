@@ -29,10 +29,10 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from errors import CLOSED, FULL, UserError, describe_error, existing, need, writing
+from errors import CLOSED, FULL, UserError, existing, need, refusing, writing
 from layers.lora import add_lora, lora_layers, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
-from parallel.loading import BAD, find_bad, find_stored, meta_hf, opened, read_stored
+from parallel.loading import BAD, find_bad, find_stored, meta_hf, read_parameter
 from parallel.sharding import full_parameters, reshard
 from settings import read_settings
 from utils import print0
@@ -372,11 +372,9 @@ class _Reader(HuggingFaceStorageReader):
 
     def __init__(self, checkpoint: Path):
         super().__init__(str(checkpoint))
-        try:
+        broken = (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+        with refusing(broken, f"{checkpoint}: its safetensors files are damaged or forged; use another checkpoint"):
             self.metadata = super().read_metadata()
-        except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            told = f"{checkpoint}: its safetensors files are damaged or forged: {describe_error(error)}"
-            raise UserError(f"{told}; use another checkpoint") from error
 
     def read_metadata(self) -> Metadata:
         return self.metadata
@@ -433,9 +431,7 @@ class TrainedWeights(full_parameters):
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         parameter = self.chosen[name].detach()
         tensor = torch.empty(parameter.shape) if parameter.is_meta else parameter
-        for stored in self.stored.get(name, []):
-            with opened(stored.file) as file:
-                read_stored(stored, file, tensor, (0,) * tensor.ndim)
+        read_parameter(self.stored.get(name, []), tensor, (0,) * tensor.ndim)
         self._fill({name: tensor})
         return tensor.to(dtype or tensor.dtype)
 

@@ -167,15 +167,21 @@ def load_sharded(policy: Policy, path: str) -> None:
     if tied:  # each module has got a tensor of its own
         hf.get_output_embeddings()._parameters["weight"] = hf.get_input_embeddings()._parameters["weight"]
     for name, p in following(list(hf.named_parameters()), "loading parameters"):
-        # Files are opened anew for each parameter: what was read stays in a process's memory as long as they are open
-        for file, stored_there in itertools.groupby(found.get(name, []), key=lambda stored: stored.file):
+        if name in found:
             _, offset = compute_local_shape_and_global_offset(waiting[name], p.device_mesh, p.placements)
-            with opened(file) as tensors:
-                for stored in stored_there:
-                    read_stored(stored, tensors, p.to_local(), offset)
+            read_parameter(found[name], p.to_local(), offset)
     bad = find_bad(dict(hf.named_parameters()))
     files = ", ".join(dict.fromkeys(str(stored.file) for stored in found.get(bad, []))) or path
     need(not bad, f"--model {path!r}: {bad} of {files} {BAD}: damaged, or of a training that diverged")
+
+
+def read_parameter(parts: list[Stored], local: torch.Tensor, offset: Sequence[int]) -> None:
+    """Read a process's part of a parameter, which begins at `offset` of the whole, from the tensors it is made of.
+    Files are opened for each parameter: what was read stays in a process's memory as long as they are open."""
+    for file, stored_there in itertools.groupby(parts, key=lambda stored: stored.file):
+        with opened(file) as tensors:
+            for stored in stored_there:
+                read_stored(stored, tensors, local, offset)
 
 
 def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset: Sequence[int]) -> None:

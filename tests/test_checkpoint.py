@@ -210,6 +210,8 @@ def test_bad_weights_of_a_checkpoint_are_named_when_they_are_read(copy, monkeypa
 
 # --- forged files, and those of earlier versions ---------------------------------------------------------------------
 
+FORGED = "step_000004: its safetensors files are damaged or forged; use another checkpoint: "
+
 
 class Program:
     """Makes a file when it is unpickled."""
@@ -257,9 +259,9 @@ def test_a_pickle_in_place_of_a_checkpoints_file_is_never_read(name, copy, toys,
         if name == SHARD:
             forge(at(out, 4))
             assert C.damage(at(out, 4)) is None  # whoever forges the one forges the other
-            with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: .*header"):
+            with pytest.raises(UserError, match=f"{FORGED}.*header"):
                 C.load_trained(str(out))
-            with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: .*header"):
+            with pytest.raises(UserError, match=f"{FORGED}.*header"):
                 C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
         else:
             with pytest.raises(UserError, match="no intact checkpoint: .*trainer.json: missing, empty, cut"):
@@ -279,7 +281,7 @@ def test_a_forged_header_is_refused(offsets, copy):
     file = at(out, 4) / SHARD
     value = "[" * 99 if offsets == "" else json.dumps(OFFSETS[offsets])
     save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": value})
-    with pytest.raises(UserError, match="step_000004: its safetensors files are damaged or forged: "):
+    with pytest.raises(UserError, match=FORGED):
         C.load_checkpoint(at(out, 4), {"policy": (policy, optimizer)})
 
 
