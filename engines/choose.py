@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engines.connect import VLLM_REMEDY, ServerConfig, connect
 from engines.hf import HFEngine
+from engines.self_test import self_test
 from engines.vllm import VLLMEngine, vllm_settings
 from errors import need
 from model import ModelConfig, Processor, VisionCache, load_hf
+from packing import Packer
 from parallel.models import Models
-from parallel.sharding import full_parameters, save_adapter
+from parallel.sharding import save_adapter
 from prepare_data import Example
-from rollout import Engine, Examples, RolloutConfig
-from utils import Context
+from rollout import Batches, Engine, Examples, RolloutConfig, as_given, never
+from utils import Context, print0
 
 
 def resolve_engine(choice: str, device: torch.device) -> str:
@@ -63,13 +66,14 @@ def make_engine(
     of_episodes: ImageLimits | None = None,
     cache: VisionCache | None = None,
     settings: dict | None = None,
+    interrupted: Callable[[], bool] = never,
 ) -> Engine:
     """Return the engine that resolve_engine chose, for prompts made of `examples` and sequences of at most
     max_model_len tokens. Only vLLM reads `settings` (--vllm)."""
     if choice == "hf":
-        return HFEngine(load_hf(path, dtype, family_paths), processor, device, vision_cache=cache)
+        return HFEngine(load_hf(path, dtype, family_paths), processor, device, cache, interrupted)
     more = {"max_model_len": max_model_len, "limit_mm_per_prompt": image_limits(examples, processor, of_episodes)}
-    return VLLMEngine(path, processor, device, dtype, **more, **settings or {})
+    return VLLMEngine(path, processor, device, dtype, interrupted, **more, **settings or {})
 
 
 def start_engine(
@@ -82,6 +86,9 @@ def start_engine(
     ctx: Context,
     out: Path,
     of_episodes: ImageLimits | None = None,
+    *,
+    interrupted: Callable[[], bool],
+    give_up: Callable[[str], None],
 ) -> Engine:
     """For prompts made of all these sets of examples; with all of the policy's weights, also the frozen ones: a resumed
     run may have trained them."""
@@ -94,6 +101,8 @@ def start_engine(
             "lora_rank": cfg.lora_rank,
             "trained_tower": not models.policy.vision_frozen,
             "save_adapter": partial(save_adapter, models.policy, cfg.model),
+            "interrupted": interrupted,
+            "give_up": give_up,
         }
         asked = (servers, cfg.model, models.policy.hf, models.dtype, processor, settings, ctx, out)
         engine = connect(*asked, **more)
@@ -105,7 +114,32 @@ def start_engine(
             "of_episodes": of_episodes,
             "cache": models.policy.cache,
             "settings": settings,
+            "interrupted": interrupted,
         }
         engine = make_engine(rollout.rollout, cfg.model, processor, ctx.device, models.dtype, **more)
-    engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
+    engine.sync(models.weights(engine.dtype))
+    return engine
+
+
+def start_sampling(
+    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[Examples], env: Any, batches: Batches,
+    interrupt: Any, ctx: Context,
+) -> Engine:  # fmt: skip
+    """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
+    episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
+    limits = env.image_limits if env else None
+    places = (models, processor, sets, ctx, Path(cfg.run.out), limits)
+    ends = {"interrupted": interrupt.requested, "give_up": interrupt.request}
+    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, *places, **ends)
+    if cfg.run.self_test:
+        sampling, start_of = batches.sampling(0), env.start_of if env else as_given
+        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
+    if env:
+        from envs._play import Episodes
+
+        engine = Episodes(engine, env, processor)
+    if cfg.servers.async_steps:
+        from engines.ahead import Ahead
+
+        engine = Ahead(engine, batches)
     return engine

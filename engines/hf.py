@@ -8,7 +8,7 @@ Axes: P prompts, B rows of a batch, R rows that are computed now, M tokens of ea
 vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
-from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response
+from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response, never
 from utils import derive_seed
 
 
@@ -213,8 +213,14 @@ class HFEngine(Engine):
     max_rows = 256  # responses that are decoded together
 
     def __init__(
-        self, hf: nn.Module, processor: Processor, device: torch.device, vision_cache: VisionCache | None = None
+        self,
+        hf: nn.Module,
+        processor: Processor,
+        device: torch.device,
+        vision_cache: VisionCache | None = None,
+        interrupted: Callable[[], bool] = never,
     ):
+        super().__init__(interrupted)
         self.hf = hf.to(device).eval().requires_grad_(False)
         if device.type == "cpu" and hf.dtype == torch.float32:
             for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():

@@ -40,6 +40,7 @@ from rollout import (
     Weights,
     add_response,
     difference,
+    never,
 )
 from utils import Context, NamedTensors, derive_seed
 
@@ -50,16 +51,20 @@ MOST_FRUITLESS = 6  # answers in a row without a token, before their server is l
 FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
 
 
+def refuse(why: str) -> None:
+    raise UserError(why)
+
+
 WIRES = {wire.kind: wire for wire in (VLLMServer, SGLangServer)}
 
 
 class ServerEngine(Engine):
     """`banned`: ids that are never sampled. `trained_tower`: images are read anew with each version of the weights.
     `max_model_len`: the longest sequence that will be asked for. `folder` is where --sync disk and adapter write; all
-    servers must see it. `save_adapter(folder)`, collective, writes the policy's adapter (--sync adapter)."""
+    servers must see it. `save_adapter(folder)`, collective, writes the policy's adapter (--sync adapter).
+    `give_up(message)` raises UserError, or asks the run to save and end, if no server is left."""
 
     concurrent = True
-    give_up: Callable[[], None] | None = None  # asks the run to save and end, where no server is left
 
     def __init__(
         self,
@@ -77,7 +82,11 @@ class ServerEngine(Engine):
         seconds: float = 600.0,
         trained_tower: bool = False,
         save_adapter: Callable[[Path], None] | None = None,
+        interrupted: Callable[[], bool] = never,
+        give_up: Callable[[str], None] = refuse,
     ):
+        super().__init__(interrupted)
+        self.give_up = give_up
         self.processor = processor
         self.dtype = dtype
         self.ctx = ctx
@@ -289,10 +298,8 @@ class ServerEngine(Engine):
         """UserError, or once there are steps to save the run is asked to end."""
         why = "; ".join(f"{url}: {why}" for url, why in self.lost.items())
         told = f"--servers: {what} ({why}); start them again, then repeat the command (in training with --resume auto)"
-        need(self.give_up is not None, told)
         if not self.interrupted():
-            print(told)
-            self.give_up()
+            self.give_up(told)
 
     # --- new weights ---
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -20,7 +20,7 @@ from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alo
 from engines.vllm_weights import Loader, buckets
 from errors import Note, UserError, nearest, need
 from model import Processor
-from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
+from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference, never
 from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
@@ -148,7 +148,16 @@ class VLLMEngine(Engine):
 
     bucket_bytes = 512 << 20  # of a sync, handed over at once
 
-    def __init__(self, path: str, processor: Processor, device: torch.device, dtype: torch.dtype, **settings: Any):
+    def __init__(
+        self,
+        path: str,
+        processor: Processor,
+        device: torch.device,
+        dtype: torch.dtype,
+        interrupted: Callable[[], bool] = never,
+        **settings: Any,
+    ):
+        super().__init__(interrupted)
         set_environment()
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
         arguments = engine_arguments(path, processor, dtype, cuda, settings)

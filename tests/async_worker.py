@@ -26,8 +26,8 @@ DELAY = float(os.environ.get("DELAY", "0.01"))  # seconds a token, at most
 class StandIn(HFEngine):
     concurrent = True
 
-    def __init__(self, *of):
-        super().__init__(*of)
+    def __init__(self, *of, **more):
+        super().__init__(*of, **more)
         self.lock = threading.RLock()
         self.sampled: dict[int, list[int]] = {}  # by id of a rollout: which weights sampled its tokens
 
@@ -55,7 +55,7 @@ class StandIn(HFEngine):
 
 
 def connect(servers, path, hf, dtype, processor, settings, ctx, out, **more):
-    return StandIn(load_hf(path, dtype), processor, ctx.device)
+    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=more["interrupted"])
 
 
 def recording(make_batch):

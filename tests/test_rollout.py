@@ -146,14 +146,12 @@ def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, lo
     first = HFEngine(hf, processor, CPU).generate(prompts, 8, sampling)
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
-    engine = HFEngine(hf, processor, CPU)
+    rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
+    engine = HFEngine(hf, processor, CPU, interrupted=lambda: interrupted and len(rounds) >= 3)
     engine.max_rows = 16  # two of the three prompts together, then the third
     whole = engine.generate(prompts, 8, sampling)
-    rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
     original = engines.hf.sample_tokens
     monkeypatch.setattr(engines.hf, "sample_tokens", lambda *asked: rounds.append(1) or original(*asked))
-    if interrupted:
-        engine.interrupted = lambda: len(rounds) >= 3
     rollouts = engine.generate(prompts, 8, sampling, lambda r: handed.append((r, len(rounds))))
     assert sorted(id(r) for r, _ in handed) == sorted(map(id, rollouts)) and len(set(map(id, rollouts))) == 24
     assert places(rollouts) == list(itertools.product(["one", "none", "two"], range(8)))
