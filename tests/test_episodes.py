@@ -265,6 +265,7 @@ class Says(Engine):
     """Each response is the next of its row's, with its end token."""
 
     def __init__(self, processor, replies):
+        super().__init__()
         self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
 
     def sample(self, responses, sampling):
