@@ -342,8 +342,8 @@ class Rewards:
             return []
         context = rollouts[0].prompt.context
         grading = self._grading(context)
-        results = grading.results(rollouts)
         del self.under_way[context.batch, context.step]
+        results = grading.results(rollouts)  # may raise: then nothing that stays refers to the error and its frames
         self.failed = grading.failed
         return results
 

@@ -34,7 +34,7 @@ from report import metrics, progress
 from report.log import RunLog, Skipped
 from reward import RewardConfig, Rewards
 from rewards.curriculum import Curriculum, Memory, last_stage
-from rollout import Batches, EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples
+from rollout import Batches, Engine, EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples
 from settings import Parser, add_settings, check_given, naming_origins, read_settings
 from utils import Context, Meter, Stages, copy_together, run_script
 
@@ -94,7 +94,7 @@ class Run:
     models: Models
     packer: Packer
     batches: Batches
-    engine: object  # rollout.Engine
+    engine: Engine
     grader: Rewards
     evaluation: Evaluation
     log: RunLog
@@ -138,7 +138,7 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The stages of a step
+# The phases of a step
 
 
 def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter: Meter) -> Batch:
