@@ -256,6 +256,7 @@ class Annotator(Engine):
         from envs._load import Environments
         from envs._play import Episodes
 
+        super().__init__()
         self.task = task
         self.processor = processor
         self.rng = rng

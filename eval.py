@@ -27,11 +27,12 @@ from tqdm import tqdm
 from engines.launch import ConnectionConfig, ServerConfig, check_engine, connect, make_engine, resolve_engine
 from envs import EnvConfig
 from envs._load import Environments, load_environments
-from envs._play import Episodes, player
+from envs._play import Episodes
 from errors import check_writable, need, plug_in
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
 from prepare_data import Example, ReadingConfig, read_examples
+from report import progress
 from report.ablation import Ablation
 from report.evaluation import (
     FAILED,
@@ -45,14 +46,23 @@ from report.evaluation import (
 )
 from report.files import read_rows, write_text
 from report.log import RunLog
-from report.progress import Progress
 from report.records import choose, group_of, make_record, without_images
 from report.summary import IMAGES
 from report.writer import Shown, find_drawing
-from reward import RewardConfig, Rewards, Stage, uncounted
+from reward import RewardConfig, RewardContext, Rewards, Stage, uncounted
 from rewards.curriculum import last_stage
 from rewards.custom import absolute_files
-from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
+from rollout import (
+    ENGINES,
+    VLLM_HELP,
+    Engine,
+    RolloutCounter,
+    Sampling,
+    StartOf,
+    as_given,
+    drop_long_prompts,
+    make_prompts,
+)
 from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
 from utils import Context, Stages, dist_setup, print0, run_script
 
@@ -108,10 +118,10 @@ class WatchConfig:
 class Evaluation:
     """Of a model on examples, which the ranks share out."""
 
-    engine: Engine | Episodes
+    engine: Engine
     examples: Sequence[Example]
     processor: Processor
-    rewards: Rewards
+    grader: Rewards
     ctx: Context
     sampling: Sampling
     samples: int = 1  # of each example
@@ -128,28 +138,28 @@ class Evaluation:
     def records(self) -> list[dict]:
         """One per example, in order, on rank 0 (empty elsewhere)."""
         mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
-        # As many rounds on every rank, if need be with nothing to do: engines that span ranks answer together
-        rounds = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
-        records = []
-        with Progress(self.title, len(mine) * self.samples) as progress:
-            for start in rounds:
+        # As many chunks on every rank, if need be with nothing to do: engines that span ranks answer together
+        starts = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK)
+        records, finished = [], RolloutCounter(self.grader.submit)
+        with progress.sampling(lambda: finished, len(mine) * self.samples, self.title):
+            for start in starts:
                 if self.stop():
                     return []
-                records += self.chunk(mine[start : start + CHUNK], progress)
+                records += self.chunk(start, mine[start : start + CHUNK], finished)
         everyone = replace(self.ctx, tp=1)  # also where some train together, each process has examples of its own
         return sorted(everyone.gather_main(records), key=lambda record: record["index"])
 
-    def chunk(self, mine: Sequence[tuple[int, Example]], progress: Progress) -> list[dict]:
-        prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
+    def chunk(self, start: int, mine: Sequence[tuple[int, Example]], finished: RolloutCounter) -> list[dict]:
+        context = RewardContext(-1 - start, self.step, self.stage)  # no batch of the data: those count from 0
+        examples = [example for _, example in mine]
+        prompts = make_prompts(examples, self.processor, self.blank, self.start_of, context)
         with uncounted():  # in metrics, which are of the responses that are trained on
-            grading = self.rewards.begin(self.step, self.stage)
-            on_rollout = progress.counting(grading.add)
-            rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
-            results = grading.results(rollouts)
-            self.rewards.check_worked(grading, rollouts, self.ctx.gather)
+            rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished.add)
+            results = self.grader.collect(rollouts)
+            self.grader.check_worked(rollouts, self.ctx.gather)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
-            r.finish_reason = "error" if i in grading.failed else r.finish_reason
+            r.finish_reason = "error" if i in self.grader.failed else r.finish_reason
             graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
         records = []
         for k, (index, example) in enumerate(mine):
@@ -370,9 +380,9 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
         running = asleep[0] if asleep and reusable[number] else None
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
-        play = player(engine, env, processor)
+        player = Episodes(engine, env, processor) if env else engine
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
-            asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
+            asked = (player, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
             more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
             records = Evaluation(*asked, **more).records()
@@ -383,7 +393,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         engine.sleep()
         if cfg.rollout == "vllm":
             asleep.append(engine)  # one that goes would take the next one's process groups with it
-        del engine, play  # an hf engine goes: one model in memory at a time
+        del engine, player  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
     summary = summarise_all(cfg, of_model, of_baselines) | {"left_out": left_out, "settings": settings_of(cfg)}

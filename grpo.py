@@ -616,6 +616,11 @@ class Algorithm:
         return self.old_policy == "trainer" and (self.kl_in_reward or not self.on_policy)
 
     @property
+    def needs_forward(self) -> bool:
+        """Whether anything is computed under the weights before the update."""
+        return self.needs_old_logps or self.needs_values or self.needs_reference
+
+    @property
     def tis_bounds(self) -> tuple[float, float]:
         low, high = self.tis_mask.split(",")
         return float(low), float(high)

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import chain
@@ -28,8 +28,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.utils import cached_file
 
 from errors import UserError, nearest_path, need, refusing
-from kernels import KERNELS, fused_policy_loss, linear_logprob
-from layers.attention import ATTENTION, PackedAttention, register_attention
+from kernels import KERNELS, fused_policy_loss, linear_logprob, resolve_kernel
+from layers.attention import ATTENTION, PackedAttention, register_attention, resolve_attention
 from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
 from packing import MicroBatch
@@ -111,6 +111,11 @@ class ModelConfig:
         if not self.lora_rank:
             return None
         return Lora(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
+
+    def resolve(self, device: torch.device) -> "ModelConfig":
+        """Return the settings with what "auto" means on this device."""
+        attn, kernel = resolve_attention(self.attn, device), resolve_kernel(self.kernel, device)
+        return replace(self, attn=attn, kernel=kernel)
 
     def check(self, ref_every: int) -> None:
         if not self.lora_rank:

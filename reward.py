@@ -69,6 +69,15 @@ class Stage:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RewardContext:
+    """When a response is graded: what a reward may ask for besides the response."""
+
+    batch: int = 0  # which batch of prompts: its position in the data; batches may be graded at the same time
+    step: int | None = None  # of the run
+    stage: Stage = Stage()  # of the curriculum
+
+
 # --- tasks --------------------------------------------------------------------------------------------------------
 
 # Whether a truth, written as an answer, earns full marks; `earned(answer)` are the named rewards of `\boxed{answer}`.
@@ -258,6 +267,8 @@ class Rewards:
         self.told_step: int | None = -1  # the last one with a line on failures
         self.rank = f"rank {rank}: " if world > 1 else ""
         self.worked = False  # has any response of any process been graded yet?
+        self.under_way: dict[tuple, Any] = {}  # Grading, by batch and step
+        self.failed: dict[int, Any] = {}  # Failure, by place in what was collected last
 
     def own(self, example: Any) -> str | None:
         """What grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
@@ -319,10 +330,34 @@ class Rewards:
                     if own in self.functions or task in stage.options:
                         self.grading(step, stage, "stop", judged=False).results(trial)
 
-    def check_worked(self, grading: Any, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Raise UserError if all responses of the first batch failed, on all processes; called by all of them."""
+    def submit(self, rollout: Any) -> None:
+        """Begin to grade a rollout whose prompt has a `context`, in any order and from any thread."""
+        self._grading(rollout.prompt.context).add(rollout)
+
+    def collect(self, rollouts: Sequence[Any]) -> list[dict[str, float] | None]:
+        """Wait for the rewards of a batch, in the order of its rollouts; None for one that is dropped, as its reward
+        failed. What was not submitted yet is now."""
+        if not rollouts:
+            self.failed = {}
+            return []
+        context = rollouts[0].prompt.context
+        grading = self._grading(context)
+        del self.under_way[context.batch, context.step]
+        results = grading.results(rollouts)  # may raise: then nothing that stays refers to the error and its frames
+        self.failed = grading.failed
+        return results
+
+    def _grading(self, context: RewardContext) -> Any:
+        key = context.batch, context.step
+        if key not in self.under_way:
+            self.under_way[key] = self.begin(context.step, context.stage)
+        return self.under_way[key]
+
+    def check_worked(self, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Raise UserError if all responses of the first batch failed, on all processes; called by all of them, after
+        `collect`."""
         if not self.worked:
-            lines = [failure.line for failure in grading.failed.values()]
+            lines = [failure.line for failure in self.failed.values()]
             lines += [r.failure_line for r in rollouts if r.ended_by == "error"]
             told = gather(lines if len(lines) == len(rollouts) else None)
             if None not in told:

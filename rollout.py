@@ -10,12 +10,13 @@ never written anew: turn k + 1 goes on from turn k's prompt, the tokens that wer
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -24,10 +25,11 @@ from envs import EnvConfig, Environment, Observation  # noqa: F401  what is play
 from errors import UserError, need, printable
 from grpo import Algorithm
 from model import ImageInput, Processor
+from packing import Batch
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
-from reward import Rewards
+from reward import RewardContext, Rewards, give_rewards
 from settings import plain_pair, setting
-from utils import Context, NamedTensors, print0
+from utils import Context, NamedTensors, derive_seed, print0
 
 
 @dataclass(eq=False)
@@ -41,6 +43,7 @@ class Prompt:
     short_ids: list[int]  # one placeholder per image, for engines that expand them
     blank: bool = False  # is every image a white one?
     start: Example | None = None  # what was asked: the example, or what an environment makes of it
+    context: RewardContext | None = None  # for its rewards; None: the step that trains on it is not known yet
 
     def __post_init__(self):
         self.start = self.start or self.example
@@ -116,6 +119,21 @@ def begun(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
 OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
 
 
+@dataclass
+class RolloutCounter:
+    """Counts finished rollouts and their sampled tokens before it hands them to `on_rollout`: what progress shows."""
+
+    on_rollout: OnRollout | None = None
+    rollouts: int = 0
+    tokens: int = 0
+
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts += 1
+        self.tokens += sum(rollout.response_mask)
+        if self.on_rollout:
+            self.on_rollout(rollout)
+
+
 @dataclass(frozen=True)
 class Sampling:
     max_new_tokens: int
@@ -172,7 +190,11 @@ def preprocess_image(image: Image.Image, processor: Processor, blank: bool = Fal
 
 
 def make_prompts(
-    examples: Sequence[Example], processor: Processor, blank: bool = False, start_of: StartOf = as_given
+    examples: Sequence[Example],
+    processor: Processor,
+    blank: bool = False,
+    start_of: StartOf = as_given,
+    context: RewardContext | None = None,
 ) -> list[Prompt]:
     """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
     right was not seen but guessed."""
@@ -185,7 +207,7 @@ def make_prompts(
             ids = processor.encode(start.messages, images)
         except UserError as e:
             raise UserError(f"example {example.uid!r}: {e}") from e
-        return Prompt(example.uid, ids, images, example, processor.render(start.messages), blank, start)
+        return Prompt(example.uid, ids, images, example, processor.render(start.messages), blank, start, context)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
@@ -281,6 +303,15 @@ class RolloutConfig:
              f"--prompts-per-step {self.prompts_per_step} does not divide into {world} processes x {minibatches} "
              f"--minibatches; use a multiple of {share}")
 
+    def check_data(self, examples: Examples, data: str, micro_tokens: int) -> None:
+        """Raise UserError if there are too few examples for a batch, or a micro-batch is too small for the longest."""
+        n, longest = len(examples), max(examples.lengths)
+        told = f"--data {data} has {n} usable examples, fewer than --prompts-per-step {self.prompts_per_step}"
+        need(n >= self.prompts_per_step, told)
+        has = f"the longest prompt has {longest} tokens and --max-new-tokens is {self.max_new_tokens}"
+        whole = longest + self.max_new_tokens
+        need(whole <= micro_tokens, f"--micro-tokens {micro_tokens}: {has}; raise it to {whole}")
+
 
 NOT_FINITE = (
     "the {what} are not finite, so nothing can be sampled: weights hold NaN or infinity, or values too large for "
@@ -304,10 +335,10 @@ class Responses:
 
     over = True  # no more will come than the next `take` gives
 
-    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout | None):
+    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout):
         self.waiting = list(rollouts)
         self.sampling = sampling
-        self.on_rollout = on_rollout or (lambda rollout: None)
+        self.on_rollout = on_rollout
 
     def room(self, rollout: Rollout) -> int:
         """How many tokens the next response may have."""
@@ -327,6 +358,10 @@ class Responses:
 Weights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
 
 
+def never() -> bool:
+    return False
+
+
 class Engine:
     """What samples responses, with weights of its own that only load_weights changes. generate and load_weights wake
     what they need; it stays awake until somebody who needs its memory lets it sleep."""
@@ -336,17 +371,19 @@ class Engine:
     version = 0  # of its weights: each call of load_weights adds 1
     concurrent = False  # may threads call generate while the trainer computes and syncs?
 
-    def interrupted(self) -> bool:
-        """True: stop sampling, as the run was asked to end."""
-        return False
+    def __init__(self, interrupted: Callable[[], bool] = never):
+        """`interrupted` returns True once the run was asked to end: stop sampling."""
+        self.interrupted = interrupted
+        self.finished = RolloutCounter()  # of the last call of generate
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
     ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
         soon as it is finished, in any order."""
+        self.finished = finished = RolloutCounter(on_rollout)
         rollouts = begun(prompts, n)
-        self.sample(Responses(rollouts, sampling, on_rollout), sampling)
+        self.sample(Responses(rollouts, sampling, finished.add), sampling)
         return rollouts
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:
@@ -366,6 +403,10 @@ class Engine:
         """What it measured of itself since the last call."""
         return {}
 
+    def step_metrics(self, batch: Batch) -> dict[str, float]:
+        """Return metrics of a step that trained on this batch, over all processes."""
+        return {}
+
     def wake(self) -> None:
         """Be ready to sample; generate sees to it itself."""
 
@@ -377,17 +418,92 @@ class Engine:
         return 0
 
 
+class EngineWrapper:
+    """An engine that samples with another one, in its own way. Weights, sleep and metrics are the other's."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# A step's batch of groups
+# A step's prompts, and its groups
+
+
+@dataclass(eq=False)
+class PromptBatch(Sequence[Prompt]):
+    """This process's part of a batch of prompts. They are made of their examples when they are first read: those of a
+    batch that is sampled ahead in a thread of its own."""
+
+    position: int  # in the data
+    uids: set[str]  # of all processes
+    examples: list[Example]
+    sampling: Sampling
+    make: Callable[..., list[Prompt]]
+    context: RewardContext | None  # None until the step that trains on it is known
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        return self.make(self.examples, context=self.context)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+class Batches:
+    """Batches of prompts by their position in the data. `cfg` is train.Config, `curriculum` a
+    rewards.curriculum.Curriculum."""
+
+    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: StartOf, ctx: Context):
+        self.cfg = cfg
+        self.curriculum = curriculum
+        self.make = partial(make_prompts, processor=processor, start_of=start_of)
+        self.ctx = ctx
+        self.state: Any = None  # train.State of the step that is under way
+        self.drawn: dict[int, PromptBatch] = {}  # by position: this step's, and those for later steps
+
+    def next(self, state: Any, position: int) -> PromptBatch:
+        """Return the batch at a position, for the step of `state`."""
+        self.state = state
+        batch = self.drawn[position] if position in self.drawn else self.draw(state.step, position)
+        batch.context = batch.context or self._context(state.step, position)
+        return batch
+
+    def draw(self, step: int, position: int, step_known: bool = True) -> PromptBatch:
+        """Choose the examples of a batch. With --async-steps, where batches are drawn before the solve rates of earlier
+        ones are known, a curriculum takes examples that are being sampled last."""
+        first = self.state.position
+        self.drawn = {at: batch for at, batch in self.drawn.items() if at >= first}
+        ahead = set().union(*(batch.uids for batch in self.drawn.values())) if self.cfg.servers.async_steps else None
+        examples = self.curriculum.batch(step, first, position - first, self.state.curriculum, ahead)
+        own, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
+        uids, sampling = {example.uid for example in examples}, self.sampling(position)
+        self.drawn[position] = PromptBatch(position, uids, own, sampling, self.make, context)
+        return self.drawn[position]
+
+    def sampling(self, position: int, again: int = 0) -> Sampling:
+        """Return how to sample a batch. The randomness of a sample is a function of (seed, position), its prompt and
+        its place in the group."""
+        seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
+        return Sampling(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
+
+    def _context(self, step: int, position: int) -> RewardContext:
+        return RewardContext(position, step, self.curriculum.stage(step))
 
 
 class GroupPool:
-    """The groups that a step samples, until enough of them have unequal rewards or the rounds are used up. A group is
-    known by (round, place in the round's batch), the same on all processes, each of which holds its own groups."""
+    """The groups that a step samples, until enough of them have unequal rewards or --sample-rounds batches are used up.
+    A group is known by (batch, place in the batch), the same on all processes, each of which holds its own groups."""
 
-    def __init__(self, algo: Algorithm, wanted: int, position: int, ctx: Context):
+    def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: Context):
         self.algo = algo
-        self.wanted = wanted
+        self.wanted = cfg.prompts_per_step
+        self.max_new_tokens = cfg.max_new_tokens
         self.position = position  # in the data
         self.ctx = ctx
         self.round = 0
@@ -400,11 +516,12 @@ class GroupPool:
         return self.round == self.algo.sample_rounds or (self.round > 0 and enough)
 
     def places(self) -> range:
-        """This process's share of a round's batch."""
+        """Return this process's part of a batch."""
         return range(self.ctx.rank, self.wanted, self.ctx.world)
 
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        """A round's rollouts with their rewards: a group for each of `places`, in order."""
+    def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
+        """Add a batch's rollouts and their rewards, on all processes at once: a group for each of `places`."""
+        give_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
         groups = {}
         for i, place in enumerate(self.places()):

@@ -18,12 +18,13 @@ import operator
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import nearest, need
+from errors import UserError, nearest, need
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
@@ -181,6 +182,24 @@ def settings_of_run(
     need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
          f"not taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
     return kept
+
+
+@contextmanager
+def naming_origins(values: Mapping[str, Any], origin: str) -> Iterator[None]:
+    """Add `origin` to each "--flag value" in the message of a UserError if the flag was not given."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(add_origins(str(error), values, origin)) from error
+
+
+def add_origins(message: str, values: Mapping[str, Any], origin: str) -> str:
+    given = {word.partition("=")[0] for word in sys.argv}
+    for name, value in values.items():
+        text = f"{flag_of(name)} {value}"
+        if flag_of(name) not in given:
+            message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
+    return message
 
 
 def check_setting(f: Field, hint: type, value: object) -> None:

@@ -15,75 +15,35 @@ Axes: P prompts of a step, G samples per prompt; B responses and N trained token
 tokens and K trained tokens of a micro-batch.
 """
 
-import math
-import re
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import grpo
-from engines.launch import ConnectionConfig, ServerConfig, check_engine, resolve_engine, start_engine
-from engines.self_test import self_test
-from envs import EnvConfig
+from engines.launch import ServerConfig, check_engine, resolve_engine, start_sampling
 from envs._load import load_environments
-from envs._play import player
-from errors import UserError, check_writable, need
 from eval import Evaluation
-from kernels import TangentLoss, loss_and_gradients, resolve_kernel
-from layers.attention import resolve_attention
+from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, load_config, load_processor
 from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
-from parallel.checkpoint import load_checkpoint
+from parallel import nodes, resume, sharding, watch
 from parallel.models import Models, OptimConfig, build_models, peak_memory, probe_memory, saved_parts
-from parallel.nodes import check_restarts, check_settings, check_shared
-from parallel.resume import Saver, absolute, changed_settings, find_start, resumed_settings
-from parallel.rounds import Rounds
-from parallel.sharding import ParallelConfig, clip_gradients, full_parameters
-from parallel.watch import Interrupt, Watch
-from prepare_data import DataConfig, ReadingConfig
-from report.files import lock_folder
-from report.log import RunLog, Skipped, check_trackers
-from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
-from report.progress import Progress, comparing, training
-from reward import RewardConfig, Rewards, give_rewards
+from prepare_data import DataConfig
+from report import metrics, progress
+from report.log import RunLog, Skipped
+from reward import RewardConfig, Rewards
 from rewards.curriculum import Curriculum, Memory, last_stage
-from rewards.custom import absolute_files
-from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts
-from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
-from utils import Context, Meter, Stages, copy_together, dist_setup, print0, run_script
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Run"""
-
-    steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
-    out: str = setting(REQUIRED, "run directory", from_run=never)
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; flags "
-                          "that are not given keep that run's values (code and servers have to be given)")
-    eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
-    save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
-    keep: int = setting(2, "checkpoints kept", least=1)
-    keep_best: bool = setting(False, "also keep the checkpoint of the best evaluation, which then is saved at once")
-    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER",
-                                     from_run=lambda name: name == "tensorboard")  # wandb sends them to a server
-    self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
-    grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
-    timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
-    seed: int = setting(0, "of data order and sampling")
+from rollout import Batches, Engine, EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples
+from settings import Parser, add_settings, check_given, naming_origins, read_settings
+from utils import Context, Meter, Stages, copy_together, run_script
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, a group for each stage that owns them."""
+    """All settings of a run, a group for each part of a step that owns them."""
 
-    run: RunConfig
+    run: resume.RunConfig
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -92,10 +52,10 @@ class Config:
     reward: RewardConfig
     algo: grpo.Algorithm
     optim: OptimConfig
-    parallel: ParallelConfig
+    parallel: sharding.ParallelConfig
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Config":
+    def of(cls, settings: dict) -> "Config":
         """Read the settings of all groups from values by the names of their flags."""
         check_given(settings, *(group.type for group in fields(cls)))
         return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
@@ -115,14 +75,42 @@ class State:
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
     curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
 
+    @classmethod
+    def of(cls, saved: dict, algo: grpo.Algorithm) -> "State":
+        """Return where a run stands by its checkpoint, or if that has nothing at its start."""
+        state = cls(**{"kl_coef": algo.kl_coef} | {f.name: saved[f.name] for f in fields(cls) if f.name in saved})
+        return state if algo.kl_target is not None else replace(state, kl_coef=algo.kl_coef)
+
+
+@dataclass
+class Run:
+    """What set_up made for the loop."""
+
+    cfg: Config
+    ctx: Context
+    timer: Stages
+    interrupt: watch.Interrupt
+    state: State
+    models: Models
+    packer: Packer
+    batches: Batches
+    engine: Engine
+    grader: Rewards
+    evaluation: Evaluation
+    log: RunLog
+    saver: resume.Saver
+    skipped: Skipped
+    steps_per_epoch: int
+    lock: object  # on --out, held until the process ends
+
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    for group in (*(f.type for f in fields(Config)), ReadingConfig, ConnectionConfig):
-        add_settings(parser, group)
+    for part in chain.from_iterable(f.type.__mro__[:-1] for f in fields(Config)):  # with the settings of its bases
+        add_settings(parser, part)
     given = vars(parser.parse_args(argv))
     known = chain.from_iterable(fields(f.type) for f in fields(Config))
-    before = resumed_settings(known, given)  # of the run that --resume continues
+    before = resume.resumed_settings(known, given)  # of the run that --resume continues
     if given.get("algo", before.get("algo")) != before.get("algo"):  # a new --algo drops what the old one had set
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             before.pop(name, None)
@@ -137,35 +125,19 @@ def check(cfg: Config, world: int) -> None:
     cfg.rollout.check(world, cfg.algo.minibatches)
     check_engine(cfg.rollout.rollout, cfg.rollout.vllm, cfg.servers, cfg.model, world)
     cfg.optim.check(cfg.model, cfg.run.steps)
-    need(not cfg.run.eval_every or cfg.data.eval_data, f"--eval-every {cfg.run.eval_every} needs --eval-data")
-    need(not Path(cfg.run.out).is_file(), f"--out {cfg.run.out} is a file; give a directory")
-    need(not cfg.run.keep_best or cfg.data.eval_data, "--keep-best needs --eval-data, and with it --eval-every")
-    check_writable(Path(cfg.run.out), "--out")
-    check_trackers(cfg.run.track)
+    cfg.run.check(cfg.data.eval_data)
     cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths))
 
 
-def check_data(train_set: Examples, cfg: Config) -> None:
-    n, longest, per_step = len(train_set), max(train_set.lengths), cfg.rollout.prompts_per_step
-    need(n >= per_step, f"--data {cfg.data.data} has {n} usable examples, fewer than --prompts-per-step {per_step}")
-    whole = longest + cfg.rollout.max_new_tokens
-    has = f"the longest prompt has {longest} tokens and --max-new-tokens is {cfg.rollout.max_new_tokens}"
-    need(whole <= cfg.optim.micro_tokens, f"--micro-tokens {cfg.optim.micro_tokens}: {has}; raise it to {whole}")
-
-
 def resolve(cfg: Config, device: torch.device) -> Config:
-    """What "auto" means here, and where files are: a run is continued and evaluated from any directory."""
-    settings = cfg.flat()
-    paths = ("model", "data", "eval_data", "image_root", "curriculum")
-    settings |= {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
-    settings["attn"] = resolve_attention(cfg.model.attn, device)
-    settings["kernel"] = resolve_kernel(cfg.model.kernel, device)
-    settings["rollout"] = resolve_engine(cfg.rollout.rollout, device)
-    return Config.of(settings)
+    """Return the settings with what "auto" means here, and with absolute paths."""
+    cfg = Config.of(cfg.flat() | resume.absolute_paths(cfg.flat()))
+    rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
+    return replace(cfg, model=cfg.model.resolve(device), rollout=rollout)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The stages of a step
+# The phases of a step
 
 
 def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter: Meter) -> Batch:
@@ -186,11 +158,12 @@ def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
         minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
     trained = [r for r, alive in zip(rollouts, live, strict=True) if alive]
-    meter.sum("update/flops", algo.epochs * update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0))
+    flops = metrics.update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0)
+    meter.sum("update/flops", algo.epochs * flops)
     return Batch(rollouts, token_batch(rollouts, weights), minibatches)
 
 
-def per_group(rewards_B: Sequence[float], algo: grpo.Algorithm) -> torch.Tensor:
+def per_group(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Tensor:
     return torch.tensor(rewards_B, dtype=torch.float64).view(-1, algo.group_size)
 
 
@@ -224,7 +197,7 @@ def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Cont
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
-        measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
+        metrics.measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
 
 
 def update_policy(
@@ -266,7 +239,7 @@ def update_policy(
             batch.tokens.fill(rows, logps=logps, entropies=entropies)
             # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
             before = epoch == 0 and (algo.needs_old_logps or number == 0)
-            measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
+            metrics.measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
         if state.step < algo.critic_warmup_steps:
             for parameter in models.policy.hf.parameters():
                 parameter.grad = None
@@ -317,20 +290,20 @@ def weighted_value_loss(
 def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
     """The global gradient norm before clipping, and whether there was a step. A norm of 0 means that nothing had a
     gradient; stepping would move the weights by momentum and decay alone. All ranks see the same norm."""
-    norm = clip_gradients(model, max_norm)
-    good = math.isfinite(norm) and norm > 0
+    norm = sharding.clip_gradients(model, max_norm)
+    good = 0 < norm < float("inf")
     if good:
         optimizer.step()
     return norm, good
 
 
-def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: dict[str, float], cfg: Config) -> State:
-    """After a step; a coefficient that adapts does so if the policy moved."""
-    algo, kl_coef = cfg.algo, state.kl_coef
-    moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
-    if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
+def next_state(state: State, pool: GroupPool, curriculum: Curriculum, row: dict[str, float], cfg: Config) -> State:
+    """Return the state after a step with these metrics. A KL coefficient that adapts does so if the policy moved."""
+    algo, kl_coef, infinite = cfg.algo, state.kl_coef, float("inf")
+    moved = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
+    if algo.kl_target is not None and moved and abs(row.get("policy/kl_ref", infinite)) < infinite:
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
+        kl_coef = grpo.adapt_kl(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
     memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
     return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
@@ -338,140 +311,133 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def main(cfg: Config) -> None:
-    # --- set-up: first everything that can be wrong, then everything that takes long ---
-    check_restarts()
-    ctx = dist_setup(cfg.run.timeout_minutes + 1, cfg.parallel.tp)  # the watch, which names who is late, comes first
-    interrupt = Interrupt(cfg.run.grace_seconds)
-    stage = Stages(interrupt.check)
-    Watch(ctx, stage, cfg.run.timeout_minutes)
+def set_up(cfg: Config) -> Run:
+    """First everything that can be wrong, then everything that takes long."""
+    # 1. processes: the other ranks, signals, ranks that stop answering
+    ctx, interrupt, timer = watch.start_processes(cfg.run, cfg.parallel.tp)
+
+    # 2. settings
     cfg = resolve(cfg, ctx.device)
-    check_settings(cfg.flat(), ctx)
+    nodes.check_settings(cfg.flat(), ctx)
     check(cfg, ctx.world)
-    algo, out = cfg.algo, Path(cfg.run.out)
+
+    # 3. processor, environment and rewards
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
     env = load_environments(cfg.env)
     start_of = env.start_of if env else as_given
-    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world, played=env is not None)
-    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=rewards, start_of=start_of)
-    train_set = load(cfg.data.data)
-    eval_set = load(cfg.data.eval_data) if cfg.data.eval_data else Examples()
-    check_data(train_set, cfg)
-    curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    _, final_stage = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
-    rewards.try_out(ctx.main, curriculum.stages())
-    lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
-    check_shared(out, {"--data": train_set, "--eval-data": eval_set}, ctx)
-    checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
+    grader = Rewards(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
 
+    # 4. data
+    train_set = load_examples(cfg.data.data, cfg.data, processor, grader, start_of)
+    eval_set = Examples()
+    if cfg.data.eval_data:
+        eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, grader, start_of)
+    cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
+
+    # 5. curriculum, and a trial of the rewards in each of its stages
+    curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
+    _, last = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
+    batches = Batches(cfg, curriculum, processor, start_of, ctx)
+    grader.try_out(ctx.main, curriculum.stages())
+
+    # 6. run directory, and the checkpoint to continue from
+    lock = resume.claim_folder(cfg.run, {"--data": train_set, "--eval-data": eval_set}, ctx)
+    start = resume.find_start(cfg.run.folder, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
+
+    # 7. models and where the run stands
     models = build_models(cfg, processor, ctx)
-    state = State(kl_coef=algo.kl_coef)
-    if checkpoint:
-        position = load_checkpoint(checkpoint, models.saved)
-        state = State(**{f.name: position[f.name] for f in fields(State) if f.name in position})
-        if algo.kl_target is None:
-            state = replace(state, kl_coef=algo.kl_coef)
-        models.own_caches()
+    state = State.of(resume.restore(start, models), cfg.algo)
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, cfg, start_of)
-    sets = [train_set, eval_set]
-    limits = env.image_limits if env else None
-    ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
-    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, sets, ctx, out, limits, **ends)
-    play = player(engine, env, processor)
-    prompts_of = partial(make_prompts, processor=processor, start_of=start_of)
-    rounds = Rounds(cfg, play, engine, prompts_of, rewards, curriculum, ctx)
-    if cfg.run.self_test:
-        print0(self_test(models.policy, engine, train_set, processor, packer, rounds.sampling(0), start_of))
-    saver = Saver(cfg.run, models, checkpoint, state)
-    changed = changed_settings(out, cfg.flat()) if checkpoint else []
-    log = RunLog(cfg, ctx, checkpoint, state.step)
+
+    # 8. engine
+    engine = start_sampling(cfg, models, processor, packer, [train_set, eval_set], env, batches, interrupt, ctx)
+
+    # 9. checkpoints and logs
+    saver = resume.Saver(cfg.run, models, start, state)
+    changed = resume.changed_settings(cfg.run.folder, cfg.flat()) if start else []
+    log = RunLog(cfg, ctx, start, state.step)
     log.introduce(models, len(train_set), changed)
-    skipped = Skipped(out, ctx)
     interrupt.arm(saver.save_and_tell, log.end)
+
+    # 10. evaluation
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    more = {"stage": final_stage, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
-    evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
+    more = {"stage": last, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
+    evaluation = Evaluation(engine, eval_set, processor, grader, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())
+        log.evaluation(state.step, evaluation.run(log, timer, state.step) | timer.pop())
 
-    compares = algo.needs_old_logps or algo.needs_values or algo.needs_reference
+    skipped, steps_per_epoch = Skipped(cfg.run.folder, ctx), len(train_set) // cfg.rollout.prompts_per_step
+    return Run(
+        cfg, ctx, timer, interrupt, state, models, packer, batches, engine, grader, evaluation, log, saver, skipped,
+        steps_per_epoch, lock,
+    )  # fmt: skip
 
-    # --- loop ---
+
+def main(cfg: Config) -> None:
+    run = set_up(cfg)
+    cfg, algo, state, ctx, timer = run.cfg, run.cfg.algo, run.state, run.ctx, run.timer
+    models, engine, batches, grader = run.models, run.engine, run.batches, run.grader
+
     for step in range(state.step, cfg.run.steps):
         meter = Meter()
-        pool = GroupPool(algo, cfg.rollout.prompts_per_step, state.position, ctx)
+        pool = GroupPool(algo, cfg.rollout, state.position, ctx)
 
-        # 1. rollout and 2. reward: one round, or (dynamic sampling) rounds until enough groups have unequal rewards
+        # 1. rollout and 2. reward: one batch, or (dynamic sampling) batches until enough groups have unequal rewards
         while not pool.full():
-            with stage("rollout"):
-                round = rounds.take(state, pool.position)
-                rollouts = round.rollouts
-            with stage("reward"), Progress("graded responses", len(rollouts), round.grading.answered):
-                rewarded = round.grading.results(rollouts)
-                give_rewards(rollouts, rewarded, algo, cfg.rollout.max_new_tokens)
-            pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
-            rewards.check_worked(round.grading, rollouts, ctx.gather)
+            with timer("rollout"), progress.sampling(lambda: engine.finished, len(pool.places()) * algo.group_size):
+                prompts = batches.next(state, pool.position)
+                rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
+            with timer("reward"):
+                rewards = grader.collect(rollouts)
+            pool.add(rollouts, rewards)  # waits for the other ranks: not timed, so that the watch names one that hangs
+            grader.check_worked(rollouts, ctx.gather)
         engine.sleep()  # the update needs its memory
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
-        with stage("pack"):
-            batch = make_batch(pool, cfg, packer, ctx, meter)
+        with timer("pack"):
+            batch = make_batch(pool, cfg, run.packer, ctx, meter)
 
         # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
-        with stage("logprobs", timed=compares), comparing(batch):
+        with timer("logprobs", timed=algo.needs_forward), progress.comparing(batch):
             compute_before_update(batch, models, cfg)
 
         # 5. advantage: one function of the rewards and of what was just computed
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
         # 6. update
-        with stage("update"), training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
+        with timer("update"), progress.training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
-            update_policy(models, batch, cfg, state, ctx, meter, skipped)
+            update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
             models.zero_grad()  # the engine needs the gradients' memory when it wakes
 
         # 7. sync: without it the engine would go on sampling from the old weights. What is frozen it has already
-        with stage("sync", interruptible=False):
-            sent = engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
+        with timer("sync", interruptible=False):
+            sent = engine.sync(models.weights(engine.dtype))
 
         # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
-        epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
-        metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
-        state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
-        metrics |= curriculum.metrics(step, state.curriculum) | rounds.metrics(batch)
+        row = metrics.rollout_metrics(pool) | meter.reduce(ctx) | sent
+        row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
+        state = run.saver.state = next_state(state, pool, batches.curriculum, row, cfg)
+        row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)
         models.after_step(state.step, algo.ref_every)
-        if evaluation.due(cfg.run, state.step):
-            metrics |= evaluation.run(log, stage, state.step)
-            state = saver.state = replace(state, eval_due=evaluation.cut_at)
-        log.step(state.step, metrics | stage.pop())
-        skipped.report(state.step, saver.save)
-        saver.after_step()
-        log.report(state.step, batch, metrics)
+        if run.evaluation.due(cfg.run, state.step):
+            row |= run.evaluation.run(run.log, timer, state.step)
+            state = run.saver.state = replace(state, eval_due=run.evaluation.cut_at)
+        run.log.step(state.step, row | timer.pop())
+        run.skipped.report(state.step, run.saver.save)
+        run.saver.after_step()
+        run.log.report(state.step, batch, row)
 
-    interrupt.check()
-    log.close()
-
-
-def say_origins(message: str, cfg: Config) -> str:
-    """Add to each "--flag value" in a message where the value comes from, if the flag was not given."""
-    given = {word.partition("=")[0] for word in sys.argv}
-    new = cfg.run.resume == "no" or (cfg.run.resume == "auto" and not Path(cfg.run.out, "checkpoints").exists())
-    origin = "the default" if new else "from the run that is resumed"
-    for name, value in cfg.flat().items():
-        text = f"{flag_of(name)} {value}"
-        if flag_of(name) not in given:
-            message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
-    return message
+    run.interrupt.check()
+    run.log.close()
 
 
 def run(cfg: Config) -> None:
-    try:
+    with naming_origins(cfg.flat(), cfg.run.origin):
         main(cfg)
-    except UserError as error:
-        raise UserError(say_origins(str(error), cfg)) from error
 
 
 if __name__ == "__main__":

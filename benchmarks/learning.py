@@ -42,6 +42,7 @@ import torch  # noqa: E402
 from vs_trl import make_trainer  # noqa: E402
 
 import demo  # noqa: E402
+import rollout  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from errors import need  # noqa: E402
@@ -177,7 +178,7 @@ def elapsed(since: tuple[float, float]) -> list[float]:
 
 def our_side(cfg: train.Config, recorder: Recorder) -> None:
     """train.py itself, watched."""
-    evaluate, make_prompts, log_step = train.Evaluation.run, train.make_prompts, train.RunLog.step
+    evaluate, make_prompts, log_step = train.Evaluation.run, rollout.make_prompts, train.RunLog.step
 
     def evaluated(self, log: train.RunLog, stage: Stages, step: int) -> dict[str, float]:
         return recorder.evaluate(step, lambda: evaluate(self, log, stage, step))
@@ -191,7 +192,7 @@ def our_side(cfg: train.Config, recorder: Recorder) -> None:
         recorder.step(step, metrics["lr"])
         recorder.uncounted(lambda: log_step(self, step, metrics))  # it draws curves; TRL does not log
 
-    train.Evaluation.run, train.make_prompts, train.RunLog.step = evaluated, prompts_made, logged
+    train.Evaluation.run, rollout.make_prompts, train.RunLog.step = evaluated, prompts_made, logged
     train.main(cfg)
 
 

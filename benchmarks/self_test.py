@@ -40,7 +40,7 @@ from model import FAMILIES, load_processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from parallel.models import build_models  # noqa: E402
 from parallel.sharding import full_parameters  # noqa: E402
-from rollout import Engine, Examples, Sampling, make_prompts  # noqa: E402
+from rollout import Engine, Examples, Sampling, make_prompts, never  # noqa: E402
 from utils import NamedTensors, derive_seed, dist_setup  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
@@ -70,7 +70,8 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     examples = Examples(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
-    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, [examples], ctx, out)
+    more = {"interrupted": never, "give_up": print}
+    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, [examples], ctx, out, **more)
     KEPT.append(engine)
     weights = full_parameters(models.policy, True)
     names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision

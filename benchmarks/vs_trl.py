@@ -65,7 +65,6 @@ from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E4
 from prepare_data import Example  # noqa: E402
 from report.log import Skipped  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
-from reward import give_rewards  # noqa: E402
 from rollout import GroupPool, Sampling, make_prompts, written  # noqa: E402
 from tasks.shapes import png, shapes_rows  # noqa: E402
 from utils import Meter, dist_setup  # noqa: E402
@@ -413,16 +412,14 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     def step(number: int) -> dict:
         """The numbered parts of a step of train.py."""
         meter = Meter()
-        pool = GroupPool(algo, config.prompts, number, ctx)
+        pool = GroupPool(algo, cfg.rollout, number, ctx)
         with clock("prompts"):
             prompts = make_prompts(rows[number * config.prompts : (number + 1) * config.prompts], processor)
         with clock("generate"):
             engine.wake()
             rollouts = engine.generate(prompts, algo.group_size, Sampling(config.new_tokens, seed=number))
             engine.sleep()
-        results = [{"reward": reward} for reward in rewards(len(rollouts))]
-        give_rewards(rollouts, results, algo, config.new_tokens)
-        pool.add(rollouts)
+        pool.add(rollouts, [{"reward": reward} for reward in rewards(len(rollouts))])
         with clock("pack"):
             batch = train.make_batch(pool, cfg, packer, ctx, meter)
         train.compute_before_update(batch, models, cfg)

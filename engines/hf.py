@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from errors import need
 from layers.recurrent import RecurrentState
 from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
-from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response
+from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response, never
 from utils import derive_seed
 
 
@@ -218,9 +218,9 @@ class HFEngine(Engine):
         processor: Processor,
         device: torch.device,
         vision_cache: VisionCache | None = None,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = never,
     ):
-        self.interrupted = interrupted
+        super().__init__(interrupted)
         self.hf = hf.to(device).eval().requires_grad_(False)
         if device.type == "cpu" and hf.dtype == torch.float32:
             for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():

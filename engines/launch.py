@@ -19,15 +19,18 @@ from urllib.parse import urlsplit
 import torch
 
 from engines.hf import HFEngine
+from engines.self_test import self_test
 from errors import in_copy, need, plug_in, refusing
 from model import ModelConfig, Processor, VisionCache, load_hf
+from packing import Packer
 from parallel.checkpoint import on_rank0
 from parallel.models import Models
-from parallel.sharding import full_parameters, save_adapter
+from parallel.sharding import save_adapter
 from prepare_data import Example
-from rollout import Engine, Examples, RolloutConfig
+from rollout import Batches, Engine, Examples, RolloutConfig, as_given
+from rollout import never as never_interrupted
 from settings import flag_of, never, setting
-from utils import Context
+from utils import Context, print0
 
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
 SYNC_METHODS = ("auto", "nccl", "gloo", "disk", "adapter")
@@ -154,7 +157,7 @@ def make_engine(
     cache: VisionCache | None = None,
     vllm: Sequence[str] = (),
     world: int = 1,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = never_interrupted,
 ) -> Engine:
     """Return the engine that resolve_engine chose, for prompts made of `examples` and sequences of at most
     max_model_len tokens. vLLM alone reads `vllm`, which is --vllm, for a run of `world` processes."""
@@ -175,8 +178,9 @@ def start_engine(
     ctx: Context,
     out: Path,
     of_episodes: ImageLimits | None = None,
-    interrupted: Callable[[], bool] = lambda: False,
-    give_up: Callable[[str], None] = lambda message: need(False, message),
+    *,
+    interrupted: Callable[[], bool],
+    give_up: Callable[[str], None],
 ) -> Engine:
     """Return the engine of a run, for prompts made of these sets of examples, with all of the policy's weights: also
     the frozen ones, which the run that is resumed may have trained. It stops sampling if `interrupted`, and calls
@@ -223,7 +227,27 @@ def start_engine(
             world=ctx.world,
             interrupted=interrupted,
         )
-    engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
+    engine.sync(models.weights(engine.dtype))
+    return engine
+
+
+def start_sampling(
+    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[Examples], env: Any, batches: Batches,
+    interrupt: Any, ctx: Context,
+) -> Engine:  # fmt: skip
+    """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
+    episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
+    limits = env.image_limits if env else None
+    places = (models, processor, sets, ctx, Path(cfg.run.out), limits)
+    ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
+    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, *places, **ends)
+    if cfg.run.self_test:
+        sampling, start_of = batches.sampling(0), env.start_of if env else as_given
+        print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
+    if env:
+        engine = plug_in("envs._play", "--env").Episodes(engine, env, processor)
+    if cfg.servers.async_steps:
+        engine = plug_in("engines.ahead", "--async-steps").Ahead(engine, batches)
     return engine
 
 

@@ -44,6 +44,7 @@ from rollout import (
     Weights,
     add_response,
     difference,
+    never,
 )
 from utils import Context, NamedTensors, derive_seed
 
@@ -53,6 +54,10 @@ MOST_FRUITLESS = 6  # answers in a row without a token, before their server is l
 FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
 
 CLIENTS = {client.kind: client for client in (VLLMClient, SGLangClient)}
+
+
+def refuse(why: str) -> None:
+    raise UserError(why)
 
 
 class ServerEngine(Engine):
@@ -74,9 +79,11 @@ class ServerEngine(Engine):
         max_model_len: int,
         in_flight: str = "abort",
         trained_tower: bool = False,
-        interrupted: Callable[[], bool] = lambda: False,
-        give_up: Callable[[str], None] = lambda message: need(False, message),
+        interrupted: Callable[[], bool] = never,
+        give_up: Callable[[str], None] = refuse,
     ):
+        super().__init__(interrupted)
+        self.give_up = give_up
         self.calls = calls
         self.servers = {client.url: client for client in clients}
         self.sender = sender

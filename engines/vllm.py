@@ -21,7 +21,7 @@ from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alo
 from engines.vllm_weights import Loader
 from errors import Note, UserError, nearest, need
 from model import Processor
-from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference
+from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference, never
 from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
@@ -155,11 +155,11 @@ class VLLMEngine(Engine):
         processor: Processor,
         device: torch.device,
         dtype: torch.dtype,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = never,
         **settings: Any,
     ):
+        super().__init__(interrupted)
         set_environment()
-        self.interrupted = interrupted
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
         arguments = engine_arguments(path, processor, dtype, cuda, settings)
         arguments["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else "uni"

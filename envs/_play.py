@@ -29,11 +29,13 @@ from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
 from rollout import (
     Engine,
+    EngineWrapper,
     Observation,
     OnRollout,
     Prompt,
     Responses,
     Rollout,
+    RolloutCounter,
     Sampling,
     Turn,
     begun,
@@ -84,11 +86,11 @@ class Episode:
     future: Future | None = None  # in the event loop
 
 
-class Episodes:
+class Episodes(EngineWrapper):
     """An engine whose rollouts are episodes. `separate`: the chat template may rewrite what was said before."""
 
     def __init__(self, engine: Engine, environments: Environments, processor: Processor):
-        self.engine = engine
+        super().__init__(engine)
         self.environments = environments
         self.processor = processor
         self.separate = processor.rewrites_history()
@@ -105,15 +107,11 @@ class Episodes:
     ) -> list[Rollout]:
         """n episodes of each prompt, in the order of the prompts; `on_rollout` gets each when it is over, but for those
         whose environment failed."""
-        play = Play(self, prompts, n, sampling, on_rollout or (lambda rollout: None))
+        self.finished = finished = RolloutCounter(on_rollout)
+        play = Play(self, prompts, n, sampling, finished.add)
         self.engine.sample(play, sampling)
         play.tell()
         return [episode.rollout for episode in play.episodes]
-
-
-def player(engine: Engine, environments: Environments | None, processor: Processor) -> Engine | Episodes:
-    """What samples rollouts: with --env episodes."""
-    return engine if environments is None else Episodes(engine, environments, processor)
 
 
 class Play(Responses):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_d
 from packing import Packer
 from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
-from rollout import Examples, Rollout, StartOf, as_given, make_prompts
+from rollout import Examples, Rollout, StartOf, Weights, as_given, make_prompts
 from settings import setting
 from utils import Context, Meter, print0
 
@@ -72,6 +73,10 @@ class Models:
         if not self.policy.vision_frozen:
             return 1.0
         return 1 / 3 if self.policy.cache is None else 0.0
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """Return the policy's weights as engines take them (Engine.sync)."""
+        return partial(sharding.full_parameters, self.policy, dtype=dtype)
 
     def reshard(self) -> None:
         """After forwards that no backward follows: or an update would leave gathered weights stale."""

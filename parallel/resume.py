@@ -2,20 +2,62 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict
+from dataclasses import Field, asdict, dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from errors import nearest_path, need
+from errors import check_writable, nearest_path, need
 from parallel import checkpoint
-from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
-from report.files import read_rows
+from parallel.checkpoint import complete_checkpoints, intact, load_checkpoint, on_rank0, run_args
+from parallel.nodes import check_shared
+from report.files import lock_folder, read_rows
+from report.log import check_trackers
 from report.summary import best_evaluation
-from settings import flag_of, settings_of_run
+from rewards.custom import absolute_files
+from rollout import Examples
+from settings import REQUIRED, flag_of, never, setting, settings_of_run
+from utils import Context
 
 # A checkpoint does not fit a run where these differ: its weights, or its position in the data (counted in batches)
 FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Run"""
+
+    steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
+    out: str = setting(REQUIRED, "run directory", from_run=never)
+    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; flags "
+                          "that are not given keep that run's values (code and servers have to be given)")
+    eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
+    save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
+    keep: int = setting(2, "checkpoints kept", least=1)
+    keep_best: bool = setting(False, "also keep the checkpoint of the best evaluation, which then is saved at once")
+    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER",
+                                     from_run=lambda name: name == "tensorboard")  # wandb sends them to a server
+    self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
+    grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
+    timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
+    seed: int = setting(0, "of data order and sampling")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    def check(self, eval_data: str | None) -> None:
+        need(not self.eval_every or eval_data, f"--eval-every {self.eval_every} needs --eval-data")
+        need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
+        need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
+        check_writable(self.folder, "--out")
+        check_trackers(self.track)
+
+    @property
+    def origin(self) -> str:
+        """Return where the settings that were not given come from."""
+        new = self.resume == "no" or (self.resume == "auto" and not (self.folder / "checkpoints").exists())
+        return "the default" if new else "from the run that is resumed"
 
 
 def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +83,29 @@ def absolute(path: str | None) -> str | None:
     parts = (path or "").split(",")
     found = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
     return ",".join(found) if path else path
+
+
+def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that name files, as absolute paths: a run is continued and evaluated from any directory."""
+    paths = ("model", "data", "eval_data", "image_root", "curriculum")
+    return {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
+
+
+def claim_folder(cfg: RunConfig, data: Mapping[str, Examples], ctx: Context) -> Any:
+    """Lock --out, which all ranks must see, and return the lock: keep it until the process ends. All ranks must have
+    read the same `data`."""
+    lock = lock_folder(cfg.folder) if ctx.main else None
+    check_shared(cfg.folder, data, ctx)
+    return lock
+
+
+def restore(start: Path | None, models: Any) -> dict[str, Any]:
+    """Load a checkpoint, if any, into the models; return what else it holds: where its run stood."""
+    if start is None:
+        return {}
+    position = load_checkpoint(start, models.saved)
+    models.own_caches()
+    return position
 
 
 def holds_run(out: Path) -> bool:
@@ -90,8 +155,8 @@ def changed_settings(out: Path, settings: Mapping[str, Any]) -> list[str]:
 class Saver:
     """Checkpoints of the last whole step, also where a later one has begun."""
 
-    def __init__(self, cfg: Any, models: Any, start: Path | None, state: Any):
-        self.out = Path(cfg.out)
+    def __init__(self, cfg: RunConfig, models: Any, start: Path | None, state: Any):
+        self.out = cfg.folder
         self.cfg = cfg
         self.models = models
         self.start = start  # the checkpoint that the run continues from

@@ -18,15 +18,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from errors import Interrupted, need
-from utils import Context, Stages, end_with_parent
+from parallel.nodes import check_restarts
+from utils import Context, Stages, dist_setup, end_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 GO_ON = "--resume auto goes on from the newest checkpoint"
+
+
+def start_processes(cfg: Any, tp: int) -> "tuple[Context, Interrupt, Stages]":
+    """Join the other processes, and watch for signals and for ranks that stop answering. `cfg` is resume.RunConfig."""
+    check_restarts()
+    ctx = dist_setup(cfg.timeout_minutes + 1, tp)  # the watch, which names who is late, comes first
+    interrupt = Interrupt(cfg.grace_seconds)
+    timer = Stages(interrupt.check)
+    Watch(ctx, timer, cfg.timeout_minutes)
+    return ctx, interrupt, timer
 
 
 def later(seconds: float, do: Callable, *args) -> threading.Timer:

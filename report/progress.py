@@ -17,31 +17,27 @@ T = TypeVar("T")
 
 
 class Progress:
-    """`with Progress("responses", 80) as progress:` and in it `progress.add()`; or `count`, which is asked how far it
-    is. A thread of rank 0 shows it, so that it also moves (and tells the time) where the main thread waits."""
+    """`with Progress("responses", 80) as progress:` and in it `progress.add()`; or `count` returns how far it is, and
+    `tokens` how many tokens that are. A thread of rank 0 shows it, so that it also moves (and tells the time) where the
+    main thread waits."""
 
-    def __init__(self, what: str, total: int | None = None, count: Callable[[], float] | None = None):
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        count: Callable[[], float] | None = None,
+        tokens: Callable[[], int] = lambda: 0,
+    ):
         self.what = what
         self.total = total
         self.done = 0
-        self.tokens = 0
         self.count = count or (lambda: self.done)
+        self.tokens = tokens
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def add(self, n: int = 1) -> None:
         self.done += n
-
-    def counting(self, on_rollout: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
-        """An `on_rollout` for engines: counts each finished response and its tokens, then calls the one given."""
-
-        def finished(rollout: Any) -> None:
-            self.done += 1
-            self.tokens += sum(rollout.response_mask)
-            if on_rollout:
-                on_rollout(rollout)
-
-        return finished
 
     def __enter__(self) -> "Progress":
         self.began = time.time()
@@ -69,7 +65,8 @@ class Progress:
         bar.start_t = self.began
         while not self.over.is_set():
             bar.n = self._done()
-            bar.set_postfix_str(f"{self.tokens:,} tokens" if self.tokens else "", refresh=False)
+            tokens = self.tokens()
+            bar.set_postfix_str(f"{tokens:,} tokens" if tokens else "", refresh=False)
             bar.refresh()
             self.over.wait(PERIOD)
         bar.close()
@@ -80,8 +77,8 @@ class Progress:
 
     def line(self, seconds: float) -> str:
         """Where there is no terminal."""
-        of = f" of {self.total:,}" if self.total is not None else ""
-        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        of, tokens = f" of {self.total:,}" if self.total is not None else "", self.tokens()
+        tokens = f", {tokens:,} tokens" if tokens else ""
         return f"  {self.what}: {self._done():,.0f}{of}{tokens} after {tqdm.format_interval(seconds)}"
 
 
@@ -91,6 +88,11 @@ def following(items: Sequence[T], what: str) -> Iterator[T]:
         for item in items:
             yield item
             progress.add()
+
+
+def sampling(counter: Callable[[], Any], total: int, what: str = "responses") -> Progress:
+    """Return the progress of sampling: finished rollouts and their tokens, as a rollout.RolloutCounter has them."""
+    return Progress(what, total, lambda: counter().rollouts, lambda: counter().tokens)
 
 
 def comparing(batch: Any) -> Progress:

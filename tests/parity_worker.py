@@ -215,10 +215,11 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(models.policy.hf.config))
 
     # by stride, so that some process has more to do
-    pool = GroupPool(cfg.algo, cfg.rollout.prompts_per_step, 0, ctx)
+    pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
     prompts = make_prompts([f"p{place}" for place in pool.places()], processor)
     rollouts = make_rollouts(prompts, cfg.algo.group_size)
-    pool.add([into_turns(r) for r in rollouts] if "turns" in own else rollouts)
+    rollouts = [into_turns(r) for r in rollouts] if "turns" in own else rollouts
+    pool.add(rollouts, [r.rewards for r in rollouts])
     meter = Meter()
     batch = train.make_batch(pool, cfg, packer, ctx, meter)
     came = sorted({r.prompt.uid for r in batch.rollouts} - {prompt.uid for prompt in prompts})  # from another process

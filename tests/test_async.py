@@ -20,16 +20,16 @@ from test_train import TORCHRUN, flags, kill_after, rows, run, shapes  # noqa: F
 
 import grpo
 import train
+from engines.ahead import Ahead
 from engines.launch import ServerConfig, check_engine
 from errors import UserError, in_copy
 from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss
 from model import ModelConfig
-from parallel.rounds import Rounds
 from prepare_data import DataConfig, read_examples
 from reward import Stage
 from rewards.curriculum import Curriculum, batch_of
-from rollout import Engine, RolloutConfig, begun
+from rollout import Batches, Engine, RolloutConfig, begun
 from utils import Context
 
 P, G = 3, 2
@@ -41,6 +41,7 @@ class Served(Engine):
     concurrent = True
 
     def __init__(self, seed=0, behind=lambda: 0, delay=0.002):
+        super().__init__()
         self.rng = random.Random(seed)
         self.behind = behind
         self.lock = threading.Lock()
@@ -80,45 +81,63 @@ class Named(str):
         return str(self)
 
 
-def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=(), most=1):
-    """Rounds over prompts that are named after position and place; also what was told to rewards."""
-    told = []
+class Grader:
+    """Remembers what was submitted and collected, by batch."""
 
-    def batch(step, position, round, memory, ahead):
-        return [Named(f"{position + round}/{place}") for place in range(P)]
+    def __init__(self):
+        self.submitted, self.contexts = {}, []
 
-    def begin(step, stage):
-        graded = []
-        told.append((step, graded))
-        return SimpleNamespace(add=graded.append)
+    def submit(self, rollout):
+        self.submitted.setdefault(rollout.prompt.context.batch, []).append(rollout)
 
-    def prompts_of(examples):
-        if examples[0].partition("/")[0] in fails:
-            raise LookupError(f"no image for {examples[0]}")
-        return [SimpleNamespace(uid=uid) for uid in examples]
-
-    cfg = SimpleNamespace(
-        run=SimpleNamespace(seed=0, steps=steps),
-        rollout=RolloutConfig(prompts_per_step=P),
-        servers=ServerConfig(async_steps=ahead),
-        algo=Algorithm(group_size=G, sample_rounds=most),
-    )
-    curriculum = SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
-    rewards = SimpleNamespace(begin=begin)
-    return Rounds(cfg, engine, engine, prompts_of, rewards, curriculum, Context(0, 1, None)), told
+    def collect(self, rollouts):
+        [context] = {id(r.prompt.context): r.prompt.context for r in rollouts}.values()
+        self.contexts.append(context)
+        early = self.submitted.setdefault(context.batch, [])
+        early += [r for r in rollouts if r not in early]
 
 
-def play(rounds, engine, steps, most=1, seed=0):
-    """What the loop does of it: takes 1 to `most` rounds a step, then syncs. (step, position, rollouts, when)."""
+class Loop:
+    """What train.py's loop does with batches, engine and grader, of prompts that are named after position and place."""
+
+    def __init__(self, engine, ahead, steps, stage_of=lambda step: 0, fails=(), most=1, curriculum=None):
+        def batch(step, position, round, memory, ahead):
+            return [Named(f"{position + round}/{place}") for place in range(P)]
+
+        def prompts_of(examples, context):
+            if str(examples[0]).partition("/")[0] in fails:
+                raise LookupError(f"no image for {examples[0]}")
+            return [SimpleNamespace(uid=example.uid, context=context) for example in examples]
+
+        cfg = SimpleNamespace(
+            run=SimpleNamespace(seed=0, steps=steps),
+            rollout=RolloutConfig(prompts_per_step=P),
+            servers=ServerConfig(async_steps=ahead),
+            algo=Algorithm(group_size=G, sample_rounds=most),
+        )
+        curriculum = curriculum or SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
+        self.batches = Batches(cfg, curriculum, None, None, Context(0, 1, None))
+        self.batches.make = prompts_of
+        self.engine = Ahead(engine, self.batches) if ahead else engine
+        self.grader = Grader()
+
+    def take(self, state, position):
+        prompts = self.batches.next(state, position)
+        rollouts = self.engine.generate(prompts, G, prompts.sampling, on_rollout=self.grader.submit)
+        self.grader.collect(rollouts)
+        return rollouts
+
+
+def play(loop, steps, most=1, seed=0):
+    """1 to `most` batches a step, then a sync. (step, position, rollouts, when)."""
     rng, position, taken = random.Random(seed), 0, []
     for step in range(steps):
         state = train.State(step, position)
         for _ in range(rng.randint(1, most)):
-            round = rounds.take(state, position)
-            taken.append((step, position, round.rollouts, time.monotonic()))
+            taken.append((step, position, loop.take(state, position), time.monotonic()))
             position += 1
         time.sleep(0.003 * rng.random())
-        engine.load_weights()
+        loop.engine.load_weights()
     return taken
 
 
@@ -128,13 +147,12 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
     (tmp_path / "stages.toml").write_text(f'[[stages]]\nname = "a"\nfrom = 0\n{stage}\n')
     examples = [SimpleNamespace(uid=f"e{i}", data_source="x", extra={}) for i in range(24)]
     curriculum = Curriculum(str(tmp_path / "stages.toml"), examples, 4, 0)
-    rounds, _ = rounds_of(Served(seed=0), ahead, steps=60)
-    rounds.curriculum, rounds.prompts_of = curriculum, lambda examples: examples
+    loop = Loop(Served(seed=0), ahead, steps=60, curriculum=curriculum)
     memory, counts = {}, Counter()
     for step in range(60):
-        round = rounds.take(train.State(step, step, curriculum=memory), step)
-        batch = [group[0].prompt.uid for group in zip(*[iter(round.rollouts)] * G, strict=True)]
-        under_way = [uid for position, uids in rounds.drawn.items() if position > step for uid in uids]
+        rollouts = loop.take(train.State(step, step, curriculum=memory), step)
+        batch = [group[0].prompt.uid for group in zip(*[iter(rollouts)] * G, strict=True)]
+        under_way = [uid for position, drawn in loop.batches.drawn.items() if position > step for uid in drawn.uids]
         assert len(set(batch + under_way)) == 4 * (1 + min(ahead, 59 - step))
         counts.update(batch)
         rates = {uid: int(uid[1:]) / 24 for uid in batch}
@@ -146,8 +164,8 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, most):
     engine = Served(seed=ahead)
-    rounds, told = rounds_of(engine, ahead, steps=200, most=most)
-    taken = play(rounds, engine, 200, most)
+    loop = Loop(engine, ahead, steps=200, most=most)
+    taken = play(loop, 200, most)
     assert [position for _, position, *_ in taken] == list(range(len(taken))) and len(taken) >= 200
     oldest = 0
     for _, position, rollouts, when in taken:
@@ -159,53 +177,68 @@ def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, m
             assert r.versions == sampled and now - min(sampled) <= ahead
             oldest = max(oldest, now - min(sampled))
     assert oldest == ahead  # the bound is met, so it was tried
-    assert not rounds.begun  # nothing was sampled for no step
+    assert not ahead or not loop.engine.begun  # nothing was sampled for no step
     assert all(len(seeds) == 1 for seeds in engine.seeds.values())  # nothing twice
     main = threading.main_thread()
     assert (main in engine.threads) == (ahead == 0) and (len(engine.threads) == 1) == (ahead == 0)
-    assert [step for step, _ in told] == [step for step, *_ in taken]  # rewards get the step that trains
-    if most == 1:  # else those sampled ahead are graded once a step takes them
-        assert all(len(graded) == P * G for _, graded in told)
+    # rewards get the step that trains
+    assert [(c.step, c.batch) for c in loop.grader.contexts] == [(step, position) for step, position, *_ in taken]
+    assert all(len(graded) == P * G for graded in loop.grader.submitted.values())
 
 
-def test_no_round_is_begun_over_the_border_of_a_stage():
-    engine = Served()
-    rounds, told = rounds_of(engine, 3, steps=20, stage_of=lambda step: step // 7)
-    position = 0
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_is_sampled_ahead_is_graded_meanwhile_if_its_step_is_known(most):
+    """With --sample-rounds the step of a batch ahead is known only when a step takes it."""
+    loop = Loop(Served(), 2, steps=9, most=most)
+    loop.take(train.State(), 0)
+    for _, future in loop.engine.begun.values():
+        future.result()
+    assert sorted(loop.engine.begun) == [1, 2] and sorted(loop.grader.submitted) == ([0, 1, 2] if most == 1 else [0])
+
+
+def test_no_batch_is_begun_over_the_border_of_a_stage():
+    loop = Loop(Served(), 3, steps=20, stage_of=lambda step: step // 7)
     for step in range(20):
-        rounds.take(train.State(step, position), position)
-        position += 1
+        loop.take(train.State(step, step), step)
         last = min(19, step // 7 * 7 + 6)
-        assert sorted(rounds.begun) == list(range(position, min(last, step + 3) + 1))
-        engine.load_weights()
-    assert [step for step, _ in told] == list(range(20))
+        assert sorted(loop.engine.begun) == list(range(step + 1, min(last, step + 3) + 1))
+        loop.engine.load_weights()
+    assert [context.step for context in loop.grader.contexts] == list(range(20))
 
 
 def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
-    behind = iter([5, 0, 0, 0, 5, 5])  # in the first round asked for: of 6 responses in a shuffled order
+    behind = iter([5, 0, 0, 0, 5, 5])  # in the first batch asked for: of 6 responses in a shuffled order
     engine = Served(behind=lambda: next(behind, 0))
     engine.version = 10
-    rounds, told = rounds_of(engine, 1, steps=1)
-    round = rounds.take(train.State(), 0)
-    assert [r.prompt.uid for r in round.rollouts] == ["0/0", "0/0", "0/1", "0/1", "0/2", "0/2"]
-    assert all(r.versions == [10] * 3 for r in round.rollouts)
+    loop = Loop(engine, 1, steps=1)
+    rollouts = loop.take(train.State(), 0)
+    assert [r.prompt.uid for r in rollouts] == ["0/0", "0/0", "0/1", "0/1", "0/2", "0/2"]
+    assert all(r.versions == [10] * 3 for r in rollouts)
     again = [uid for uid, seeds in engine.seeds.items() if len(seeds) > 1]
     assert 1 <= len(again) <= 3 and all(len(set(engine.seeds[uid])) == 2 for uid in again)
-    assert rounds.meter.totals["async/dropped_groups"] == len(again)
-    assert rounds.meter.totals["async/dropped_tokens"] == len(again) * G * 3
-    [(_, graded)] = told
-    assert {id(r) for r in round.rollouts} <= {id(r) for r in graded} and len(graded) == (P + len(again)) * G
+    assert loop.engine.meter.totals["async/dropped_groups"] == len(again)
+    assert loop.engine.meter.totals["async/dropped_tokens"] == len(again) * G * 3
+    [graded] = loop.grader.submitted.values()
+    assert {id(r) for r in rollouts} <= {id(r) for r in graded} and len(graded) == (P + len(again)) * G
 
 
-def test_what_a_round_raises_is_raised_when_it_is_taken_with_its_own_traceback():
+def test_what_a_batch_raises_is_raised_when_it_is_taken_with_its_own_traceback():
     engine = Served()
-    rounds, _ = rounds_of(engine, 2, steps=9, fails=("1",))
-    rounds.take(train.State(), 0)
-    engine.load_weights()
+    loop = Loop(engine, 2, steps=9, fails=("1",))
+    loop.take(train.State(), 0)
+    loop.engine.load_weights()
     with pytest.raises(LookupError, match="no image for 1/0") as failure:
-        rounds.take(train.State(1, 1), 1)
+        loop.take(train.State(1, 1), 1)
     assert "prompts_of" in [entry.name for entry in failure.traceback]
     assert all(thread.daemon for thread in engine.threads if thread is not threading.main_thread())
+
+
+def test_an_evaluation_is_sampled_at_once():
+    engine = Served()
+    loop = Loop(engine, 1, steps=9)
+    prompts = [SimpleNamespace(uid="e", context=None)]
+    assert len(loop.engine.generate(prompts, 2, loop.batches.sampling(0), on_rollout=lambda r: None)) == 2
+    assert engine.threads == {threading.main_thread()} and not loop.engine.begun
 
 
 def test_only_servers_sample_ahead():

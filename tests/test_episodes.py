@@ -26,7 +26,7 @@ from envs._play import Episodes
 from errors import UserError
 from packing import Packer, token_batch, turns_of
 from prepare_data import Example
-from reward import RewardConfig, Rewards
+from reward import RewardConfig, RewardContext, Rewards
 from rollout import (
     Engine,
     EnvConfig,
@@ -265,6 +265,7 @@ class Says(Engine):
     """Each response is the next of its row's, with its end token."""
 
     def __init__(self, processor, replies):
+        super().__init__()
         self.processor, self.replies = processor, {uid: list(said) for uid, said in replies.items()}
 
     def sample(self, responses, sampling):
@@ -592,9 +593,10 @@ def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
 def first_batch(rollouts, *others, rewards=None):
     """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
     rewards = rewards or Rewards(RewardConfig(reward_workers=0), played=True)
-    grading = rewards.begin(0)
-    grading.results(rollouts)
-    rewards.check_worked(grading, rollouts, lambda mine: [mine, *others])
+    for r in rollouts:
+        r.prompt.context = RewardContext()
+    rewards.collect(rollouts)
+    rewards.check_worked(rollouts, lambda mine: [mine, *others])
     return rewards
 
 

@@ -203,7 +203,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
         given.append(minutes)
         raise Ended
 
-    monkeypatch.setattr(train, "dist_setup", stand_in)
+    monkeypatch.setattr(watch, "dist_setup", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60

@@ -7,7 +7,7 @@ import torch
 
 from prepare_data import Example
 from report.metrics import rollout_metrics
-from rollout import GroupPool, Prompt, Rollout
+from rollout import GroupPool, Prompt, Rollout, RolloutConfig
 from train import parse_args
 from utils import Context
 
@@ -19,10 +19,16 @@ def rollout(uid, source, kind, images, **rewards):
     return Rollout(prompt, 0, [5], [True], [0.0], "error" if failed else "stop", "", rewards)
 
 
+def pool_of(algo, rollouts):
+    cfg = RolloutConfig(prompts_per_step=len(rollouts) // 2)
+    pool = GroupPool(algo, cfg, 0, Context(0, 1, torch.device("cpu")))
+    pool.add(rollouts, [r.rewards or None for r in rollouts])
+    return pool
+
+
 def test_rewards_are_told_by_task_type_and_number_of_images():
     algo = parse_args("--model m --data d --out o --steps 1 --group-size 2".split()).algo
-    pool = GroupPool(algo, 3, 0, Context(0, 1, torch.device("cpu")))
-    pool.add([
+    pool = pool_of(algo, [
         rollout("a", "me/Shapes", "count", 1, accuracy=1.0, reward=0.9), rollout("a", "me/Shapes", "count", 1),
         rollout("b", "shapes", "angle", 1, accuracy=0.0, reward=0.1),
         rollout("b", "shapes", "angle", 1, accuracy=1.0, reward=1.0),
@@ -42,16 +48,14 @@ def test_rewards_are_told_by_task_type_and_number_of_images():
 
 
 def test_a_group_whose_rewards_all_failed_says_nothing():
-    algo = SimpleNamespace(group_size=2, sample_rounds=1)
-    pool = GroupPool(algo, 1, 0, Context(0, 1, torch.device("cpu")))
-    pool.add([rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
+    algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
+    pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     assert pool.solved == {} and not any("shapes" in name for name in rollout_metrics(pool))
 
 
 def test_a_mean_of_nothing_is_left_out():
-    algo = SimpleNamespace(group_size=2, sample_rounds=1)
-    pool = GroupPool(algo, 1, 0, Context(0, 1, torch.device("cpu")))
-    pool.add([rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
+    algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
+    pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
     metrics = rollout_metrics(pool)
     assert "reward/mean" not in metrics and metrics["rollout/responses"] == metrics["rollout/tokens"] == 2
     assert metrics["response/truncated"] == 0 and metrics["reward/errors"] == 0  # true zeros stay

@@ -811,16 +811,20 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
 
     class Engine:
         def generate(self, prompts, samples, sampling, on_rollout=None):
-            answers = [(p, f"\\boxed{{{int(p.ground_truth) + s}}}") for p in prompts for s in range(samples)]
+            answers = [(p, f"\\boxed{{{int(p.example.ground_truth) + s}}}") for p in prompts for s in range(samples)]
             ended = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
             ended |= {"response": [1, 2], "response_mask": [True, True]}
-            return [SimpleNamespace(text=t, prompt=SimpleNamespace(example=p), **ended) for p, t in answers]
+            return [SimpleNamespace(text=t, prompt=p, **ended) for p, t in answers]
 
     rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
     begin = rewards.begin
     monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
-    monkeypatch.setattr(evaluation, "make_prompts", lambda examples, processor, blank, start_of: examples)
+
+    def make_prompts(examples, processor, blank, start_of, context):
+        return [SimpleNamespace(example=example, context=context) for example in examples]
+
+    monkeypatch.setattr(evaluation, "make_prompts", make_prompts)
     monkeypatch.setattr(Context, "gather_main", lambda ctx, records: records)
     ctx = Context(0, 1, "cpu")
     asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))

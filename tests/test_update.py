@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from parallel.sharding import copy_weights, full_parameters, make_optimizer, sam
 from report.log import Skipped, describe
 from report.metrics import sampling_metrics
 from reward import RewardConfig, Rewards, UserError, give_rewards
-from rollout import GroupPool, Prompt, Rollout, written
+from rollout import GroupPool, Prompt, Rollout, RolloutConfig, written
 from utils import Context, Meter
 
 
@@ -54,8 +55,9 @@ def make_rollouts(rewards_PG, seed=0, length=None):
 
 def make_batch(cfg, ctx, rollouts, image_token=-1):
     """Packed by train.make_batch, as if these were all that a step sampled."""
-    pool = GroupPool(cfg.algo, len(rollouts) // cfg.algo.group_size, 0, ctx)
-    pool.add(rollouts)
+    rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
+    pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
+    pool.add(rollouts, [r.rewards for r in rollouts])
     packer = Packer(cfg.optim.micro_tokens, image_token, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
     return train.make_batch(pool, cfg, packer, ctx, Meter())
 
@@ -372,7 +374,8 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
         5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 1, "surplus": 0, "filled": 1}),
     }
     for wanted, (chosen, counts) in expected.items():
-        pool = GroupPool(parse("--sample-rounds 3").algo, wanted, 0, Context(0, 1, torch.device("cpu")))
+        algo, rollout = parse("--sample-rounds 3").algo, RolloutConfig(prompts_per_step=wanted)
+        pool = GroupPool(algo, rollout, 0, Context(0, 1, torch.device("cpu")))
         pool.has_signal, pool.round = dict(signals), 2
         assert pool.chosen() == chosen
         assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}

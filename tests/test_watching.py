@@ -40,14 +40,14 @@ from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
 from report.page.plots import band_of, grouped, run_curves, smoothed, thinned, watch
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
-from report.progress import Progress, following
+from report.progress import Progress, following, sampling
 from report.records import encode_image
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
 from report.warnings import Warnings
 from reward import grader_stats
 from rewards.grading import Grading
-from rollout import Prompt, Rollout
+from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import png, shapes_rows
 from utils import Context, Meter
 
@@ -381,10 +381,10 @@ def test_values_of_nothing_are_left_out():
 
 def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr(report.progress, "SILENCE", 0.1)
-    with Progress("responses", 80) as progress:
-        finished = progress.counting()
+    finished = RolloutCounter()
+    with sampling(lambda: finished, 80):
         for n in (3, 4):
-            finished(SimpleNamespace(response_mask=[True] * n + [False]))
+            finished.add(SimpleNamespace(response_mask=[True] * n + [False]))
         time.sleep(0.25)
     lines = capsys.readouterr().out.splitlines()
     assert 1 <= len(lines) <= 3 and lines[-1] == "  responses: 2 of 80, 7 tokens after 00:00"

@@ -1,0 +1,120 @@
+"""--async-steps K: batches of prompts that are sampled while the trainer computes.
+
+The batch that a step needs and the K after it are sampled together, each in a thread. Steps take them in the order of
+the data, whichever is finished first. A checkpoint holds a position alone: unfinished batches are sampled again.
+
+No token is older than K syncs when it is trained. A batch begun in step s, j <= K after the one that s needs, is
+trained in step s + j at the latest, as each step takes at least one batch, and there are j syncs in between. That holds
+if a response begins with the newest weights; groups where it does not are dropped and sampled again.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import torch
+
+from packing import Batch
+from rollout import (
+    Batches,
+    Engine,
+    EngineWrapper,
+    OnRollout,
+    Prompt,
+    PromptBatch,
+    Rollout,
+    RolloutCounter,
+    Sampling,
+)
+from utils import Meter, in_thread
+
+
+class Ahead(EngineWrapper):
+    """An engine whose `generate` begins the batch that a step needs and those after it, and waits for the first.
+    Prompts that are no PromptBatch, those of an evaluation, are sampled at once."""
+
+    def __init__(self, engine: Engine, batches: Batches):
+        super().__init__(engine)
+        self.batches = batches
+        self.max_age = batches.cfg.servers.async_steps  # syncs since a token was sampled, and batches ahead
+        self.begun: dict[int, tuple[RolloutCounter, Future]] = {}  # by position
+        self.finished = RolloutCounter()
+        self.trained_version = 0  # of the weights that the step's tokens are compared with
+        self.meter = Meter()
+        self.since = time.monotonic()
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+    ) -> list[Rollout]:
+        if not isinstance(prompts, PromptBatch):
+            return self.engine.generate(prompts, n, sampling, on_rollout)
+        for batch in (prompts, *self._draw_ahead(prompts.position)):
+            if batch.position not in self.begun:
+                counter = RolloutCounter(on_rollout if batch.context else None)  # else its step is not known yet
+                work = partial(self.engine.generate, batch, n, batch.sampling, counter.add)
+                self.begun[batch.position] = counter, in_thread(work, f"batch {batch.position}")
+        if "async/queue" not in self.meter.totals:  # the step's first batch
+            self.trained_version = self.engine.version
+            counters, futures = zip(*self.begun.values(), strict=True)
+            self.meter.add("async/queue", sum(future.done() for future in futures))
+            self.meter.sum("async/in_flight", sum(n * len(prompts) - counter.rollouts for counter in counters))
+        self.finished, future = self.begun.pop(prompts.position)
+        start = time.monotonic()
+        rollouts = future.result()
+        for prompt in prompts:
+            prompt.context = prompts.context
+        self._renew(rollouts, prompts.position, n, on_rollout)
+        self.meter.sum("waited", time.monotonic() - start)
+        return rollouts
+
+    def _draw_ahead(self, position: int) -> list[PromptBatch]:
+        """Draw those of the K batches after a position that were not drawn yet. Each is for the step that will train on
+        it if every step takes one: of the same curriculum stage, and not after the last step."""
+        batches, now, drawn = self.batches, self.batches.state.step, []
+        stage_of = batches.curriculum.number
+        for ahead in range(1, self.max_age + 1):
+            step = now + ahead
+            wanted = step < batches.cfg.run.steps and stage_of(step) == stage_of(now)
+            if wanted and position + ahead not in batches.drawn:
+                # With --sample-rounds a step may take several batches, so the step is not known yet
+                known = batches.cfg.algo.sample_rounds == 1
+                drawn.append(batches.draw(step, position + ahead, step_known=known))
+        return drawn
+
+    def _renew(self, rollouts: list[Rollout], position: int, n: int, on_rollout: OnRollout | None) -> None:
+        """Replace groups with a token that is too old by new ones, sampled with the newest weights."""
+        again = 0
+        while stale := [i for i in range(0, len(rollouts), n) if self._stale(rollouts[i : i + n])]:
+            again += 1
+            prompts = [rollouts[i].prompt for i in stale]
+            renewed = self.engine.generate(prompts, n, self.batches.sampling(position, again), on_rollout)
+            for k, i in enumerate(stale):
+                self.meter.sum("async/dropped_groups", 1)
+                self.meter.sum("async/dropped_tokens", sum(len(r.versions) for r in rollouts[i : i + n]))
+                rollouts[i : i + n] = renewed[k * n : (k + 1) * n]
+
+    def _stale(self, group: Sequence[Rollout]) -> bool:
+        now = self.engine.version
+        return now - min(chain.from_iterable(r.versions for r in group), default=now) > self.max_age
+
+    def step_metrics(self, batch: Batch) -> dict[str, float]:
+        """Return metrics of a step that trained on this batch, since the last call: docs/metrics.md."""
+        meter, self.meter = self.meter, Meter()
+        now, since = time.monotonic(), self.since
+        self.since = now
+        meter.sum("async/dropped_groups", 0)
+        meter.sum("async/dropped_tokens", 0)
+        meter.add("async/trainer_idle", meter.totals.pop("waited") / (now - since))
+        versions_N = torch.tensor(list(chain.from_iterable(r.versions for r in batch.rollouts)), dtype=torch.float64)
+        ages = (self.trained_version - versions_N)[batch.tokens.weights > 0]
+        meter.add("async/staleness", ages.sum(), len(ages))
+        meter.max("async/staleness_max", ages.max() if len(ages) else 0)
+        for r in batch.rollouts:
+            meter.add("async/mixed", len(set(r.versions)) > 1)
+        for name, value in self.engine.metrics().items():
+            meter.add(f"async/{name}", value)
+        everyone = replace(self.batches.ctx, tp=1)  # also where some train together, each process samples for itself
+        return meter.reduce(everyone)
