@@ -54,9 +54,10 @@ from report.plots import run_curves, watch
 from report.progress import Progress
 from report.samples import without_images
 from report.summary import IMAGES
-from reward import RewardConfig, Rewards, Stage, uncounted
+from reward import RewardConfig, RewardContext, Stage
 from rewards.curriculum import last_stage
-from rewards.custom import absolute_files
+from rewards.functions import absolute_files
+from rewards.grade import Grader
 from rollout import ENGINES, VLLM_HELP, Engine, Sampling, StartOf, as_given, drop_long_prompts, make_prompts
 from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
 from utils import Context, Stages, dist_setup, print0, run_script
@@ -116,7 +117,7 @@ class Evaluation:
     engine: Engine | Episodes
     examples: Sequence[Example]
     processor: Processor
-    rewards: Rewards
+    grader: Grader
     ctx: Context
     sampling: Sampling
     samples: int = 1  # of each example
@@ -146,15 +147,16 @@ class Evaluation:
 
     def chunk(self, mine: Sequence[tuple[int, Example]], progress: Progress) -> list[dict]:
         prompts = make_prompts([example for _, example in mine], self.processor, self.blank, self.start_of)
-        with uncounted():  # in metrics, which are of the responses that are trained on
-            grading = self.rewards.begin(self.step, self.stage)
-            on_rollout = progress.counting(grading.add)
+        context = RewardContext(step=self.step, stage=self.stage)
+        prompts = [replace(prompt, context=context) for prompt in prompts]
+        with self.grader.uncounted():  # in metrics, which are of the responses that are trained on
+            on_rollout = progress.counting(self.grader.submit)
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, on_rollout)
-            results = grading.results(rollouts)
-            self.rewards.check_worked(grading, rollouts, self.ctx.gather)
+            results = self.grader.collect(rollouts)
+            self.grader.check_worked(rollouts, self.ctx.gather)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
-            r.finish_reason = "error" if i in grading.failed else r.finish_reason
+            r.finish_reason = "error" if i in self.grader.failed else r.finish_reason
             graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
         records = []
         for k, (index, example) in enumerate(mine):
@@ -252,10 +254,10 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
 
 
 def read_data(
-    cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
+    cfg: EvalConfig, grader: Grader, processors: Sequence[Processor], start_of: StartOf
 ) -> tuple[list[Example], int, int]:
     """Return the examples that every processor takes, how many were left out, and the tokens of the longest prompt."""
-    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, rewards.check)
+    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, grader.check)
     kept, longest = examples, 0
     for processor in processors:
         kept, dropped, lengths = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
@@ -264,7 +266,7 @@ def read_data(
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
     need(kept, told)
-    for line in rewards.unasked(kept):
+    for line in grader.unasked(kept):
         print0(f"warning: --data {cfg.data}: {line}")
     shown = any(len(example.images) for example in kept)
     none = f"--ablate {' '.join(cfg.ablate)}: no example of {cfg.data} has an image; leave it out"
@@ -356,7 +358,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     read_settings(ServerConfig, vars(cfg)).check(cfg.rollout, cfg.vllm, ModelConfig(model=cfg.model))
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
-    rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
+    grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
     reusable = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
     for path, same in zip(paths, reusable, strict=True):
@@ -364,9 +366,9 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
         need(held, f"{other}; evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
+    examples, left_out, longest = read_data(cfg, grader, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
-    rewards.try_out(ctx.main, [(step, stage)])
+    grader.try_out(ctx.main, [(step, stage)])
     step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
     ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
@@ -378,7 +380,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
         play = player(engine, env, processor)
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
-            asked = (play, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
+            asked = (play, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
             more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
             records = Evaluation(*asked, **more).records()

@@ -22,10 +22,11 @@ from PIL import Image
 
 from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
 from errors import UserError, need, printable
-from grpo import Algorithm
+from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
-from reward import Rewards
+from reward import RewardContext
+from rewards.grade import Grader
 from settings import plain_pair, setting
 from utils import Context, NamedTensors, print0
 
@@ -41,6 +42,7 @@ class Prompt:
     short_ids: list[int]  # one placeholder per image, for engines that expand them
     blank: bool = False  # is every image a white one?
     start: Example | None = None  # what was asked: the example, or what an environment makes of it
+    context: RewardContext | None = None  # when its responses are graded; None: RewardContext()
 
     def __post_init__(self):
         self.start = self.start or self.example
@@ -230,7 +232,7 @@ class Examples(list[Example]):
 
 
 def load_examples(
-    path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, start_of: StartOf = as_given
+    path: str, cfg: ReadingConfig, processor: Processor, rewards: Grader, start_of: StartOf = as_given
 ) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg, check=rewards.check)
@@ -251,6 +253,22 @@ def load_examples(
     for line in rewards.unasked(kept):
         print0(f"warning: {path}: {line}")
     return Examples(kept, lengths)
+
+
+def give_rewards(
+    rollouts: Sequence[Rollout], results: Sequence[dict[str, float] | None], algo: Algorithm, max_new_tokens: int
+) -> None:
+    """Set the rewards of each rollout: named numbers and their total, "reward".
+
+    One whose reward failed (None) has none, and ends in "error": nothing of it is trained on, and the others of its
+    group are compared without it."""
+    for r, rewards in zip(rollouts, results, strict=True):
+        r.finish_reason = "error" if rewards is None else r.finish_reason
+        r.rewards = rewards or {}
+        if algo.truncated == "penalise" and rewards:
+            total = rewards["reward"]
+            penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
+            r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

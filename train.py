@@ -53,10 +53,20 @@ from report.log import RunLog, Skipped
 from report.metrics import measure_tokens, measure_values, rollout_metrics, update_flops
 from report.progress import Progress, comparing, training
 from report.trackers import check_trackers
-from reward import RewardConfig, Rewards, give_rewards
+from reward import RewardConfig
 from rewards.curriculum import Curriculum, Memory, last_stage
-from rewards.custom import absolute_files
-from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts
+from rewards.functions import absolute_files
+from rewards.grade import Grader
+from rollout import (
+    Examples,
+    GroupPool,
+    RolloutConfig,
+    Sampling,
+    as_given,
+    give_rewards,
+    load_examples,
+    make_prompts,
+)
 from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
 from utils import Context, Meter, Stages, copy_together, dist_setup, print0, run_script
 
@@ -355,14 +365,14 @@ def main(cfg: Config) -> None:
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
     env = load_environments(cfg.env)
     start_of = env.start_of if env else as_given
-    rewards = Rewards(cfg.reward, out, ctx.rank, ctx.world, played=env is not None)
-    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=rewards, start_of=start_of)
+    grader = Grader(cfg.reward, out, ctx.rank, ctx.world, played=env is not None)
+    load = partial(load_examples, cfg=cfg.data, processor=processor, rewards=grader, start_of=start_of)
     train_set = load(cfg.data.data)
     eval_set = load(cfg.data.eval_data) if cfg.data.eval_data else Examples()
     check_data(train_set, cfg)
     curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
     _, final_stage = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
-    rewards.try_out(ctx.main, curriculum.stages())
+    grader.try_out(ctx.main, curriculum.stages())
     lock = lock_folder(out) if ctx.main else None  # noqa: F841  held until the process ends
     check_shared(out, {"--data": train_set, "--eval-data": eval_set}, ctx)
     checkpoint = find_start(out, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, algo))
@@ -385,7 +395,7 @@ def main(cfg: Config) -> None:
     engine.interrupted = interrupt.requested
     play = player(engine, env, processor)
     prompts_of = partial(make_prompts, processor=processor, start_of=start_of)
-    rounds = Rounds(cfg, play, engine, prompts_of, rewards, curriculum, ctx)
+    rounds = Rounds(cfg, play, engine, prompts_of, grader, curriculum, ctx)
     if cfg.run.self_test:
         print0(self_test(models.policy, engine, train_set, processor, packer, rounds.sampling(0), start_of))
     saver = Saver(cfg.run, models, checkpoint, state)
@@ -397,7 +407,7 @@ def main(cfg: Config) -> None:
     engine.give_up = interrupt.request
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
     more = {"stage": final_stage, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
-    evaluation = Evaluation(play, eval_set, processor, rewards, ctx, greedy, **more)
+    evaluation = Evaluation(play, eval_set, processor, grader, ctx, greedy, **more)
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, stage, state.step) | stage.pop())
 
@@ -413,11 +423,11 @@ def main(cfg: Config) -> None:
             with stage("rollout"):
                 round = rounds.take(state, pool.position)
                 rollouts = round.rollouts
-            with stage("reward"), Progress("graded responses", len(rollouts), round.grading.answered):
-                rewarded = round.grading.results(rollouts)
+            with stage("reward"), Progress("graded responses", len(rollouts), partial(grader.answered, rollouts)):
+                rewarded = grader.collect(rollouts)
                 give_rewards(rollouts, rewarded, algo, cfg.rollout.max_new_tokens)
             pool.add(rollouts)  # waits for the other ranks: not in the stage, so that the watch names one that hangs
-            rewards.check_worked(round.grading, rollouts, ctx.gather)
+            grader.check_worked(rollouts, ctx.gather)
         engine.sleep()  # the update needs its memory
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
@@ -443,7 +453,8 @@ def main(cfg: Config) -> None:
 
         # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
         epochs = pool.position / (len(train_set) // cfg.rollout.prompts_per_step)
-        metrics = rollout_metrics(pool) | meter.reduce(ctx) | sent | {"lr": lr, "progress/epoch": epochs}
+        metrics = rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sent
+        metrics |= {"lr": lr, "progress/epoch": epochs}
         state = saver.state = next_state(state, pool, curriculum, metrics, cfg)
         metrics |= curriculum.metrics(step, state.curriculum) | rounds.metrics(batch)
         models.after_step(state.step, algo.ref_every)

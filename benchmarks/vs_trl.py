@@ -65,8 +65,13 @@ from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E4
 from prepare_data import Example  # noqa: E402
 from report.log import Skipped  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
-from reward import give_rewards  # noqa: E402
-from rollout import GroupPool, Sampling, make_prompts, written  # noqa: E402
+from rollout import (  # noqa: E402
+    GroupPool,
+    Sampling,
+    give_rewards,  # noqa: E402
+    make_prompts,
+    written,
+)
 from tasks.shapes import png, shapes_rows  # noqa: E402
 from utils import Meter, dist_setup  # noqa: E402
 
@@ -431,7 +436,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             train.update_policy(models, batch, cfg, train.State(step=number), ctx, meter, skipped)
         with clock("sync"):
             engine.load_weights(full_parameters(policy, trainable_only=True))
-        metrics = rollout_metrics(pool) | meter.reduce(ctx)
+        metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
         assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
         work = arithmetic(
             config, policy.hf.config, [len(p.token_ids) for p in prompts], math.prod(prompts[0].images[0].grid_thw)

@@ -20,7 +20,8 @@ import torch
 from packing import Batch
 from prepare_data import Example
 from report.progress import Progress
-from reward import Rewards
+from reward import RewardContext
+from rewards.grade import Grader
 from rollout import Engine, Prompt, Rollout, Sampling
 from utils import Context, Meter, derive_seed, in_thread
 
@@ -29,7 +30,7 @@ from utils import Context, Meter, derive_seed, in_thread
 class Round:
     """This process's share of a batch: who grades it, and `sampled`, which gives its rollouts once they are there."""
 
-    grading: Any  # rewards.grading.Grading; None until the step that trains on it is known
+    context: RewardContext | None  # None until the step that trains on it is known
     progress: Progress
     sampled: Callable[[], list[Rollout]] = list
     done: Callable[[], bool] = bool
@@ -46,7 +47,7 @@ class Rounds:
         play: Any,
         engine: Engine,
         prompts_of: Callable[[Sequence[Example]], list[Prompt]],
-        rewards: Rewards,
+        grader: Grader,
         curriculum: Any,
         ctx: Context,
     ):
@@ -55,7 +56,7 @@ class Rounds:
         self.play = play
         self.engine = engine
         self.prompts_of = prompts_of
-        self.rewards = rewards
+        self.grader = grader
         self.curriculum = curriculum
         self.ctx = ctx
         self.begun: dict[int, Round] = {}  # by position
@@ -77,10 +78,12 @@ class Rounds:
         if position == state.position:
             self._measure()
         round = self.begun.pop(position)
-        round.grading = round.grading or self._grading(state.step)
+        round.context = round.context or self._context(state.step, position)
         start = time.monotonic()
         with round.progress:
             round.rollouts = round.sampled()
+            for r in round.rollouts:
+                r.prompt.context = round.context
             self._renew(round, position)
         self.meter.sum("waited", time.monotonic() - start)
         return round
@@ -90,8 +93,8 @@ class Rounds:
         seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
         return Sampling(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
-    def _grading(self, step: int) -> Any:
-        return self.rewards.begin(step, self.curriculum.stage(step))
+    def _context(self, step: int, position: int) -> RewardContext:
+        return RewardContext(position, step, self.curriculum.stage(step))
 
     def _begin(self, state: Any, step: int, position: int, known: bool) -> Round:
         self.drawn = {at: uids for at, uids in self.drawn.items() if at >= state.position}
@@ -99,13 +102,19 @@ class Rounds:
         batch = self.curriculum.batch(step, state.position, position - state.position, state.curriculum, ahead)
         self.drawn[position] = [example.uid for example in batch]
         own = batch[self.ctx.rank :: self.ctx.world]
-        grading = self._grading(step) if known else None
+        context = self._context(step, position) if known else None
         progress = Progress("responses", len(own) * self.cfg.algo.group_size)
-        round = Round(grading, progress)
-        on_rollout = progress.counting(grading and grading.add)
+        round = Round(context, progress)
+        on_rollout = progress.counting(context and self.grader.submit)
+
+        def prompts() -> list[Prompt]:
+            made = self.prompts_of(own)
+            for prompt in made:
+                prompt.context = context
+            return made
 
         def sample() -> list[Rollout]:
-            return self._generate(self.prompts_of(own), self.sampling(position), on_rollout)
+            return self._generate(prompts(), self.sampling(position), on_rollout)
 
         if not self.ahead:
             return replace(round, sampled=sample)
@@ -123,7 +132,7 @@ class Rounds:
         while stale := [i for i in range(0, len(round.rollouts), size) if self._stale(round.rollouts[i : i + size])]:
             again += 1
             prompts = [round.rollouts[i].prompt for i in stale]
-            rollouts = self._generate(prompts, self.sampling(position, again), round.grading.add)
+            rollouts = self._generate(prompts, self.sampling(position, again), self.grader.submit)
             for n, i in enumerate(stale):
                 self.meter.sum("async/dropped_groups", 1)
                 self.meter.sum("async/dropped_tokens", sum(len(r.versions) for r in round.rollouts[i : i + size]))

@@ -81,16 +81,15 @@ class Named(str):
 
 
 def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=(), most=1):
-    """Rounds over prompts that are named after position and place; also what was told to rewards."""
-    told = []
+    """Rounds over prompts that are named after position and place; also what is graded while it is sampled, by
+    step."""
+    graded = {}
 
     def batch(step, position, round, memory, ahead):
         return [Named(f"{position + round}/{place}") for place in range(P)]
 
-    def begin(step, stage):
-        graded = []
-        told.append((step, graded))
-        return SimpleNamespace(add=graded.append)
+    def submit(rollout):
+        graded.setdefault(rollout.prompt.context.step, []).append(rollout)
 
     def prompts_of(examples):
         if examples[0].partition("/")[0] in fails:
@@ -104,8 +103,8 @@ def rounds_of(engine, ahead, steps, stage_of=lambda step: 0, fails=(), most=1):
         algo=Algorithm(group_size=G, sample_rounds=most),
     )
     curriculum = SimpleNamespace(number=stage_of, batch=batch, stage=lambda step: Stage())
-    rewards = SimpleNamespace(begin=begin)
-    return Rounds(cfg, engine, engine, prompts_of, rewards, curriculum, Context(0, 1, None)), told
+    grader = SimpleNamespace(submit=submit)
+    return Rounds(cfg, engine, engine, prompts_of, grader, curriculum, Context(0, 1, None)), graded
 
 
 def play(rounds, engine, steps, most=1, seed=0):
@@ -146,7 +145,7 @@ def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_noth
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, most):
     engine = Served(seed=ahead)
-    rounds, told = rounds_of(engine, ahead, steps=200, most=most)
+    rounds, graded = rounds_of(engine, ahead, steps=200, most=most)
     taken = play(rounds, engine, 200, most)
     assert [position for _, position, *_ in taken] == list(range(len(taken))) and len(taken) >= 200
     oldest = 0
@@ -163,14 +162,15 @@ def test_nothing_is_ever_older_than_it_may_be_nor_lost_nor_out_of_order(ahead, m
     assert all(len(seeds) == 1 for seeds in engine.seeds.values())  # nothing twice
     main = threading.main_thread()
     assert (main in engine.threads) == (ahead == 0) and (len(engine.threads) == 1) == (ahead == 0)
-    assert [step for step, _ in told] == [step for step, *_ in taken]  # rewards get the step that trains
+    contexts = [(step, r.prompt.context.step) for step, _, rollouts, _ in taken for r in rollouts]
+    assert all(step == told for step, told in contexts)  # rewards get the step that trains
     if most == 1:  # else those sampled ahead are graded once a step takes them
-        assert all(len(graded) == P * G for _, graded in told)
+        assert all(len(rollouts) == P * G for rollouts in graded.values())
 
 
 def test_no_round_is_begun_over_the_border_of_a_stage():
     engine = Served()
-    rounds, told = rounds_of(engine, 3, steps=20, stage_of=lambda step: step // 7)
+    rounds, graded = rounds_of(engine, 3, steps=20, stage_of=lambda step: step // 7)
     position = 0
     for step in range(20):
         rounds.take(train.State(step, position), position)
@@ -178,14 +178,14 @@ def test_no_round_is_begun_over_the_border_of_a_stage():
         last = min(19, step // 7 * 7 + 6)
         assert sorted(rounds.begun) == list(range(position, min(last, step + 3) + 1))
         engine.load_weights()
-    assert [step for step, _ in told] == list(range(20))
+    assert sorted(graded) == list(range(20))
 
 
 def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
     behind = iter([5, 0, 0, 0, 5, 5])  # in the first round asked for: of 6 responses in a shuffled order
     engine = Served(behind=lambda: next(behind, 0))
     engine.version = 10
-    rounds, told = rounds_of(engine, 1, steps=1)
+    rounds, graded = rounds_of(engine, 1, steps=1)
     round = rounds.take(train.State(), 0)
     assert [r.prompt.uid for r in round.rollouts] == ["0/0", "0/0", "0/1", "0/1", "0/2", "0/2"]
     assert all(r.versions == [10] * 3 for r in round.rollouts)
@@ -193,7 +193,7 @@ def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
     assert 1 <= len(again) <= 3 and all(len(set(engine.seeds[uid])) == 2 for uid in again)
     assert rounds.meter.totals["async/dropped_groups"] == len(again)
     assert rounds.meter.totals["async/dropped_tokens"] == len(again) * G * 3
-    [(_, graded)] = told
+    [graded] = graded.values()
     assert {id(r) for r in round.rollouts} <= {id(r) for r in graded} and len(graded) == (P + len(again)) * G
 
 
