@@ -78,7 +78,8 @@ class Note(AbstractContextManager):
 # What is printed
 
 ROOT = re.escape(str(Path(__file__).parent))
-CALLERS = re.compile(rf"{ROOT}/(rewards/|envs/_)|/asyncio/|/concurrent/|<frozen import")  # files that run users' code
+# files that run users' code
+CALLERS = re.compile(rf"{ROOT}/(rewards/|reward\.py|envs/_)|/asyncio/|/concurrent/|<frozen import")
 
 
 def printable(text: object, length: int = 600, keep: str = "") -> str:

@@ -49,9 +49,10 @@ from report.log import RunLog
 from report.records import choose, group_of, make_record, without_images
 from report.summary import IMAGES
 from report.writer import Shown, find_drawing
-from reward import RewardConfig, RewardContext, Rewards, Stage, uncounted
+from reward import RewardConfig, RewardContext, Stage
 from rewards.curriculum import last_stage
-from rewards.custom import absolute_files
+from rewards.functions import absolute_files
+from rewards.grade import Grader
 from rollout import (
     ENGINES,
     VLLM_HELP,
@@ -121,7 +122,7 @@ class Evaluation:
     engine: Engine
     examples: Sequence[Example]
     processor: Processor
-    grader: Rewards
+    grader: Grader
     ctx: Context
     sampling: Sampling
     samples: int = 1  # of each example
@@ -153,7 +154,7 @@ class Evaluation:
         context = RewardContext(-1 - start, self.step, self.stage)  # no batch of the data: those count from 0
         examples = [example for _, example in mine]
         prompts = make_prompts(examples, self.processor, self.blank, self.start_of, context)
-        with uncounted():  # in metrics, which are of the responses that are trained on
+        with self.grader.uncounted():  # in metrics, which are of the responses that are trained on
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished.add)
             results = self.grader.collect(rollouts)
             self.grader.check_worked(rollouts, self.ctx.gather)
@@ -257,10 +258,10 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
 
 
 def read_data(
-    cfg: EvalConfig, rewards: Rewards, processors: Sequence[Processor], start_of: StartOf
+    cfg: EvalConfig, grader: Grader, processors: Sequence[Processor], start_of: StartOf
 ) -> tuple[list[Example], int, int]:
     """Return the examples that every processor takes, how many were left out, and the tokens of the longest prompt."""
-    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, rewards.check)
+    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, grader.check)
     kept, longest = examples, 0
     for processor in processors:
         kept, dropped, lengths = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
@@ -269,7 +270,7 @@ def read_data(
         print0(f"left out: {line}")
     told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
     need(kept, told)
-    for line in rewards.unasked(kept):
+    for line in grader.unasked(kept):
         print0(f"warning: --data {cfg.data}: {line}")
     shown = any(len(example.images) for example in kept)
     none = f"--ablate {' '.join(cfg.ablate)}: no example of {cfg.data} has an image; leave it out"
@@ -360,7 +361,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     check_engine(cfg.rollout, cfg.vllm, servers, ModelConfig(model=cfg.model), ctx.world)
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
-    rewards = Rewards(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
+    grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
     reusable = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
     for path, same in zip(paths, reusable, strict=True):
@@ -368,9 +369,9 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
         need(held, f"{other}; evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out, longest = read_data(cfg, rewards, processors, start_of)
+    examples, left_out, longest = read_data(cfg, grader, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
-    rewards.try_out(ctx.main, [(step, stage)])
+    grader.try_out(ctx.main, [(step, stage)])
     step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
     ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
@@ -382,7 +383,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
         player = Episodes(engine, env, processor) if env else engine
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
-            asked = (player, examples, processor, rewards, ctx, sampling, cfg.samples, shown.blank, stage)
+            asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
             more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
             records = Evaluation(*asked, **more).records()

@@ -36,7 +36,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, need, printable, refusing, writing
-from reward import TASKS, check_tasks, load_tasks, task_name, unwrap_truth
+from reward import TASKS, load_tasks, task_name, unwrap_truth
+from rewards.grade import check_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
 from sources.fetch import fetch_url

@@ -1,4 +1,4 @@
-r"""Rewards: (response text, example) -> named rewards, e.g. {"accuracy": 1.0, "format": 1.0, "reward": 1.0}.
+r"""What a reward is: (response text, example) -> named numbers, e.g. {"accuracy": 1.0, "format": 1.0, "reward": 1.0}.
 
 A task is one file in tasks/; its reward is for the rows whose `data_source` names it. To add a task, add a file with
 
@@ -6,32 +6,35 @@ A task is one file in tasks/; its reward is for the rows whose `data_source` nam
     def chess(response: str, example: Example, finish_reason: str) -> dict[str, float]:
         return {"accuracy": ..., "reward": ...}
 
-`--reward [TASK=]FILE.py:FUNCTION` replaces it (rewards/custom.py). A reward takes (response, example), or
+`--reward [TASK=]FILE.py:FUNCTION` replaces it (rewards/functions.py). A reward takes (response, example), or
 (responses, examples) and then returns a list, and by name what it wants of finish_reason(s), step and stage; it may be
 async. It returns a number or named numbers with their total under "reward"; "images": one number per image.
+rewards/grade.py calls rewards, in processes of their own.
 """
 
 import importlib
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from decimal import Decimal
+from functools import cache
+from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from errors import Note, UserError, need
+from errors import UserError, describe_error, printable, users_traceback
 from settings import never, setting
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
-# Counts since the start or the last `.clear()`:
-# graded, answers compared; cas, those sent to math-verify;
-# of wrong answers: no_box, no complete box; bad_truth, the truth holds no answer; unreadable, no such expression;
-# refused, too long, deep or large; cas_timeout, math-verify was late; cas_crash, it died; cas_budget, no time was left;
-# with a slash, metrics: reward/errors and reward/timeouts, rewards that failed; judge/*, what the judge did.
-grader_stats: Counter[str] = Counter()
+MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
+MAX_PARTS = 100  # named numbers of a reward: each is a metric, and a column of the pages
+# names of our own metrics reward/<name>
+RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong", "errors", "timeouts")
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of a curriculum. `options` are by task; a reward gets its own task's."""
+    """A stage of a curriculum. `options` are by task; a reward gets its own task's."""
 
     name: str = ""
     number: int = 0
@@ -102,7 +105,7 @@ TASKS: dict[str, Task] = {}  # by name, and by other names
 def register(*names: str, answerable: Answerable = full_marks, instruction: str = "") -> Callable[[Callable], Callable]:
     """Decorator: make a function the reward of the task `names[0]`; data sources of the other names count as it.
 
-    The default `instruction` is INSTRUCTION of the function's file. A function that raises `Later` is called again.
+    The default `instruction` is INSTRUCTION of the function's file.
     """
 
     def add(reward: Callable) -> Callable:
@@ -174,7 +177,7 @@ def extract_boxed(response: str) -> str | None:
     boxes = list(BOX.finditer(response))
     end = closing_brace(response, boxes[-1].end()) if boxes else None
     if end is None:
-        grader_stats["no_box"] += 1
+        count("no_box")
         return None
     return response[boxes[-1].end() : end]
 
@@ -203,228 +206,121 @@ def weighted(accuracy: float, form: float) -> dict[str, float]:
     return {"accuracy": float(accuracy), "format": float(form), "reward": 0.9 * accuracy + 0.1 * form}
 
 
-class Later(Exception):
-    """A reward has put a question to a slow helper; call it again once the questions of all answers were asked."""
+# --- counts of a call ---------------------------------------------------------------------------------------------
 
 
-# Slow helpers of tasks, such as math-verify, added by their own files. Each has
-# batch(collect, tell): a context with a time budget. In it a question that has no answer yet raises `Later` if
-#     `collect`, else is asked at once; `tell(seconds)` says that work with a time limit of its own begins.
-# ask(): answers all that was collected.      close(): ends its processes.
-HELPERS: list[Any] = []
+@dataclass
+class Counting:
+    """What whoever calls rewards knows and learns about the calls, apart from their results.
 
-
-def close() -> None:
-    """End the processes of slow helpers, if any run. The next answer that needs one starts it; exit calls this too."""
-    for helper in HELPERS:
-        helper.close()
-
-
-# --- grading ------------------------------------------------------------------------------------------------------
-
-
-def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
-    """Named rewards plus the total under "reward", by the example's task. Raises UserError for an unknown task, and
-    what the reward raises, with the row.
-
-    `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
+    `counts`: graded, answers compared; cas, those that math-verify compared; of wrong answers: no_box, no complete box;
+    bad_truth, the truth holds no answer; unreadable, no such expression; refused, too long, deep or large; cas_timeout,
+    math-verify was late; cas_crash, it failed; cas_budget, it was late too often.
     """
-    from rewards.calls import grade_one
 
-    return grade_one(find_task(example).reward, response, example, finish_reason)
+    counts: Counter[str] = field(default_factory=Counter)
+    late: set[Any] = field(default_factory=set)  # questions for math-verify that were late: known to be wrong
+    limit: Callable[[float, Any], None] | None = None  # of a process that is ended when it is late: see `time_limit`
 
-
-def response_to(example: Any, text: str, finish_reason: str = "stop") -> SimpleNamespace:
-    """As much of a Rollout as a reward needs."""
-    prompt = SimpleNamespace(example=example)
-    return SimpleNamespace(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
-
-
-class Rewards:
-    """What grades the rows of a run: the tasks' own rewards, the user's functions, a judge. Loading it says what is
-    wrong with --reward and --judge. `out` keeps what a judge said. Of episodes that are `played` environments reward
-    the turns, and what is here the last response."""
-
-    def __init__(
-        self,
-        cfg: RewardConfig | None = None,
-        out: Path | None = None,
-        rank: int = 0,
-        world: int = 1,
-        played: bool = False,
-    ):
-        from rewards.custom import load_functions
-        from rewards.grading import Grading, Pools, load_judge
-
-        self.cfg = cfg or RewardConfig()
-        self.played = played
-        self.custom, self.functions = load_functions(self.cfg.reward)
-        self.judge = load_judge(self.cfg, out, rank, world)
-        self.pools = Pools(self.cfg, self.functions, self.judge)
-        self.grading = partial(Grading, self)
-        self.first: dict[str, Any] = {}  # a row of each task
-        self.told_kinds: set[tuple[str, str]] = set()  # of failures, told in full
-        self.told_step: int | None = -1  # the last one with a line on failures
-        self.rank = f"rank {rank}: " if world > 1 else ""
-        self.worked = False  # has any response of any process been graded yet?
-        self.under_way: dict[tuple, Any] = {}  # Grading, by batch and step
-        self.failed: dict[int, Any] = {}  # Failure, by place in what was collected last
-
-    def own(self, example: Any) -> str | None:
-        """What grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
-        task = task_name(example.data_source)
-        return self.custom.get(task) or self.custom.get("") or (task if task in TASKS else None)
-
-    def graders(self, example: Any) -> list[str]:
-        """Of a row: its own, and the judge."""
-        judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
-        return [key for key in (self.own(example), "judge" if judged else None) if key]
-
-    def graded_elsewhere(self, example: Any) -> bool:
-        """Is a row graded by something else than its task's own reward?"""
-        own = self.own(example)
-        return own in self.functions or (own is None and (self.played or len(self.graders(example)) > 0))
-
-    def check(self, examples: Sequence[Any]) -> dict[str, int]:
-        """Check the rows that their tasks' own rewards grade (`check_tasks`). Return the number of rows per task."""
-        rows = check_tasks(examples, self.graded_elsewhere)
-        for example in examples:
-            self.first.setdefault(task_name(example.data_source), example)
-        return rows
-
-    def unasked(self, examples: Iterable[Any]) -> Iterator[str]:
-        """Yield a warning for each task whose own reward expects a form of answer that prompts do not ask for.
-
-        Environments say in their own words what an answer looks like, so their prompts are not checked.
-        """
-        prompts: dict[Task, list[str]] = {}
-        for example in examples:
-            if not self.played and not self.graded_elsewhere(example):
-                task, text = find_task(example), "\n".join(message["content"] for message in example.messages)
-                if any(re.search(form, task.instruction) and not re.search(form, text) for form in FORMS):
-                    prompts.setdefault(task, []).append(text)
-        for task, texts in prompts.items():
-            yield (
-                f"prompts that do not ask for the form of answer that the reward of {task.name!r} expects: {len(texts)}"
-                f". The first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds: {task.instruction}"
-            )
-
-    def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
-        """Once all rows are checked: on `main`, grade two plausible responses to a row of each task in each stage (with
-        its first step), so that a broken function or option stops the run before a model loads."""
-        from rewards.calls import function_of
-
-        known = ", ".join(sorted(self.first))
-        for task in self.custom:
-            told = f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}"
-            need(not task or task in self.first, told)
-        with uncounted(), Note("this was the trial call before the run"):
-            for step, stage in stages if main else ():
-                for task, example in self.first.items():
-                    text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
-                    trial = [response_to(example, text), response_to(example, text)]
-                    own = self.own(example)
-                    told = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
-                    reads = own is not None and "stage" in function_of(own, self.functions).takes
-                    need(reads or task not in stage.options, told)
-                    if own in self.functions or task in stage.options:
-                        self.grading(step, stage, "stop", judged=False).results(trial)
-
-    def submit(self, rollout: Any) -> None:
-        """Begin to grade a rollout whose prompt has a `context`, in any order and from any thread."""
-        self._grading(rollout.prompt.context).add(rollout)
-
-    def collect(self, rollouts: Sequence[Any]) -> list[dict[str, float] | None]:
-        """Wait for the rewards of a batch, in the order of its rollouts; None for one that is dropped, as its reward
-        failed. What was not submitted yet is now."""
-        if not rollouts:
-            self.failed = {}
-            return []
-        context = rollouts[0].prompt.context
-        grading = self._grading(context)
-        del self.under_way[context.batch, context.step]
-        results = grading.results(rollouts)  # may raise: then nothing that stays refers to the error and its frames
-        self.failed = grading.failed
-        return results
-
-    def _grading(self, context: RewardContext) -> Any:
-        key = context.batch, context.step
-        if key not in self.under_way:
-            self.under_way[key] = self.begin(context.step, context.stage)
-        return self.under_way[key]
-
-    def check_worked(self, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
-        """Raise UserError if all responses of the first batch failed, on all processes; called by all of them, after
-        `collect`."""
-        if not self.worked:
-            lines = [failure.line for failure in self.failed.values()]
-            lines += [r.failure_line for r in rollouts if r.ended_by == "error"]
-            told = gather(lines if len(lines) == len(rollouts) else None)
-            if None not in told:
-                raise UserError(f"all of the first responses failed, as {sum(told, [])[0]}; correct that")
-            self.worked = True
-
-    def begin(self, step: int | None = 0, stage: Stage = Stage()) -> Any:  # noqa: B008  it is frozen
-        """The Grading of one round of responses; outside of a run, step None."""
-        return self.grading(step, stage, self.cfg.reward_errors)
+    @contextmanager
+    def time_limit(self, seconds: float, question: Any = None) -> Iterator[None]:
+        """Give what is done inside its own time limit. If it is late with a `question`, the process is replaced, and
+        the call is repeated with the question in `late`; without one, the call has failed."""
+        self.limit(seconds, question)
+        try:
+            yield
+        finally:
+            self.limit(0.0, None)
 
 
-# --- checks before a model loads ----------------------------------------------------------------------------------
+COUNTING: ContextVar[Counting] = ContextVar("COUNTING")
+
+
+def count(name: str) -> None:
+    """Add 1 to a count of the call that runs; without `counting` around it, do nothing."""
+    if counting_now := COUNTING.get(None):
+        counting_now.counts[name] += 1
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
-    """Leaves grader_stats as they were: what is graded inside is no response of the policy's."""
-    before = grader_stats.copy()
-    yield
-    grader_stats.clear()
-    grader_stats.update(before)
+def counting(late: set[Any] | None = None, limit: Callable[[float, Any], None] | None = None) -> Iterator[Counting]:
+    """Collect what is counted inside; no `counting` further out sees it."""
+    token = COUNTING.set(Counting(late=set() if late is None else late, limit=limit))
+    try:
+        yield COUNTING.get()
+    finally:
+        COUNTING.reset(token)
 
 
-FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # how instructions and prompts ask for a form of answer
-REASONS = {  # of grader_stats
-    "no_box": "its braces do not match",
-    "bad_truth": "it says nothing",
-    "unreadable": "it can be read neither as mathematics nor as plain words",
-    "refused": "it is too long, too deep or too large",
-    "cas_timeout": "math-verify took too long",
-}
+# --- what a reward returns ----------------------------------------------------------------------------------------
 
 
-def check_tasks(
-    examples: Iterable[Any], graded_elsewhere: Callable[[Any], bool] = lambda example: False
-) -> dict[str, int]:
-    """Return the number of rows of each task. Raise UserError if a row's truth, given as the answer, does not earn full
-    marks, or if `score` raises it. Rows that their task's own reward does not grade are not checked.
-    """
-    rows = Counter()
-    for example in examples:
-        rows[task_name(example.data_source)] += 1
-        if graded_elsewhere(example):
-            continue
-        task, truth = find_task(example), example.ground_truth
-        with uncounted():
-            grader_stats.clear()
-            right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
-            reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if grader_stats[name])
-        told = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
-        need(right, f"{told} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")
-    return dict(rows)
+def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str, float]:
+    """A number, or a dict of numbers with the total under "reward", as a dict of floats of at most MAX_REWARD. One
+    number per image under "images" becomes image_1, ...; where there is no total, their mean is it."""
+    rewards = dict(result) if isinstance(result, dict) else {"reward": result}
+    if len(rewards) > MAX_PARTS:
+        raise UserError(f"row {uid!r}: the reward returned {len(rewards)} parts; return at most {MAX_PARTS}")
+    if "images" in rewards:
+        parts = list(rewards.pop("images"))
+        if len(parts) != n_images:
+            told = f"row {uid!r}: the reward returned {len(parts)} numbers under 'images'"
+            raise UserError(f"{told} for {n_images} images; return one of each")
+        rewards |= {f"image_{i}": part for i, part in enumerate(parts, 1)}
+        if "reward" not in rewards and parts and None not in (numbers := list(map(as_number, parts))):
+            rewards["reward"] = fmean(numbers)
+    if "reward" not in rewards:
+        raise UserError(f"row {uid!r}: the reward returned {reprlib.repr(rewards)}; add a total as 'reward'")
+    for name, value in rewards.items():
+        if name in RESERVED_NAMES:
+            raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
+        if as_number(value) is None:
+            raise UserError(
+                f"row {uid!r}: reward part {name!r} is {short(value)} for the response {response[:80]!r}; "
+                f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g} (for a tensor: float(x))"
+            )
+    return {printable(name): as_number(value) for name, value in rewards.items()}
 
 
-def give_rewards(
-    rollouts: Sequence[Any], results: Sequence[dict[str, float] | None], algo: Any, max_new_tokens: int
-) -> None:
-    """Fills r.rewards of each rollout with named numbers and their total, "reward". `algo` is a grpo.Algorithm.
+def as_number(value: Any) -> float | None:
+    """Any kind of real number of at most MAX_REWARD as a float, also numpy's and torch's scalars; else None."""
+    number = value.item() if getattr(value, "shape", None) == () else value
+    known = isinstance(number, Real | Decimal) and not (isinstance(number, Decimal) and number.is_nan())
+    return float(number) if known and abs(number) <= MAX_REWARD else None
 
-    One whose reward failed (None) has none, and ends in "error": nothing of it is trained on, and the others of its
-    group are compared without it."""
-    from grpo import overlong_penalty  # here, so that rewards alone need no torch
 
-    for r, rewards in zip(rollouts, results, strict=True):
-        r.finish_reason = "error" if rewards is None else r.finish_reason
-        r.rewards = rewards or {}
-        if algo.truncated == "penalise" and rewards:
-            total = rewards["reward"]
-            penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
-            r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
+def short(value: Any) -> str:
+    """A `repr` that fits on a line; that of a very long integer is an error."""
+    huge = isinstance(value, int) and value.bit_length() > 256
+    return f"an integer of {value.bit_length()} bits" if huge else f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+class RewardFailed(Exception):
+    """A reward that failed in another process, with its traceback there."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reward that failed, in place of its numbers."""
+
+    kind: str  # "errors" or "timeouts", as in metrics
+    what: str  # the type of exception, or what happened
+    line: str
+    trace: str = ""
+    users: bool = False  # a UserError, told in a line
+    error: BaseException | None = None  # in this process alone
+
+    @classmethod
+    def of(cls, error: BaseException, uid: str) -> "Failure":
+        users = isinstance(error, UserError)
+        line = f"row {uid!r}: the reward raised {describe_error(error)}"
+        if users:
+            line = printable(str(error).strip().partition("\n")[0])
+        trace = "" if users or getattr(error, "in_a_line", False) else users_traceback(error)
+        return cls("errors", type(error).__name__, line, trace, users, error)
+
+    def exception(self) -> BaseException:
+        return self.error or (UserError(self.line) if self.users else RewardFailed(f"{self.line}\n{self.trace}"))
+
+
+Outcome = dict[str, float] | Failure

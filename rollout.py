@@ -23,11 +23,12 @@ from PIL import Image
 
 from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
 from errors import UserError, need, printable
-from grpo import Algorithm
+from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
 from packing import Batch
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
-from reward import RewardContext, Rewards, give_rewards
+from reward import RewardContext
+from rewards.grade import Grader
 from settings import plain_pair, setting
 from utils import Context, NamedTensors, derive_seed, print0
 
@@ -252,7 +253,7 @@ class Examples(list[Example]):
 
 
 def load_examples(
-    path: str, cfg: ReadingConfig, processor: Processor, rewards: Rewards, start_of: StartOf = as_given
+    path: str, cfg: ReadingConfig, processor: Processor, rewards: Grader, start_of: StartOf = as_given
 ) -> Examples:
     """Examples that are readable and fit; what is left out is counted and shown."""
     examples, unreadable = read_examples(path, cfg, check=rewards.check)
@@ -273,6 +274,22 @@ def load_examples(
     for line in rewards.unasked(kept):
         print0(f"warning: {path}: {line}")
     return Examples(kept, lengths)
+
+
+def give_rewards(
+    rollouts: Sequence[Rollout], results: Sequence[dict[str, float] | None], algo: Algorithm, max_new_tokens: int
+) -> None:
+    """Set the rewards of each rollout: named numbers and their total, "reward".
+
+    One whose reward failed (None) has none, and ends in "error": nothing of it is trained on, and the others of its
+    group are compared without it."""
+    for r, rewards in zip(rollouts, results, strict=True):
+        r.finish_reason = "error" if rewards is None else r.finish_reason
+        r.rewards = rewards or {}
+        if algo.truncated == "penalise" and rewards:
+            total = rewards["reward"]
+            penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
+            r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

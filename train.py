@@ -32,8 +32,9 @@ from parallel.models import Models, OptimConfig, build_models, peak_memory, prob
 from prepare_data import DataConfig
 from report import metrics, progress
 from report.log import RunLog, Skipped
-from reward import RewardConfig, Rewards
+from reward import RewardConfig
 from rewards.curriculum import Curriculum, Memory, last_stage
+from rewards.grade import Grader
 from rollout import Batches, Engine, EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples
 from settings import Parser, add_settings, check_given, naming_origins, read_settings
 from utils import Context, Meter, Stages, copy_together, run_script
@@ -95,7 +96,7 @@ class Run:
     packer: Packer
     batches: Batches
     engine: Engine
-    grader: Rewards
+    grader: Grader
     evaluation: Evaluation
     log: RunLog
     saver: resume.Saver
@@ -325,7 +326,7 @@ def set_up(cfg: Config) -> Run:
     processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
     env = load_environments(cfg.env)
     start_of = env.start_of if env else as_given
-    grader = Rewards(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
+    grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
 
     # 4. data
     train_set = load_examples(cfg.data.data, cfg.data, processor, grader, start_of)
@@ -418,7 +419,7 @@ def main(cfg: Config) -> None:
             sent = engine.sync(models.weights(engine.dtype))
 
         # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
-        row = metrics.rollout_metrics(pool) | meter.reduce(ctx) | sent
+        row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sent
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
         state = run.saver.state = next_state(state, pool, batches.curriculum, row, cfg)
         row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)

@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace) -> None:
         for image in {image.key: image for image in micro.images}.values():
             image.pixel_values("cpu")
     timer("patches")
-    metrics = rollout_metrics(pool) | meter.reduce(ctx)
+    metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
     train.set_advantages(batch, cfg.algo, 0.0, ctx, meter)
     timer("columns")
     began = time.perf_counter()

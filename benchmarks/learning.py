@@ -50,8 +50,8 @@ from grpo import PRESETS  # noqa: E402
 from model import VisionCache, load_hf, load_processor  # noqa: E402
 from prepare_data import ReadingConfig, read_examples  # noqa: E402
 from report.files import read_rows, write_text  # noqa: E402
-from reward import Rewards, score  # noqa: E402
 from rewards.curriculum import Curriculum  # noqa: E402
+from rewards.grade import Grader, score  # noqa: E402
 from rollout import Prompt, Sampling, response_texts  # noqa: E402
 from utils import Stages, dist_setup, run_script  # noqa: E402
 
@@ -236,7 +236,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     ctx = dist_setup()
     engine = HFEngine(load_hf(cfg.model.model), processor, ctx.device, VisionCache(2**31))
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    evaluation = train.Evaluation(engine, test, processor, Rewards(cfg.reward), ctx, greedy)
+    evaluation = train.Evaluation(engine, test, processor, Grader(cfg.reward), ctx, greedy)
     log = SimpleNamespace(evaluated=lambda *of: None)  # nothing is drawn
 
     class Watch(transformers.TrainerCallback):

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from reward import RewardConfig, Rewards, response_to  # noqa: E402
+from reward import RewardConfig  # noqa: E402
+from rewards.grade import Grader, response_to  # noqa: E402
 
 THINKING = "By the law of sines the side that is asked for is such, as the two angles are known. " * 6
 FORMS = (  # response, truth; N is a number
@@ -42,18 +43,17 @@ def geometry(n: int) -> list[SimpleNamespace]:
     return rollouts
 
 
-def graded(rewards: Rewards, rollouts: Sequence[SimpleNamespace], seconds: float = 0.0) -> tuple[float, float]:
+def graded(grader: Grader, rollouts: Sequence[SimpleNamespace], seconds: float = 0.0) -> tuple[float, float]:
     """Seconds from the first response to the last reward, and of these the ones after the last response; `seconds` is
     what sampling takes."""
     start = time.perf_counter()
-    grading = rewards.begin()
     for i, rollout in enumerate(rollouts):
-        grading.add(rollout)
+        grader.submit(rollout)
         time.sleep(max(0.0, start + seconds * i / len(rollouts) - time.perf_counter()))
     sampled = time.perf_counter()
-    results = grading.results(rollouts)
+    results = grader.collect(rollouts)
     end = time.perf_counter()
-    assert not grading.failed and len(results) == len(rollouts)
+    assert not grader.failed and len(results) == len(rollouts)
     return end - start, end - sampled
 
 
@@ -64,17 +64,17 @@ def main(n: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sleeps.py").write_text(SLEEPS)
         for workers in (0, 1, 2):
-            rewards = Rewards(RewardConfig(reward_workers=workers, reward_timeout=100.0))
-            graded(rewards, rollouts[:64])
-            fastest = min(graded(rewards, rollouts)[0] for _ in range(3))
-            rewards.pools.close()
+            grader = Grader(RewardConfig(reward_workers=workers, reward_timeout=100.0))
+            graded(grader, rollouts[:64])
+            fastest = min(graded(grader, rollouts)[0] for _ in range(3))
+            grader.close()
             spec = (f"{folder}/sleeps.py:score",)
-            rewards = Rewards(RewardConfig(reward=spec, reward_workers=workers, reward_timeout=100.0))
+            grader = Grader(RewardConfig(reward=spec, reward_workers=workers, reward_timeout=100.0))
             few = rollouts[: n // 10]
-            graded(rewards, few[:8])
-            whole = graded(rewards, few)[0]
-            left = graded(rewards, few, seconds=2.0)[1]
-            rewards.pools.close()
+            graded(grader, few[:8])
+            whole = graded(grader, few)[0]
+            left = graded(grader, few, seconds=2.0)[1]
+            grader.close()
             print(f"| {workers} | {n / fastest:,.0f} | {left:.2f} (of {whole:.2f}) |", flush=True)
 
 

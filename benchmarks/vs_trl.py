@@ -428,7 +428,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             train.update_policy(models, batch, cfg, train.State(step=number), ctx, meter, skipped)
         with clock("sync"):
             engine.load_weights(full_parameters(policy, trainable_only=True))
-        metrics = rollout_metrics(pool) | meter.reduce(ctx)
+        metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
         assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
         work = arithmetic(
             config, policy.hf.config, [len(p.token_ids) for p in prompts], math.prod(prompts[0].images[0].grid_thw)

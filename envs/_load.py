@@ -21,6 +21,7 @@ from envs._threads import as_coroutine, close, event_loop
 from errors import Note, UserError, need, refusing
 from model import IMAGE_MARK
 from prepare_data import Example, decode_image
+from rewards.functions import load_file
 from sources.content import place_images
 from sources.images import IMAGE_ERRORS
 
@@ -90,8 +91,6 @@ def load_environments(cfg: EnvConfig) -> Environments | None:
 
 def load_class(name: str) -> type:
     if ":" in name:
-        from rewards.custom import load_file
-
         path, _, attribute = name.rpartition(":")
         module = load_file(path, f"--env {name}")
         kind = getattr(module, attribute, None)

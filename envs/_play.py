@@ -27,6 +27,7 @@ from envs._load import NO_IMAGE, Environments, check_marks, checked_messages, ch
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
+from reward import checked
 from rollout import (
     Engine,
     EngineWrapper,
@@ -247,8 +248,6 @@ class Play(Responses):
         """An observation, checked, as tokens and patches."""
         need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
         messages, images = checked_messages(said.messages, said.images) if said.messages or not said.done else ([], ())
-        from rewards.calls import checked
-
         given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
         if said.done:  # its last words are for those who read the episode

@@ -14,7 +14,7 @@ from parallel.nodes import check_shared
 from report.files import lock_folder, read_rows
 from report.log import check_trackers
 from report.summary import best_evaluation
-from rewards.custom import absolute_files
+from rewards.functions import absolute_files
 from rollout import Examples
 from settings import REQUIRED, flag_of, never, setting, settings_of_run
 from utils import Context

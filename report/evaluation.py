@@ -9,7 +9,7 @@ from typing import Any
 from report.records import PLACES
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from report.summary import IMAGES
-from reward import extract_boxed, uncounted
+from reward import extract_boxed
 
 FAILED = "rewards that failed, counted as 0: {n}"
 
@@ -88,8 +88,7 @@ def of_several(records: Sequence[dict], metric: str) -> dict[str, float]:
     right = [sum(score == 1 for score in scores) for scores in of_samples]
     for k in range(1, k_max + 1):
         told[f"pass@{k}"] = fmean(pass_at_k(k_max, n, k) for n in right)
-    with uncounted():  # answers without a box
-        votes = [list(map(answer_of, record["samples"])) for record in records]
+    votes = [list(map(answer_of, record["samples"])) for record in records]
     voted = [majority(answers, scores) for answers, scores in zip(votes, of_samples, strict=True)]
     return told | {f"majority@{k_max}": fmean(voted)}
 

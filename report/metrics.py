@@ -1,7 +1,6 @@
 """What is measured in a step; what each metric means is in docs/metrics.md."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -9,7 +8,7 @@ import torch
 
 import grpo
 from packing import FlopRates, TokenBatch, rollouts_flops
-from reward import grader_stats, task_name
+from reward import task_name
 from rollout import ENDS, GroupPool, Rollout
 from utils import Context, Meter
 
@@ -17,8 +16,9 @@ GRADER_STATS = ("unreadable", "refused", "cas_timeout", "cas_budget")
 FAILED = ("reward/errors", "reward/timeouts")
 
 
-def rollout_metrics(pool: GroupPool) -> dict[str, float]:
-    """Means over all processes and rounds of rewards, lengths, and groups without a signal."""
+def rollout_metrics(pool: GroupPool, counts: Mapping[str, float]) -> dict[str, float]:
+    """Return means over all processes and batches of rewards, lengths, and groups without a signal; and sums of a
+    Grader's counts."""
     meter = Meter()
     for group in pool.groups.values():
         meter.add("reward/constant_groups", len({r.reward for r in group if r.rewards}) <= 1)
@@ -39,11 +39,10 @@ def rollout_metrics(pool: GroupPool) -> dict[str, float]:
         if kind is not None:
             meter.add(f"reward/{task}/type={kind}", r.accuracy)
         meter.add(f"reward/images={len(r.prompt.images) + len(r.images)}", r.accuracy)
-    counted = Counter({name: grader_stats.pop(name) for name in list(grader_stats)})  # rounds ahead go on counting
     for why in GRADER_STATS:  # why answers were wrong without being compared
-        meter.sum(f"grader/{why}", counted[why])
-    for name in {*FAILED, *(name for name in counted if "/" in name)}:
-        meter.sum(name, counted[name])
+        meter.sum(f"grader/{why}", counts.get(why, 0))
+    for name in {*FAILED, *(name for name in counts if "/" in name)}:
+        meter.sum(name, counts.get(name, 0))
     metrics = meter.reduce(replace(pool.ctx, tp=1))  # also where some train together, each process samples for itself
     if "reward/reward" in metrics:  # else all rewards failed
         metrics["reward/mean"] = metrics.pop("reward/reward")

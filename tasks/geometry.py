@@ -3,7 +3,7 @@ r"""Geometry problems with short answers: numbers, surds, units, ratios, points,
 A policy writes whatever it likes into the box, `9**9**9**9` included, so nothing here hands its text to a computer
 algebra system in this process. Answers are read by a small parser and evaluated to 80 digits under hard limits on
 length, depth and magnitude: it cannot hang. What needs more algebra than that (unknown LaTeX commands, sets, implicit
-equations) goes to math-verify in child processes (math_verify_worker.py). `reward.grader_stats` counts every answer
+equations) goes to math-verify, in a process that can be ended (_math_verify.py). `reward.count` counts every answer
 that could not be read, was refused, or timed out.
 """
 
@@ -31,16 +31,16 @@ from reward import (
     MAX_ANSWER_CHARS,
     SPECIAL_TOKEN,
     closing_brace,
+    count,
     extract_boxed,
     full_marks,
-    grader_stats,
     register,
     unwrap_truth,
     weighted,
 )
 from sources.images import read_file
 from sources.tables import data_files, download
-from tasks.math_verify_worker import MATH_VERIFY
+from tasks import _math_verify
 from tasks.shapes import ANGLES, COLOURS, SALT, SIDE, Scene, boxed, draw_angle, in_split, in_turn, png
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
@@ -380,7 +380,7 @@ def same_to_math_verify(prediction: str, truth: str) -> bool:
     """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
     if re.search(r"%|\\[hv]?phantom|[0-9|)] ?_", prediction + truth):
         raise Unreadable("math-verify drops percent signs, invisible text and subscripts of numbers")
-    return MATH_VERIFY.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
+    return _math_verify.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
 
 
 def in_radians(text: str) -> str:
@@ -632,7 +632,7 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
     """`same_answer`, but it may raise."""
     truth = normalise(answer)
     if not holds_answer(truth):  # a hole in the data: an answer to it cannot be right
-        grader_stats["bad_truth"] += 1
+        count("bad_truth")
         return False
     if SPECIAL_TOKEN.search(prediction):
         raise Unreadable("a special token in the answer")
@@ -657,7 +657,7 @@ def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
     can be converted (`48 cm` for `0.48 m`), degree signs, a name before `=`, `exact \approx rounded` if either is the
     truth and the second is the first rounded. `48\%` is 0.48 and nothing else. Rejects units that contradict (`30°` for
     `30 m`), rounded decimals of an exact truth and the reverse, special tokens, and every hedge (`3 or 4`, `3, 4`).
-    Never raises and never hangs on a prediction; see `grader_stats`. Without `as_text` it is not enough that the two
+    Never raises and never hangs on a prediction; see `reward.Counting`. Without `as_text` it is not enough that the two
     are the same text: they have to have a value.
     """
     out_of_range = (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
@@ -666,9 +666,9 @@ def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
             right = verdict(prediction, answer, as_text)
     # The one place that says what a policy's text may raise; what has no value is unreadable too.
     except (Unreadable, decimal.DecimalException, RecursionError, MemoryError) as error:
-        grader_stats["refused" if isinstance(error, out_of_range) else "unreadable"] += 1
+        count("refused" if isinstance(error, out_of_range) else "unreadable")
         right = False
-    grader_stats["graded"] += 1
+    count("graded")
     return right
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from errors import UserError, need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, grader_stats, register, unwrap_truth, weighted
+from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, count, extract_boxed, register, unwrap_truth, weighted
 from tasks._tables import any_rows
 from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
 
@@ -659,7 +659,7 @@ def tolerance_of(example: Any) -> tuple[Decimal, Decimal]:
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
     """Return whether one of the references, written as an answer, is right; none of an object or a hole in the data."""
     if isinstance(from_json(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
-        grader_stats["bad_truth"] += 1
+        count("bad_truth")
         return False
     return any(earned(reference)["accuracy"] for reference in references(truth))
 

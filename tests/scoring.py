@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from prepare_data import Example
-from reward import RewardConfig, Rewards, response_to
+from reward import RewardConfig
+from rewards.grade import Grader, response_to
 
 
 def score_batch(responses: Sequence[str], examples: Sequence[Example]) -> list[dict[str, float]]:
     """Return the rewards of each response, in order, computed in this process; there is one example per response."""
     rollouts = [response_to(example, text) for example, text in zip(examples, responses, strict=True)]
-    return Rewards(RewardConfig(reward_workers=0, reward_errors="stop")).begin(None).results(rollouts)
+    return Grader(RewardConfig(reward_workers=0, reward_errors="stop")).collect(rollouts)

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 from scoring import score_batch
 
-import reward
 from errors import UserError
 from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from rewards.grade import check_tasks, score
 from tasks import caption
 from tasks.caption import Corpus, bleu4, caption_reward, rouge_l, split_words
 
@@ -209,7 +209,7 @@ def test_a_truth_without_a_caption_is_refused(truth):
     with pytest.raises(UserError, match="is no caption, nor JSON with a list of references"):
         caption_reward("a", truth, Corpus())
     with pytest.raises(UserError, match="row 'row-7': "):
-        reward.check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
+        check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
 
 
 def test_the_registered_reward_needs_its_row_alone():
@@ -219,7 +219,7 @@ def test_the_registered_reward_needs_its_row_alone():
         corpus.add(caption.read_truth(truth).references)
     rows = [SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=caption.counted(truth, corpus))
             for i, truth in enumerate(truths)]  # fmt: skip
-    assert reward.check_tasks(rows) == {"caption": 100}
+    assert check_tasks(rows) == {"caption": 100}
     given = [text for text, _ in random_captions()]
     scored = score_batch(given, rows)
     caption.read_truth.cache_clear()
@@ -227,7 +227,7 @@ def test_the_registered_reward_needs_its_row_alone():
     assert (
         scored
         == backwards
-        == [pickle.loads(pickle.dumps(reward.score))(t, r) for t, r in zip(given, rows, strict=True)]
+        == [pickle.loads(pickle.dumps(score))(t, r) for t, r in zip(given, rows, strict=True)]
     )
     gaps = []
     for found, text, row, wanted in zip(scored, given, rows, json.loads(DATA.read_text()), strict=True):
@@ -326,7 +326,7 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
     for example in (one, two, three):
         assert example.images == [image.read_bytes()] and example.data_source == "caption"
         assert example.messages == [{"role": "user", "content": f"<image>{caption.INSTRUCTION}"}]
-    assert reward.check_tasks([one, two, three]) == {"caption": 3}
+    assert check_tasks([one, two, three]) == {"caption": 3}
 
 
 def test_rows_that_are_wrong_say_why(tmp_path, image):
@@ -355,7 +355,7 @@ def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
     assert len({row["reward_model"]["ground_truth"] for row in train}) > 55  # of 64 captions
     make_file("caption", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
-    assert len(examples) == 12 and not bad and reward.check_tasks(examples) == {"caption": 12}
+    assert len(examples) == 12 and not bad and check_tasks(examples) == {"caption": 12}
     with pytest.raises(UserError, match="--split 'val': caption's drawings have warm, train, test"):
         list(caption.toy(1, "val", 0))
 

@@ -13,8 +13,9 @@ from test_train import flags, kill_after, rows, run, without_time, write_parquet
 
 from errors import UserError
 from prepare_data import Example
-from reward import RewardConfig, Rewards, Stage, response_to
+from reward import RewardConfig, RewardContext, Stage
 from rewards.curriculum import Curriculum, batch_of, last_stage, parts_of, read_specs
+from rewards.grade import Grader, response_to
 from tasks import geospot
 
 
@@ -282,17 +283,18 @@ def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
     truths = [row["reward_model"]["ground_truth"] for row in geospot.toy(4, "test", 0)]
     own = [Example("u", "geospot", [], [], truth, {}) for truth in truths]
     truth = json.loads(truths[0])
-    response = response_to(own[0], json.dumps(truth | {"lat": truth["lat"] + 1}))
+    text = json.dumps(truth | {"lat": truth["lat"] + 1})
     (tmp_path / "stages.toml").write_text("[[stages]]\nfrom = 0\nname = 'all'\n")
 
     def graded(stages, step, stage):
-        [rewards] = Rewards(RewardConfig(reward_workers=0)).begin(step, stage).results([response])
+        response = response_to(own[0], text, context=RewardContext(step=step, stage=stage))
+        [rewards] = Grader(RewardConfig(reward_workers=0)).collect([response])
         return rewards["reward"]
 
-    full = geospot.geospot_reward(response.text, truth, 4)["reward"]
+    full = geospot.geospot_reward(text, truth, 4)["reward"]
     for file in (None, "none", str(tmp_path / "stages.toml")):
         stages = Curriculum(file, own, 4, 0)
         trained = [graded(stages, step, stages.stage(step)) for step in (0, 100, 5000)]
-        by_stage = [geospot.geospot_reward(response.text, truth, stage)["reward"] for stage in (0, 1, 4)]
+        by_stage = [geospot.geospot_reward(text, truth, stage)["reward"] for stage in (0, 1, 4)]
         assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full
         assert {graded(stages, step, last_stage(file, own)[1]) for step in (0, 100, 5000)} == {full}

@@ -13,8 +13,10 @@ from test_train import TORCHRUN, flags, rows, run, write_parquet
 ROOT = Path(__file__).resolve().parent.parent
 import reward  # noqa: E402
 from grpo import Algorithm  # noqa: E402
-from reward import RewardConfig, Rewards, Stage, give_rewards, response_to  # noqa: E402
-from rewards import custom  # noqa: E402
+from reward import RewardConfig, RewardContext, Stage  # noqa: E402
+from rewards import functions  # noqa: E402
+from rewards.grade import Grader, response_to, score  # noqa: E402
+from rollout import Rollout, give_rewards  # noqa: E402
 
 CODE = """
 import functools, math
@@ -57,25 +59,25 @@ def row(uid="row-7", source="mine", truth="3", images=()):
 
 @pytest.fixture
 def load(tmp_path):
-    """load("mine=parts", "number", reward_workers=1) -> Rewards, by default in this process."""
+    """load("mine=parts", "number", reward_workers=1) -> Grader, by default in this process."""
     path = tmp_path / "mine.py"
     path.write_text(CODE)
     made = []
 
     def go(*specs, **more):
         where = [re.sub(r"(\w+)$", rf"{path}:\1", spec) for spec in specs]
-        made.append(Rewards(RewardConfig(reward=tuple(where), **{"reward_workers": 0} | more)))
+        made.append(Grader(RewardConfig(reward=tuple(where), **{"reward_workers": 0} | more)))
         return made[-1]
 
     go.path = path
     yield go
-    for rewards in made:
-        rewards.pools.close()
-    reward.grader_stats.clear()
+    for grader in made:
+        grader.close()
 
 
-def grade(rewards, *texts, example=None, **at):
-    return rewards.begin(**at).results([response_to(example or row(), text) for text in texts])
+def grade(grader, *texts, example=None, **context):
+    context = RewardContext(**context)
+    return grader.collect([response_to(example or row(), text, context=context) for text in texts])
 
 
 # --- how they are called ---------------------------------------------------------------------------------------------
@@ -96,9 +98,9 @@ def test_functions_of_all_kinds(load, name, expected, count):
 @pytest.mark.parametrize("name", ["told", "told_all"])
 def test_a_function_gets_by_name_what_it_asks_for(load, name):
     """Of the options of a stage only its own task's."""
-    rollouts = [response_to(row(source=s), "abc", f) for s, f in (("a", "stop"), ("me/B", "length"), ("c", "stop"))]
-    stage = Stage("second", 1, {"a": {"x": 10}, "b": {"x": 20}})
-    got = load(name).begin(4, stage).results(rollouts)
+    context = RewardContext(step=4, stage=Stage("second", 1, {"a": {"x": 10}, "b": {"x": 20}}))
+    asked = (("a", "stop"), ("me/B", "length"), ("c", "stop"))
+    got = load(name).collect([response_to(row(source=s), "abc", f, context) for s, f in asked])
     assert [r["reward"] for r in got] == [10, 20, -1] and [r["cut"] for r in got] == [0, 1, 0]
     assert {(r["step"], r["number"]) for r in got} == {(4, 1)}
 
@@ -108,15 +110,15 @@ def test_keyword_arguments_get_everything(load):
 
 
 def test_each_task_has_its_own_function_beside_built_in_ones(load):
-    rewards = load("parts", "geo3k=number", "Some/Go=all_of_them")
+    grader = load("parts", "geo3k=number", "Some/Go=all_of_them")
     sources = ["chess", "hiyouga/geometry3k", "go", "go"]
-    got = rewards.begin().results([response_to(row(source=s), "ab") for s in sources])
+    got = grader.collect([response_to(row(source=s), "ab") for s in sources])
     assert [r["reward"] for r in got] == [0.5, 2, 2, 2]
     mixed = load("mine=number")
     data = [row(source="mine"), row(source="geo3k"), row("c", "shapes", "red")]
     data[2].extra["answer_type"] = "colour"
     assert mixed.check(data) == {"mine": 1, "geo3k": 1, "shapes": 1}
-    got = mixed.begin().results([response_to(e, f"\\boxed{{{e.ground_truth}}}") for e in data])
+    got = mixed.collect([response_to(e, f"\\boxed{{{e.ground_truth}}}") for e in data])
     assert [r["reward"] for r in got] == [9, 0.9, 1]
     with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
         mixed.check([row(source="chess")])
@@ -129,18 +131,18 @@ def test_a_path_may_hold_an_equals_sign(load, tmp_path):
     folder = tmp_path / "a=b"
     folder.mkdir()
     (folder / "mine.py").write_text(CODE)
-    assert custom.split_spec(f"{folder}/mine.py:number") == ("", f"{folder}/mine.py:number")
-    assert custom.split_spec(f"geo3k={folder}/mine.py:number") == ("geo3k", f"{folder}/mine.py:number")
+    assert functions.split_spec(f"{folder}/mine.py:number") == ("", f"{folder}/mine.py:number")
+    assert functions.split_spec(f"geo3k={folder}/mine.py:number") == ("geo3k", f"{folder}/mine.py:number")
 
 
 def test_paths_are_kept_absolute(load, monkeypatch):
     monkeypatch.chdir(load.path.parent)
-    assert custom.absolute_spec("geo3k=mine.py:number") == f"geo3k={load.path}:number"
-    assert custom.absolute_spec("mine.py:number") == f"{load.path}:number"
-    assert custom.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
-    assert custom.absolute_option("template=mine.py") == f"template={load.path}"
-    assert [custom.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
-    assert not custom.has_file("a=other.py:f") and custom.has_file("a=mine.py:f")
+    assert functions.absolute_spec("geo3k=mine.py:number") == f"geo3k={load.path}:number"
+    assert functions.absolute_spec("mine.py:number") == f"{load.path}:number"
+    assert functions.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
+    assert functions.absolute_option("template=mine.py") == f"template={load.path}"
+    assert [functions.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
+    assert not functions.has_file("a=other.py:f") and functions.has_file("a=mine.py:f")
 
 
 # --- what is wrong with them -----------------------------------------------------------------------------------------
@@ -162,38 +164,38 @@ def test_paths_are_kept_absolute(load, monkeypatch):
 )
 def test_a_function_that_cannot_be_called_is_told_at_once(load, specs, message):
     with pytest.raises(reward.UserError, match=message):
-        Rewards(RewardConfig(reward=tuple(spec.format(dir=load.path.parent) for spec in specs)))
+        Grader(RewardConfig(reward=tuple(spec.format(dir=load.path.parent) for spec in specs)))
 
 
 def test_a_judges_settings_need_a_judge():
     with pytest.raises(reward.UserError, match="--judge needs --judge-url"):
-        Rewards(RewardConfig(judge=("weight=0.5",)))
+        Grader(RewardConfig(judge=("weight=0.5",)))
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
-    rewards = load("number", "chess=raises", reward_workers=count)
-    rewards.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
+    grader = load("number", "chess=raises", reward_workers=count)
+    grader.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
     with pytest.raises(Exception, match="invalid literal for int") as caught:
-        rewards.try_out()
-    assert caught.value.__notes__[-1] == "this was the trial call before the run" and not +reward.grader_stats
-    assert "'b'" in str(caught.value) + str(caught.value.__notes__) and rewards.try_out(main=False) is None
+        grader.try_out()
+    assert caught.value.__notes__[-1] == "this was the trial call before the run" and not grader.counts
+    assert "'b'" in str(caught.value) + str(caught.value.__notes__) and grader.try_out(main=False) is None
     for name, message in (("nan", "row 'b'.*is nan"), ("no_total", "row 'b'.*add a total"), ("text", "'1.0' .str"),
                           ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
                           ("inf", "is inf")):
-        rewards = load(f"chess={name}", reward_workers=count)
-        rewards.check([row("b", "chess")])
+        grader = load(f"chess={name}", reward_workers=count)
+        grader.check([row("b", "chess")])
         with pytest.raises(reward.UserError, match=message):
-            rewards.try_out()
+            grader.try_out()
 
 
 def test_a_task_that_no_row_has_is_a_mistake(load):
-    rewards = load("go=number", "number")
-    rewards.check([row(source="chess"), row(source="geo3k")])
+    grader = load("go=number", "number")
+    grader.check([row(source="chess"), row(source="geo3k")])
     with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; there are chess, geo3k"):
-        rewards.try_out()
-    rewards.check([row(source="go")])
-    rewards.try_out()
+        grader.try_out()
+    grader.check([row(source="go")])
+    grader.try_out()
 
 
 # --- what they may return --------------------------------------------------------------------------------------------
@@ -212,8 +214,9 @@ def test_a_number_for_each_image(load):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_one_bad_number_of_a_batch_is_one_failure_and_a_wrong_length_all(load, count):
-    assert grade(load("some", reward_workers=count), "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
-    assert reward.grader_stats == {"reward/errors": 1}
+    grader = load("some", reward_workers=count)
+    assert grade(grader, "a", "bad", "b") == [{"reward": 1.0}, None, {"reward": 1.0}]
+    assert grader.counts == {"reward/errors": 1}
     with pytest.raises(reward.UserError, match="row 'row-7' and others: the reward returned a list of 1 for 3 resp"):
         grade(load("too_few", reward_workers=count, reward_errors="stop"), "a", "b", "c")
     assert grade(load("too_few", reward_workers=count), "a", "b") == [None, None]
@@ -227,18 +230,18 @@ def test_one_bad_number_of_a_batch_is_one_failure_and_a_wrong_length_all(load, c
 def test_failures_are_counted_and_told_and_treated_as_asked(load, capfd, count):
     texts = ["1", "x", "2", "y", "z"]
     for errors, instead in (("drop", None), ("zero", {"reward": 0.0})):
-        rewards = load("raises", reward_errors=errors, reward_workers=count)
+        grader = load("raises", reward_errors=errors, reward_workers=count)
         for step in (0, 1):
-            reward.grader_stats.clear()
-            got = grade(rewards, *texts, step=step)
+            got = grade(grader, *texts, step=step)
             assert got == [{"reward": 4.0}, instead, {"reward": 5.0}, instead, instead]
-            assert reward.grader_stats == {"reward/errors": 3}
+            assert grader.pop_counts() == {"reward/errors": 3}
             told = capfd.readouterr().err
             line = "3 of 5 rewards failed (3 ValueError), as row 'row-7': the reward raised ValueError: "
             assert told.count(line) == 1
             in_full = [told.count(text) for text in ("Traceback", "mine.py", "; for the response 'x'\n")]
             assert in_full == [int(step == 0)] * 3
-            grade(rewards, *texts, step=step)  # a second round of it
+            grade(grader, *texts, step=step)  # a second batch of it
+            grader.counts.clear()
             assert capfd.readouterr().err == ""
     with pytest.raises(Exception, match="invalid literal for int.*'x'") as caught:
         grade(load("raises", reward_errors="stop", reward_workers=count), *texts)
@@ -263,12 +266,10 @@ def test_a_built_in_reward_that_fails_is_no_exception(load, monkeypatch):
 
     assert grade(load(), "a", "abc", example=row(source="fragile")) == [None, {"reward": 0.5}]
     with pytest.raises(ZeroDivisionError):
-        reward.score("a", row(source="fragile"))
+        score("a", row(source="fragile"))
 
 
 def test_a_dropped_response_counts_for_nothing():
-    from rollout import Rollout
-
     def made(results, **algo):
         algo = Algorithm(**{"group_size": 4} | algo)
         rollouts = [Rollout(None, i % 4, [1] * 20, [True] * 20, [0.0] * 20, "stop", "") for i in range(len(results))]
@@ -339,33 +340,32 @@ def test_a_judge_adds_its_score(load, tmp_path, monkeypatch, capfd, count):
     def judged(*options, world=1):
         cfg = RewardConfig(reward=(f"mine={load.path}:parts",), judge_url="http://x", judge=options,
                            reward_workers=count)
-        return Rewards(cfg, tmp_path / "out", 0, world)
+        return Grader(cfg, tmp_path / "out", 0, world)
 
-    rewards = judged("weight=0.25", "tasks=mine,poem", "calls=5", world=2)
+    grader = judged("weight=0.25", "tasks=mine,poem", "calls=5", world=2)
     data = [row(source="mine"), row(source="poem"), row(source="geo3k")]
-    assert rewards.check(data) == {"mine": 1, "poem": 1, "geo3k": 1}
-    rewards.try_out()
-    reward.grader_stats.clear()
+    assert grader.check(data) == {"mine": 1, "poem": 1, "geo3k": 1}
+    grader.try_out()
     rollouts = [response_to(e, text) for e in data for text in ("\\boxed{3}", "bad")]
-    got = rewards.begin().results(rollouts)
+    got = grader.collect(rollouts)
     own = {"accuracy": 1.0, "format": 0.0, "reward": 0.9}
     assert got[0] == {"short": 1.0, "judge": 0.9, "reward": pytest.approx(0.75 * 0.5 + 0.25 * 0.9)}
     assert got[2] == {"judge": 0.9, "reward": 0.9} and got[4] == own and got[5]["reward"] == 0.0
     assert got[1] is None and got[3] is None  # the judge said nothing
-    counts = {name: n for name, n in reward.grader_stats.items() if "/" in name}
+    counts = {name: n for name, n in grader.counts.items() if "/" in name}
     assert counts == {"judge/calls": 4, "judge/failed": 2, "reward/errors": 2}
     told = f"no score: ('http://x', 5, '{tmp_path}/out/judge/rank_0.jsonl', 2)"
     assert told in capfd.readouterr().err
-    rewards.begin().results(rollouts[:1])
-    assert reward.grader_stats["judge/calls"] == 5
-    rewards.pools.close()
-    rewards = judged()
-    assert rewards.begin().results(rollouts[:1])[0] == {"short": 1.0, "judge": 0.9, "reward": 0.9}
+    grader.collect(rollouts[:1])
+    assert grader.counts["judge/calls"] == 5
+    grader.close()
+    grader = judged()
+    assert grader.collect(rollouts[:1])[0] == {"short": 1.0, "judge": 0.9, "reward": 0.9}
     with pytest.raises(reward.UserError, match="calls=1: less than one for each process"):
         judged("calls=1", world=2)
     with pytest.raises(reward.UserError, match="no reward for data_source 'chess'"):
         judged("tasks=poem").check([row(source="chess")])
-    rewards.pools.close()
+    grader.close()
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -437,11 +437,11 @@ def test_the_examples_of_the_page_work(tmp_path):
     example = row(truth="red")
     example.pil_images = [Image.new("RGB", (8, 8), "red")]
     for name in names:
-        rewards = Rewards(RewardConfig(reward=(f"{tmp_path}/my_rewards.py:{name}",), reward_errors="stop"))
-        rewards.check([example])
-        rewards.try_out()
-        good, bad = grade(rewards, "<think>a</think> \\boxed{red}", "blue" * 1000, example=example)
+        grader = Grader(RewardConfig(reward=(f"{tmp_path}/my_rewards.py:{name}",), reward_errors="stop"))
+        grader.check([example])
+        grader.try_out()
+        good, bad = grade(grader, "<think>a</think> \\boxed{red}", "blue" * 1000, example=example, step=0)
         assert good["reward"] > bad["reward"], name
-        rewards.pools.close()
+        grader.close()
     for flag in re.findall(r"`(--reward[a-z-]*|--judge[a-z-]*)", page):
         assert flag.lstrip("-").replace("-", "_") in RewardConfig.__dataclass_fields__

@@ -19,7 +19,7 @@ import demo
 from errors import UserError
 from model import Processor
 from prepare_data import ReadingConfig, main, parse_args, read_examples
-from reward import score
+from rewards.grade import score
 from tasks import geometry, shapes
 
 

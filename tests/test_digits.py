@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-import reward
 from errors import UserError
 from prepare_data import ReadingConfig, main, parse_args, read_examples
+from rewards.grade import check_tasks, score
 from tasks import digits
 
 
@@ -131,13 +131,13 @@ SUM, EXISTS = "What is the sum of the digits?", "Is there a 7?"
     ],
 )
 def test_reward(response, truth, question, reward_earned):
-    assert reward.score(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
+    assert score(response, example(truth, question))["reward"] == pytest.approx(reward_earned)
 
 
 def test_every_answer_is_right_for_itself_alone():
     truths = [str(n) for n in range(37)]
     for truth in truths:
-        right = [reward.score(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
+        right = [score(f"\\boxed{{{answer}}}", example(truth, SUM))["accuracy"] for answer in truths]
         assert right == [float(answer == truth) for answer in truths]
 
 
@@ -147,7 +147,7 @@ def test_ten_thousand_strings():
     start = time.process_time()
     for i in range(10_000):
         text = rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(0, 40)))
-        assert reward.score(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
+        assert score(text, rows[i % 2])["accuracy"] in (0.0, 1.0)
     assert (time.process_time() - start) / 10_000 < 0.001
 
 
@@ -155,8 +155,8 @@ def test_file(tmp_path):
     out = tmp_path / "digits.parquet"
     main(parse_args(["digits", "--toy", "--n", "20", "--split", "test", "--out", str(out)]))
     found, _ = read_examples(out, ReadingConfig())
-    assert reward.check_tasks(found) == {"digits": 20} and found[0].uid == "digits-test-0-0"
-    assert all(reward.score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    assert check_tasks(found) == {"digits": 20} and found[0].uid == "digits-test-0-0"
+    assert all(score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
     question = "<image>Answer in \\boxed{}. How many digits are there?"
     assert found[0].messages == [{"role": "user", "content": question}]
     assert found[0].extra["answer_type"] == "count" and found[0].extra["split"] == "test"

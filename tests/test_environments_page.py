@@ -19,7 +19,7 @@ from envs._load import load_environments
 from envs._play import PATIENCE
 from envs._threads import THREADS
 from prepare_data import ReadingConfig, read_examples
-from reward import score
+from rewards.grade import score
 from rollout import ENDS, EnvConfig, Environment, Observation
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()

@@ -20,7 +20,7 @@ from envs import Environment, calculator, guess_the_place, look_closer
 from envs._load import checked_messages
 from errors import UserError
 from prepare_data import Example, ReadingConfig, main, parse_args, read_examples
-from reward import score
+from rewards.grade import score
 from tasks.shapes import COLOURS, png
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,8 @@ from envs._play import Episodes
 from errors import UserError
 from packing import Packer, token_batch, turns_of
 from prepare_data import Example
-from reward import RewardConfig, RewardContext, Rewards
+from reward import RewardConfig
+from rewards.grade import Grader
 from rollout import (
     Engine,
     EnvConfig,
@@ -384,10 +385,10 @@ def test_rewards_of_turns_are_discounted(loaded):
     [r] = rollouts
     assert r.turn_rewards == [1 / 8, 0.5 * 2 / 8, 0.25 * 3 / 8] and r.discount == 0.25 and r.earned == {"reward": 6 / 8}
     fields = {"reward_workers": 0, "reward_errors": "stop"}
-    played = Rewards(RewardConfig(**fields), played=True)
+    played = Grader(RewardConfig(**fields), played=True)
     r.prompt.example.extra["answer_type"] = "count"
     r.text = r"\boxed{3}"  # shapes' own reward of this is 1
-    [result] = played.begin(0).results([r])
+    [result] = played.collect([r])
     assert result["reward"] == pytest.approx(0.25 + 1 / 8 + 1 / 8 + 3 / 32)
     assert result["environment"] == pytest.approx(1 / 8 + 1 / 8 + 3 / 32) and result["accuracy"] == 1
 
@@ -511,10 +512,10 @@ def test_environments_that_fail_are_counted_and_told(errors, loaded, capfd):
     said = capfd.readouterr().err
     assert "11 of 12 episodes failed" in said and "RuntimeError: no connection" in said and "Traceback" in said
     assert "--env here took longer than --env-timeout 1 s" in said
-    played = Rewards(RewardConfig(reward_workers=0), played=True)
+    played = Grader(RewardConfig(reward_workers=0), played=True)
     for r in rollouts:
         r.prompt.example.extra["answer_type"] = "count"
-    results = played.begin(0).results(rollouts)
+    results = played.collect(rollouts)
     assert results[:10] == [None if errors == "drop" else {"reward": 0.0}] * 10 and "accuracy" in results[11]
     assert {r.finish_reason for r in rollouts[:10]} == {"error" if errors == "drop" else "stop"}
     assert results[10] is None and rollouts[10].response == []  # there is nothing of it
@@ -590,14 +591,12 @@ def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
     assert "in deeper" in told and "\x1b" not in told
 
 
-def first_batch(rollouts, *others, rewards=None):
+def first_batch(rollouts, *others, grader=None):
     """What train.py does with the first batch of this process, and of others that say `others` of theirs."""
-    rewards = rewards or Rewards(RewardConfig(reward_workers=0), played=True)
-    for r in rollouts:
-        r.prompt.context = RewardContext()
-    rewards.collect(rollouts)
-    rewards.check_worked(rollouts, lambda mine: [mine, *others])
-    return rewards
+    grader = grader or Grader(RewardConfig(reward_workers=0), played=True)
+    grader.collect(rollouts)
+    grader.check_worked(rollouts, lambda mine: [mine, *others])
+    return grader
 
 
 def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
@@ -606,9 +605,9 @@ def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_proces
     for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
         with pytest.raises(UserError, match=never):
             first_batch(rollouts, *others)
-    rewards = first_batch(rollouts, None)
-    assert rewards.worked
-    first_batch(rollouts, rewards=rewards)  # later batches may fail
+    grader = first_batch(rollouts, None)
+    assert grader.worked
+    first_batch(rollouts, grader=grader)  # later batches may fail
 
 
 @pytest.mark.parametrize(

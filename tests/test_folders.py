@@ -21,8 +21,7 @@ from layers.lora import read_adapter
 from parallel import checkpoint
 from prepare_data import FileConfig, ReadingConfig, read_examples, table_rows, write_examples
 from report.page.plots import watch
-from reward import RewardConfig
-from rewards.calls import checked
+from reward import RewardConfig, checked
 from settings import parts_of
 from sources import tables
 from tasks.shapes import shapes_rows

@@ -17,8 +17,7 @@ import pytest
 from scoring import score_batch
 
 import reward
-from tasks import geometry
-from tasks.math_verify_worker import MATH_VERIFY
+from tasks import _math_verify, geometry
 
 PAIRS, SEED, MAX_SECONDS = 20_000, 7, 0.050
 Value = dict  # (r, k, letters) -> Fraction; None: no value
@@ -596,7 +595,7 @@ TRUTHS = [
 def apart(monkeypatch):
     """Answers that would go to math-verify are written down instead, and wrong."""
     sent = []
-    monkeypatch.setattr(MATH_VERIFY, "same", lambda a, b: bool(sent.append((a, b))))
+    monkeypatch.setattr(_math_verify, "same", lambda a, b: bool(sent.append((a, b))))
     geometry.normalise.cache_clear()
     yield sent
 
@@ -650,7 +649,6 @@ def test_twenty_thousand_answers(apart, monkeypatch):
         for i, v in zip(keep, verdicts, strict=True)
         if v["accuracy"] and some[i][0].kind != "unknown" and not right(*some[i])
     ]
-    reward.close()
     assert not wrong, wrong
     assert sum(v["accuracy"] for v in verdicts) > 3
 

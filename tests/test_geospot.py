@@ -25,6 +25,7 @@ from scipy import ndimage
 import reward
 from errors import UserError
 from prepare_data import FileConfig, TaskConfig, make_file, read_examples
+from rewards.grade import check_tasks, score
 from tasks import geospot
 from tasks._places import REGION_NAMES
 from tasks.geospot import STAGES, Stage, distance_km, geospot_reward
@@ -466,7 +467,7 @@ def test_a_truth_without_a_place_is_refused(truth):
         geospot_reward("country: France", truth, 4)
     bad = SimpleNamespace(data_source="geospot", ground_truth=truth, extra={}, uid="row-7")
     with pytest.raises(UserError, match="row 'row-7'"):
-        reward.check_tasks([bad])
+        check_tasks([bad])
 
 
 def test_truths_that_are_read_and_stages_that_are_not():
@@ -480,8 +481,8 @@ def test_truths_that_are_read_and_stages_that_are_not():
         {"lat": 0, "lon": -180},
     ]
     truths += [{"country": "A" * 100, "lat": "1.5", "lon": "2.5"}]
-    assert reward.check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
-    assert reward.score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
+    assert check_tasks(row(truth, str(i)) for i, truth in enumerate(truths)) == {"geospot": len(truths)}
+    assert score(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)  # without a step: the last stage
     assert geospot.geospot(json.dumps(PARIS), row())["reward"] == pytest.approx(1.0)
     assert reward.task_name("osv5m/osv5m") == "geospot"
     for stage in (-1, 5):
@@ -567,7 +568,7 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
         assert example.messages == [{"role": "user", "content": f"<image>{geospot.INSTRUCTION}"}]
         assert example.data_source == "geospot"
     assert examples[0].extra["camera"] == "x"
-    assert reward.check_tasks(examples) == {"geospot": 3}
+    assert check_tasks(examples) == {"geospot": 3}
     [mine] = made(tmp_path, tmp_path / "two.jsonl", instruction="Where is it?")
     assert mine.messages[0]["content"] == "<image> Where is it?"
 
@@ -703,7 +704,7 @@ def test_toy_answers_earn_everything_and_stages_tell_places_apart():
 def test_toy_becomes_a_file(tmp_path):
     make_file("geospot", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
-    assert len(examples) == 12 and not bad and reward.check_tasks(examples) == {"geospot": 12}
+    assert len(examples) == 12 and not bad and check_tasks(examples) == {"geospot": 12}
     with pytest.raises(UserError, match="--split 'val': geospot's map has warm, train, test"):
         list(geospot.toy(1, "val", 0))
 

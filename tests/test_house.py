@@ -24,17 +24,16 @@ README = (ROOT / "README.md").read_text()
 # What is imported when a file is, comes from a lower level, or from the same folder
 LEVELS = {
     "errors": 0, "kernels": 1, "settings": 1, "utils": 1, "layers": 2, "sources": 2, "grpo": 2, "packing": 2,
-    "reward": 3, "prepare_data": 4, "model": 4, "rewards": 5, "rollout": 5, "report": 6, "parallel": 7, "tasks": 7,
-    "envs": 7, "engines": 8, "eval": 8, "merge_lora": 8, "demo": 8, "train": 9,
+    "reward": 3, "rewards": 4, "prepare_data": 5, "model": 5, "rewards.curriculum": 6, "rollout": 6, "report": 7,
+    "parallel": 8, "tasks": 8, "envs": 8, "engines": 9, "eval": 9, "merge_lora": 9, "demo": 9, "train": 10,
 }
-PLUG_INS = ("engines", "envs", "tasks", "rewards")  # imported by name, inside functions
-# how an engine is started, and compared with the trainer; what --reward and --curriculum name; how episodes are played
-NO_PLUG_INS = ("engines.launch", "engines.self_test", "rewards.custom", "rewards.curriculum")
-NO_PLUG_INS += ("envs._load", "envs._play")
+PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
+# how an engine is started, and compared with the trainer; how episodes are played
+NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
     "demo.py": 388, "errors.py": 99, "eval.py": 368, "grpo.py": 437, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 258, "rollout.py": 350, "train.py": 325,
+    "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 258, "rollout.py": 370, "train.py": 325,
     "settings.py": 175, "utils.py": 214,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
@@ -61,6 +60,11 @@ def imports(name):
 
 def room(name):
     return name.removesuffix(".py").replace("/", ".").split(".")[0]
+
+
+def level(module):
+    """Of a module with dots, or of its folder."""
+    return LEVELS.get(module, LEVELS[room(module)])
 
 
 def code_lines(path, first=0, last=10**9):
@@ -91,7 +95,7 @@ def test_readme_maps_every_script_and_folder():
 def test_imports_run_one_way(name):
     at_once, later = imports(name)
     for other in at_once:
-        lower = LEVELS[room(other)] < LEVELS[room(name)]
+        lower = level(other) < level(name.removesuffix(".py").replace("/", "."))
         if other in NO_PLUG_INS:
             assert name in ("train.py", "eval.py", "engines/serve.py") or lower or room(other) == room(name)
         elif room(other) in PLUG_INS and other != "envs":  # which says what an environment is
@@ -99,10 +103,23 @@ def test_imports_run_one_way(name):
             assert allowed, f"{name} imports {other} at once"
         else:
             assert lower or room(other) == room(name) or other == "envs", f"{name} imports {other}"
-    for other in later - {"model"}:  # by prepare_data.py inspect, which counts tokens with it
+    # by prepare_data.py inspect, which counts tokens with it; with --judge-url
+    for other in later - {"model", "rewards.judge"}:
         assert room(other) in PLUG_INS or LEVELS[room(other)] < LEVELS[room(name)], f"{name} imports {other}"
     if name in ("grpo.py", "packing.py", "reward.py", "kernels.py"):
         assert not {room(other) for other in at_once | later} & {"model", "rollout", "engines"}
+
+
+def test_rewards_are_in_no_import_cycle():
+    """Not even by way of imports inside functions."""
+    modules = {name.removesuffix(".py").replace("/", "."): name for name in OURS}
+    arrows = {module: {m for m in set.union(*imports(name)) if m in modules} for module, name in modules.items()}
+    for start in [module for module in modules if room(module) in ("reward", "rewards")]:
+        reached, new = set(), {start}
+        while new:
+            new = set().union(*(arrows[module] for module in new)) - reached
+            reached |= new
+        assert start not in reached, f"{start} imports itself, through {sorted(reached)}"
 
 
 @pytest.mark.parametrize("name", CODE_LINES)

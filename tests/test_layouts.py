@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 import prepare_data
-import reward
 import train
 from errors import UserError
 from prepare_data import DataConfig, ReadingConfig, read_examples
+from rewards.grade import check_tasks, score
 from tasks import vqa
 from tasks.shapes import png
 
@@ -31,7 +31,7 @@ def prepare(source, *flags):
 def prepared(tmp_path, source, file, *flags):
     prepare(source, "--input", file, "--out", tmp_path / "out.parquet", *flags)
     examples, _ = read_examples(tmp_path / "out.parquet", ReadingConfig())
-    reward.check_tasks(examples)
+    check_tasks(examples)
     return examples
 
 
@@ -45,7 +45,7 @@ def colours(example):
 
 
 def is_right(example, response):
-    return reward.score(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
+    return score(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
 
 
 def mmmu(tmp_path):

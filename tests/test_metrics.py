@@ -35,7 +35,7 @@ def test_rewards_are_told_by_task_type_and_number_of_images():
         rollout("c", "caption", None, 2, cider=2.0, image_1=0.5, reward=0.4),
         rollout("c", "caption", None, 2, cider=4.0, image_1=1.0, reward=0.8),
     ])  # fmt: skip
-    metrics = rollout_metrics(pool)
+    metrics = rollout_metrics(pool, {})
     expected = {
         "reward/mean": (0.9 + 0.1 + 1.0 + 0.4 + 0.8) / 5, "reward/accuracy": 2 / 3,
         "reward/shapes/accuracy": 2 / 3, "reward/shapes/reward": 2.0 / 3, "reward/shapes/type=count": 1.0,
@@ -50,12 +50,12 @@ def test_rewards_are_told_by_task_type_and_number_of_images():
 def test_a_group_whose_rewards_all_failed_says_nothing():
     algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
     pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
-    assert pool.solved == {} and not any("shapes" in name for name in rollout_metrics(pool))
+    assert pool.solved == {} and not any("shapes" in name for name in rollout_metrics(pool, {}))
 
 
 def test_a_mean_of_nothing_is_left_out():
     algo = SimpleNamespace(group_size=2, sample_rounds=1, truncated="keep")
     pool = pool_of(algo, [rollout("a", "shapes", "count", 1), rollout("a", "shapes", "count", 1)])
-    metrics = rollout_metrics(pool)
+    metrics = rollout_metrics(pool, {})
     assert "reward/mean" not in metrics and metrics["rollout/responses"] == metrics["rollout/tokens"] == 2
     assert metrics["response/truncated"] == 0 and metrics["reward/errors"] == 0  # true zeros stay

@@ -33,7 +33,8 @@ import train
 from errors import UserError
 from model import load_processor
 from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
-from reward import Rewards, Task, full_marks
+from reward import Task, full_marks
+from rewards.grade import Grader
 from rollout import drop_long_prompts, load_examples
 from sources import fetch, images
 from sources.fetch import fetch_url, is_public
@@ -1093,7 +1094,7 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
-    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, Rewards())
+    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, Grader())
     assert (loaded, loaded.lengths) == (kept, lengths)
     said = capsys.readouterr().out
     assert (
@@ -1197,7 +1198,7 @@ def test_documented_flags_for_easyr1_work(tmp_path, loaded):
     flags = re.search(r"`(--prompt-key problem [^`]*)`", told)[1].split()
     path = save(tmp_path / "easy.parquet", hub_rows(2))
     args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
-    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], Rewards())
+    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], Grader())
     assert [e.messages[0]["content"] for e in examples] == [
         f"<image>Find {i}. {geometry.INSTRUCTION}" for i in range(2)
     ]

@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from scoring import score_batch  # noqa: E402
 
 import reward  # noqa: E402
-from rewards import calls  # noqa: E402
-from tasks import geometry, math_verify_worker  # noqa: E402
-from tasks.math_verify_worker import MATH_VERIFY  # noqa: E402
+from reward import RewardConfig, RewardContext, counting  # noqa: E402
+from rewards.grade import Grader, Response, check_tasks, response_to, score  # noqa: E402
+from tasks import _math_verify, geometry  # noqa: E402
 
 ROWS = [json.loads(line) for line in (ROOT / "tests/data/reward_cases.jsonl").read_text().splitlines()]
 ANSWERS = [row for row in ROWS if row["kind"] == "answer"]
@@ -39,15 +39,10 @@ def example(truth: str, data_source: str = "geo3k", **extra) -> SimpleNamespace:
     return SimpleNamespace(data_source=data_source, ground_truth=truth, extra=extra, uid="row-7")
 
 
-@pytest.fixture
-def quick_cas(monkeypatch):
-    """A one-second math-verify that starts fresh and forgets earlier answers."""
-    monkeypatch.setattr(math_verify_worker, "TIMEOUT_S", 1.0)
-    MATH_VERIFY.verdicts.clear()
-    reward.grader_stats.clear()
-    yield
-    MATH_VERIFY.verdicts.clear()
-    reward.close()
+def own_process():
+    """The process of math-verify's own, which the first comparison starts."""
+    [process] = _math_verify.own_pool(os.getpid()).processes
+    return process.popen
 
 
 # --- golden cases -------------------------------------------------------------------------------------------------
@@ -85,7 +80,7 @@ DIFFERS_FROM_VERL = {
 @pytest.mark.parametrize("row", RESPONSES, ids=lambda row: row["note"])
 def test_response_scores_as_in_verl(row):
     expected = DIFFERS_FROM_VERL.get(row["response"], row["verl_geo3k_score"])
-    assert reward.score(row["response"], example(row["ground_truth"]))["reward"] == pytest.approx(expected, abs=1e-12)
+    assert score(row["response"], example(row["ground_truth"]))["reward"] == pytest.approx(expected, abs=1e-12)
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -547,7 +542,7 @@ def test_truth_that_nothing_could_equal_is_refused_at_reading(truth):
     with pytest.raises(
         reward.UserError, match=r"^row 'row-7': nothing could equal the ground_truth .*correct or remove"
     ):
-        reward.check_tasks([example("48"), example(truth)])
+        check_tasks([example("48"), example(truth)])
 
 
 def test_truths_that_are_read():
@@ -572,12 +567,12 @@ def test_truths_that_are_read():
         "48 cm^2",
         "4 \\frac { 4 } { 11 }",
     ]
-    assert reward.check_tasks(map(example, truths)) == {"geo3k": len(truths)}
+    assert check_tasks(map(example, truths)) == {"geo3k": len(truths)}
     for truth in ("°", " ", "."):
         row = example(truth, "shapes", answer_type="angle")
-        assert reward.score("\\boxed{}", row)["accuracy"] == 0.0
+        assert score("\\boxed{}", row)["accuracy"] == 0.0
         with pytest.raises(reward.UserError, match="nothing could equal"):
-            reward.check_tasks([row])
+            check_tasks([row])
 
 
 def test_boxes():
@@ -588,7 +583,7 @@ def test_boxes():
     for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
         assert not geometry.grade_geometry(response, "48")
     assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # bare, for calls by hand
-    assert reward.score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
+    assert score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
 
 
 # --- values, judged by sympy --------------------------------------------------------------------------------------
@@ -657,7 +652,7 @@ def test_dress_does_not_matter(pair, dress):
 def test_no_text_raises_or_takes_long(text, truth):
     start = time.perf_counter()
     assert geometry.grade_geometry(f"\\boxed{{{text}}}", truth) in (True, False)
-    assert time.perf_counter() - start < math_verify_worker.TIMEOUT_S + 5
+    assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5
 
 
 # --- hostile answers ----------------------------------------------------------------------------------------------
@@ -699,17 +694,17 @@ HOSTILE = {
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_answer_needs_no_worker_and_no_time(answer):
-    before = reward.grader_stats["cas"]
-    for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
-        for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
-            for grade in (geometry.grade_geometry, lambda r, t: reward.score(r, example(t))["accuracy"]):
-                start = time.perf_counter()
-                assert not grade(response, truth)
-                assert time.perf_counter() - start < 1.0
-    start = time.perf_counter()
-    reward.score(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
-    assert time.perf_counter() - start < 1.0
-    assert reward.grader_stats["cas"] == before
+    with counting() as counted:
+        for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
+            for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
+                for grade in (geometry.grade_geometry, lambda r, t: score(r, example(t))["accuracy"]):
+                    start = time.perf_counter()
+                    assert not grade(response, truth)
+                    assert time.perf_counter() - start < 1.0
+        start = time.perf_counter()
+        score(f"\\boxed{{{answer}}}", example("red", "shapes", answer_type="colour"))
+        assert time.perf_counter() - start < 1.0
+    assert counted.counts["cas"] == 0
 
 
 # --- math-verify at arm's length ----------------------------------------------------------------------------------
@@ -717,88 +712,76 @@ def test_hostile_answer_needs_no_worker_and_no_time(answer):
 HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 
-def test_cas_decides_what_the_parser_cannot(quick_cas):
-    assert geometry.same_answer("\\log_2 8", "3") and not geometry.same_answer("\\log_2 8", "4")
-    assert geometry.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not geometry.same_answer("\\{3,-3\\}", "3")
-    (first,) = MATH_VERIFY.idle
-    assert geometry.same_answer("|-3|", "3") and MATH_VERIFY.idle == [first]  # kept
-    assert reward.grader_stats["cas"] == 5 and reward.grader_stats["cas_timeout"] == 0
+def test_cas_decides_what_the_parser_cannot():
+    with counting() as counted:
+        assert geometry.same_answer("\\log_2 8", "3") and not geometry.same_answer("\\log_2 8", "4")
+        assert geometry.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not geometry.same_answer("\\{3,-3\\}", "3")
+        first = own_process()
+        assert geometry.same_answer("|-3|", "3") and own_process() is first  # kept
+        assert counted.counts["graded"] == 5 and not counted.late
+    with counting() as counted:
+        assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 1}
+        assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 2}  # remembered
 
 
-def test_cas_is_killed_when_late_and_comes_back(quick_cas):
+def test_cas_is_ended_when_late_and_comes_back():
     assert geometry.same_answer("\\log_2 8", "3")
-    (process,) = MATH_VERIFY.idle
-    start = time.perf_counter()
-    assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
-    assert time.perf_counter() - start < math_verify_worker.TIMEOUT_S + 2
-    assert process.returncode == -signal.SIGALRM and reward.grader_stats["cas_timeout"] == 1
-    start = time.perf_counter()
-    assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
-    assert time.perf_counter() - start < 0.1
-    assert geometry.same_answer("\\log_2 16", "4") and reward.grader_stats["cas"] == 3
+    process = own_process()
+    with counting() as counted:
+        start = time.perf_counter()
+        assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
+        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 3
+        assert process.returncode == -signal.SIGKILL and counted.counts["cas_timeout"] == counted.counts["cas"] == 1
+        start = time.perf_counter()
+        assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
+        assert time.perf_counter() - start < 0.1
+        assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas"] == 2
 
 
-def test_cas_crash_is_counted_and_survived(quick_cas):
+def test_cas_crash_is_counted_and_survived():
     assert geometry.same_answer("\\log_2 8", "3")
-    os.kill(MATH_VERIFY.idle[0].pid, signal.SIGKILL)
-    assert not geometry.same_answer("\\log_2 16", "4") and reward.grader_stats["cas_crash"] == 1
-    assert geometry.same_answer("\\log_2 32", "5")
+    process = own_process()
+    process.kill()  # while it is idle
+    process.wait()
+    with counting() as counted:
+        assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas_crash"] == 0  # replaced
+        threading.Timer(0.5, os.kill, (own_process().pid, signal.SIGKILL)).start()
+        assert not geometry.same_answer(HANG, "7") and counted.counts["cas_crash"] == 1
+        assert geometry.same_answer("\\log_2 32", "5")
 
 
-def test_hanging_answers_share_a_budget(quick_cas, monkeypatch):
-    monkeypatch.setattr(math_verify_worker, "BUDGET_S", 2.0)
-    answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4", "\\log_2 8"]
+def test_what_sympy_raises_is_a_wrong_answer(monkeypatch):
+    def raises(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(_math_verify, "compare", raises)
+    with counting(limit=lambda seconds, question: None) as counted:  # as in a process that grades
+        assert not geometry.same_answer("\\log_2 8", "3")
+    assert counted.counts == {"cas_crash": 1, "graded": 1}
+
+
+def test_hanging_answers_share_a_budget(monkeypatch):
+    """After MAX_LATE late comparisons the rest of a batch is not compared; the next batch is."""
+    monkeypatch.setattr(_math_verify, "MAX_LATE", 1)
+    answers = ["\\log_2 8"] + [f"\\log_{{2}}{{9^{{9^{{9^{n}}}}}}}" for n in range(9, 49)] + ["4"]
     responses, rows = [f"\\boxed{{{a}}}" for a in answers], [example("4" if a == "4" else "3") for a in answers]
+    grader = Grader(RewardConfig(reward_workers=0, reward_errors="stop"))
     assert geometry.same_answer("\\log_2 4", "2")  # a first import is not the answers' fault
-    for _ in range(2):  # the second time those that were late are known to be wrong, and the next ones are tried
-        before, start = reward.grader_stats.copy(), time.perf_counter()
-        rewards = score_batch(responses, rows)
-        assert time.perf_counter() - start < 2.0 + 5.0
-        assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0, 1.0]
-        stats = reward.grader_stats - before
-        assert stats["graded"] == len(answers) and stats["cas_timeout"] >= 1 and stats["cas_budget"] > 10
-    assert MATH_VERIFY.left == float("inf") and not MATH_VERIFY.waiting and not MATH_VERIFY.collect
-    assert 2 <= math_verify_worker.WORKERS <= 4
-
-
-def test_lists_of_a_batch_are_asked_together(quick_cas, monkeypatch):
-    rounds = []
-
-    def ask():
-        rounds.append(len(MATH_VERIFY.waiting))
-        MATH_VERIFY.verdicts.update((q, q[0][-1] == q[1]) for q in MATH_VERIFY.waiting)
-        MATH_VERIFY.waiting.clear()
-
-    monkeypatch.setattr(MATH_VERIFY, "ask", ask)
-    lists = [f"\\log_{n}{{3}}, \\log_{n}{{4}}" for n in "23567"]
-    monkeypatch.setattr(geometry, "same_to_math_verify", lambda a, b: MATH_VERIFY.same(a.rstrip("}"), b))
-    for truth, right in (("4, 3", 1.0), ("4, 5", 0.0)):
-        rewards = score_batch([f"\\boxed{{{text}}}" for text in lists], [example(truth)] * 5)
-        assert [r["accuracy"] for r in rewards] == [right] * 5
-    assert sum(rounds) >= 20 and set(rounds) <= {0, 5} and len(rounds) <= 10
-
-
-def test_what_was_late_or_not_asked_is_asked_in_the_next_batch(quick_cas, monkeypatch):
-    def accuracy():
-        return score_batch(["\\boxed{\\log_2 32}"] * 3, [example("5")] * 3)[-1]["accuracy"]
-
-    assert geometry.same_answer("\\log_2 8", "3")
-    with monkeypatch.context() as busy:
-        busy.setattr(math_verify_worker, "TIMEOUT_S", 0.001)
-        assert accuracy() == 0.0 and reward.grader_stats["cas_timeout"] == 1
-    with monkeypatch.context() as short:
-        short.setattr(math_verify_worker, "BUDGET_S", 0.0)
-        assert accuracy() == 0.0 and reward.grader_stats["cas_budget"] == 3
-    monkeypatch.setattr(math_verify_worker, "TIMEOUT_S", 3.0)
-    assert accuracy() == 1.0
+    for _ in range(2):
+        start = time.perf_counter()
+        rewards = grader.collect([response_to(row, text) for row, text in zip(rows, responses, strict=True)])
+        assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 5.0
+        assert [r["accuracy"] for r in rewards] == [1.0] + [0.0] * 40 + [1.0]
+        counts = grader.pop_counts()
+        assert counts["graded"] == len(answers) and counts["cas_timeout"] == 1 and counts["cas_budget"] == 39
 
 
 def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     import eval as evaluation
-    from rollout import Sampling
+    from rollout import Prompt, Sampling
     from utils import Context
 
-    rounds, rows = [], [example(str(n)) for n in range(5)]
+    contexts, rows = [], [example(str(n)) for n in range(5)]
     for n, row in enumerate(rows):
         row.uid = str(n)
         row.images = []
@@ -811,26 +794,24 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
 
     class Engine:
         def generate(self, prompts, samples, sampling, on_rollout=None):
+            contexts.append(prompts[0].context)
             answers = [(p, f"\\boxed{{{int(p.example.ground_truth) + s}}}") for p in prompts for s in range(samples)]
             ended = {"finish_reason": "stop", "ended_by": "response", "is_episode": False}
             ended |= {"response": [1, 2], "response_mask": [True, True]}
-            return [SimpleNamespace(text=t, prompt=p, **ended) for p, t in answers]
+            return [Response(text=text, prompt=prompt, **ended) for prompt, text in answers]
 
-    rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
-    begin = rewards.begin
-    monkeypatch.setattr(rewards, "begin", lambda *at: rounds.append(at) or begin(*at))
+    grader = Grader(RewardConfig(reward_workers=0))
     monkeypatch.setattr(evaluation, "CHUNK", 3)
 
     def make_prompts(examples, processor, blank, start_of, context):
-        return [SimpleNamespace(example=example, context=context) for example in examples]
+        return [Prompt(e.uid, [], [], e, [], context=context) for e in examples]
 
     monkeypatch.setattr(evaluation, "make_prompts", make_prompts)
     monkeypatch.setattr(Context, "gather_main", lambda ctx, records: records)
     ctx = Context(0, 1, "cpu")
-    asked = (Engine(), rows, None, rewards, ctx, Sampling(8, 1.0, 1.0, 0))
-    before = reward.grader_stats.copy()
+    asked = (Engine(), rows, None, grader, ctx, Sampling(8, 1.0, 1.0, 0))
     records = evaluation.Evaluation(*asked, samples=2, step=3).records()
-    assert rounds == [(3, reward.Stage())] * 2 and reward.grader_stats == before
+    assert [(c.step, c.stage) for c in contexts] == [(3, reward.Stage())] * 2 and not grader.counts
     assert [(r["index"], r["uid"], r["ground_truth"]) for r in records[:4]] == [(n, str(n), str(n)) for n in range(4)]
     for n, record in enumerate(records[:4]):
         assert [s["text"] for s in record["samples"]] == [f"\\boxed{{{n}}}", f"\\boxed{{{n + 1}}}"]
@@ -840,7 +821,7 @@ def test_an_evaluation_is_graded_a_chunk_at_a_time(monkeypatch):
     assert summary["failed"] == 2 and summary["accuracy"] == 0.4
 
 
-def test_cas_from_threads(quick_cas):
+def test_cas_from_threads():
     verdicts = {}
 
     def ask(n: int) -> None:
@@ -865,9 +846,9 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("ending", ["exit", "killed while the worker hangs"])
 def test_no_worker_outlives_its_process(ending):
-    code = "import os, sys, signal, threading, time\nfrom tasks import geometry, math_verify_worker\n"
-    code += "MATH_VERIFY = math_verify_worker.MATH_VERIFY; math_verify_worker.TIMEOUT_S = 1.0\n"
-    code += "assert geometry.same_answer('\\\\log_2 8', '3'); print(*(w.pid for w in MATH_VERIFY.idle), flush=True)\n"
+    code = "import os, sys, signal, threading, time\nfrom tasks import geometry, _math_verify\n"
+    code += "assert geometry.same_answer('\\\\log_2 8', '3')\n"
+    code += "print(_math_verify.own_pool(os.getpid()).processes[0].popen.pid, flush=True)\n"
     if ending != "exit":
         code += "threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         code += f"geometry.same_answer({HANG!r}, '3'); raise AssertionError('not killed')"
@@ -881,18 +862,22 @@ def test_no_worker_outlives_its_process(ending):
 
 def test_forked_copy_gets_its_own_worker():
     code = """
-import os, reward
+import os
+from reward import counting
 from tasks import geometry
-from tasks.math_verify_worker import MATH_VERIFY
-assert geometry.same_answer("\\\\log_2 8", "3")
-worker = MATH_VERIFY.idle[0].pid
-if (pid := os.fork()) == 0:
-    good = geometry.same_answer("\\\\log_2 16", "4") and MATH_VERIFY.idle[0].pid != worker
-    reward.close()
-    os._exit(0 if good else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert geometry.same_answer("\\\\log_2 32", "5") and MATH_VERIFY.idle[0].pid == worker
-assert reward.grader_stats["cas_crash"] == 0
+from tasks._math_verify import own_pool
+def worker():
+    return own_pool(os.getpid()).processes[0].popen.pid
+with counting() as counted:
+    assert geometry.same_answer("\\\\log_2 8", "3")
+    first = worker()
+    if (pid := os.fork()) == 0:
+        good = geometry.same_answer("\\\\log_2 16", "4") and worker() != first
+        own_pool(os.getpid()).close()
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert geometry.same_answer("\\\\log_2 32", "5") and worker() == first
+assert counted.counts["cas_crash"] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -900,13 +885,13 @@ assert reward.grader_stats["cas_crash"] == 0
 
 def imported(names, heavy):
     code = f"import sys, {names}; print([m for m in {heavy!r} if m in sys.modules]"
-    code += ", len(sys.modules['tasks.math_verify_worker'].MATH_VERIFY.idle))"
+    code += ", sys.modules['tasks._math_verify'].own_pool.cache_info().currsize)"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
 
 
 def test_import_is_light():
     """What each process that grades imports; and a task's file, whose data recipe needs prepare_data.py."""
-    assert imported("reward, tasks.math_verify_worker", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
+    assert imported("reward, tasks._math_verify", ("torch", "numpy", "sympy", "math_verify")) == "[] 0\n"
     assert imported("tasks.geometry", ("torch", "transformers", "sympy", "math_verify")) == "[] 0\n"
 
 
@@ -925,14 +910,14 @@ def test_format_is_verls_regex(pieces):
 
 def test_special_tokens_are_no_text():
     assert geometry.format_reward("<think>a<|im_start|></think>\\boxed{4}") == 0.0
-    assert reward.score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
+    assert score("<think>a</think>\\boxed{4<|im_start|>}", example("4")) == {
         "accuracy": 0.0,
         "format": 0.0,
         "reward": 0.0,
     }
     row = example("red", "shapes", answer_type="colour")
-    assert reward.score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
-    assert reward.score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
+    assert score("\\boxed{red<|endoftext|>}", row)["reward"] == 0.0
+    assert score("<think><|im_end|></think>\\boxed{red}", row)["format"] == 0.0
 
 
 def test_engines_keep_special_tokens_visible(loaded):
@@ -980,14 +965,14 @@ def test_format_is_linear():
     ],
 )
 def test_shapes(response, truth, accuracy, form):
-    rewards = reward.score(response, example(truth, "shapes", answer_type="colour"))
+    rewards = score(response, example(truth, "shapes", answer_type="colour"))
     assert rewards == {"accuracy": accuracy, "format": form, "reward": pytest.approx(0.9 * accuracy + 0.1 * form)}
 
 
 def test_shapes_needs_a_known_answer_type():
     for extra in ({}, {"answer_type": "size"}):
         with pytest.raises(ValueError, match="row-7.*answer_type.*count, colour, shape, exists, angle"):
-            reward.score("\\boxed{red}", example("red", "shapes", **extra))
+            score("\\boxed{red}", example("red", "shapes", **extra))
 
 
 # --- tasks and custom rewards -------------------------------------------------------------------------------------
@@ -1001,7 +986,7 @@ def test_task_names():
 
 def test_unknown_task_names_row_tasks_and_remedy():
     with pytest.raises(ValueError, match=r"row-7.*'me/chess'.*geo3k, .*shapes.*--reward FILE.py:FUNCTION"):
-        reward.score("x", example("e4", "me/chess"))
+        score("x", example("e4", "me/chess"))
 
 
 CHESS = """
@@ -1022,14 +1007,15 @@ def test_a_file_in_tasks_is_a_task(tmp_path):
     code = """
 from types import SimpleNamespace
 import reward
+from rewards.grade import Grader, check_tasks, response_to
 sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
 rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
-rewards = reward.Rewards(reward.RewardConfig(reward_workers=0))
-scored = rewards.begin(None).results([reward.response_to(rows[0], text) for text in ("e4", "d4")])
-print(scored, reward.check_tasks(rows[:1]))
+grader = Grader(reward.RewardConfig(reward_workers=0))
+scored = grader.collect([response_to(rows[0], text) for text in ("e4", "d4")])
+print(scored, check_tasks(rows[:1]))
 for row in rows[1:]:
     try:
-        reward.check_tasks([row])
+        check_tasks([row])
     except reward.UserError as error:
         print(error)
 """
@@ -1044,27 +1030,27 @@ def test_register_refuses_a_taken_name(monkeypatch):
     reward.load_tasks()
     monkeypatch.setattr(reward, "TASKS", dict(reward.TASKS))
     reward.register("chess")(lambda response, example, finish_reason: {"reward": float(finish_reason == "length")})
-    assert reward.score("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
+    assert score("x", example("e4", "me/chess"), finish_reason="length") == {"reward": 1.0}
     with pytest.raises(ValueError, match="'geo3k'"):
         reward.register("geo3k")(lambda response, example, finish_reason: {})
 
 
 def test_check_tasks(monkeypatch):
-    reward.grader_stats.clear()
     rows = [example("48"), example("48", "hiyouga/geometry3k"), example("red", "shapes", answer_type="colour")]
-    assert reward.check_tasks(rows) == {"geo3k": 2, "shapes": 1}
-    assert not +reward.grader_stats
+    with counting() as counted:
+        assert check_tasks(rows) == {"geo3k": 2, "shapes": 1}
+    assert not counted.counts
     with pytest.raises(ValueError, match="chess"):
-        reward.check_tasks([*rows, example("e4", "chess")])
+        check_tasks([*rows, example("e4", "chess")])
     with pytest.raises(ValueError, match="answer_type"):
-        reward.check_tasks([*rows, example("red", "shapes")])
+        check_tasks([*rows, example("red", "shapes")])
     with pytest.raises(ValueError, match="ground_truth is 48 .int"):
-        reward.check_tasks([*rows, example(48)])
-    assert reward.check_tasks([example("e4", "chess")], lambda example: True) == {"chess": 1}
+        check_tasks([*rows, example(48)])
+    assert check_tasks([example("e4", "chess")], lambda example: True) == {"chess": 1}
     monkeypatch.setattr(reward.importlib.util, "find_spec", lambda name: None)
     geometry.require_math_verify.cache_clear()
     with pytest.raises(ValueError, match="math-verify"):
-        reward.check_tasks(rows)
+        check_tasks(rows)
 
 
 def test_reward_parts_are_bounded():
@@ -1072,7 +1058,7 @@ def test_reward_parts_are_bounded():
     import torch
 
     def checked(value):
-        return calls.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+        return reward.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
 
     good = [
         True,
@@ -1119,7 +1105,7 @@ def test_reward_parts_are_bounded():
 @pytest.mark.parametrize("name", ["mean", "constant_groups", "unpenalised", "overlong"])
 def test_names_that_train_adds_are_reserved(name):
     with pytest.raises(reward.UserError, match=f"row 'row-7': reward part '{name}' has the name of a metric"):
-        calls.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
+        reward.checked({name: 0.5, "reward": 1.0}, "row-7", "abc")
 
 
 def test_score_batch_keeps_order():

@@ -21,8 +21,9 @@ from parallel.models import Models
 from parallel.sharding import copy_weights, full_parameters, make_optimizer, same_tower, shard
 from report.log import Skipped, describe
 from report.metrics import sampling_metrics
-from reward import RewardConfig, Rewards, UserError, give_rewards
-from rollout import GroupPool, Prompt, Rollout, RolloutConfig, written
+from reward import RewardConfig, UserError
+from rewards.grade import Grader
+from rollout import GroupPool, Prompt, Rollout, RolloutConfig, give_rewards, written
 from utils import Context, Meter
 
 
@@ -362,9 +363,9 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
 def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text("def score(response, example):\n    return float('nan') if response == 'text 2' else 1.0\n")
-    rewards = Rewards(RewardConfig(reward=(f"{file}:score",), reward_errors="stop"))
+    grader = Grader(RewardConfig(reward=(f"{file}:score",), reward_errors="stop"))
     with pytest.raises(UserError, match="row 'p0': reward part 'reward' is nan .* for the response 'text 2'"):
-        rewards.begin().results(make_rollouts([[0.0] * 4]))
+        grader.collect(make_rollouts([[0.0] * 4]))
 
 
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():

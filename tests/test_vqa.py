@@ -21,9 +21,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-import reward
 from errors import UserError
 from prepare_data import ReadingConfig, main, parse_args, read_examples
+from rewards.grade import check_tasks, score
 from tasks import vqa
 
 HOW_MANY = "How many dogs are there?"
@@ -41,7 +41,7 @@ def example(truth: str, question: str = HOW_MANY, **extra) -> SimpleNamespace:
 
 
 def accuracy(response: str, truth: str, question: str = HOW_MANY, **extra) -> float:
-    return reward.score(response, example(truth, question, **extra))["accuracy"]
+    return score(response, example(truth, question, **extra))["accuracy"]
 
 
 def cases(table: str) -> list[tuple[str, str]]:
@@ -275,15 +275,15 @@ def test_no_answer_is_wrong(truth, question):
 
 def test_a_plain_answer_that_was_cut_off_is_wrong():
     row = example("3")
-    assert reward.score("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
-    assert reward.score("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
+    assert score("3", row, finish_reason="length")["accuracy"] == 0.0  # 3, 35 or 3 of them
+    assert score("\\boxed{3}", row, finish_reason="length")["accuracy"] == 1.0
 
 
 def test_format():
     for response, earned in (("\\boxed{3}", 1), ("<think>a</think> \\boxed{3}", 1), ("3", 0.9), ("So \\boxed{3}", 0.9)):
-        assert reward.score(response, example("3"))["reward"] == pytest.approx(earned)
-    assert reward.score("\\boxed{3} \\boxed{3}", example("3"))["reward"] == pytest.approx(0.9)
-    assert reward.score("\\boxed{4}", example("3")) == {"accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1)}
+        assert score(response, example("3"))["reward"] == pytest.approx(earned)
+    assert score("\\boxed{3} \\boxed{3}", example("3"))["reward"] == pytest.approx(0.9)
+    assert score("\\boxed{4}", example("3")) == {"accuracy": 0.0, "format": 1.0, "reward": pytest.approx(0.1)}
 
 
 # --- several references, tolerances, choices ----------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_few_references():
     assert accuracy("3", '[3, "three", "4", ""]') == pytest.approx(2 / 3)
     assert accuracy("a", "[a, b]", COLOUR) == 0.0  # no JSON: the text itself
     with pytest.raises(UserError, match="nothing could equal"):
-        reward.check_tasks([example('["", "."]')])
+        check_tasks([example('["", "."]')])
 
 
 @pytest.mark.parametrize(
@@ -368,19 +368,19 @@ def test_choices_that_differ_by_a_sign(choices):
     for i, text in enumerate(choices):
         right, other = vqa.LETTERS[i], choices[i - 1]
         row = example(right, WHICH, answer_type="multiple choice", choices=list(choices))
-        for answer, score in ((text, 1.0), (f"{right}. {text}", 1.0), (other, 0.0), (f"{right}. {other}", 0.0)):
-            assert reward.score(f"\\boxed{{{answer}}}", row)["accuracy"] == score, answer
+        for answer, accuracy in ((text, 1.0), (f"{right}. {text}", 1.0), (other, 0.0), (f"{right}. {other}", 0.0)):
+            assert score(f"\\boxed{{{answer}}}", row)["accuracy"] == accuracy, answer
 
 
 def test_two_forms_of_an_answer_are_each_right(tmp_path):
     (found,) = written(tmp_path, [{"question": "How long?", "answer": "['24/7', '3.429']"}])
-    assert [reward.score(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
+    assert [score(a, found)["accuracy"] for a in ("24/7", "3.429", "7/24")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("truth", ["nan", "NULL", '{"answer": 3}', '["nan", "null"]'])
 def test_truths_that_say_nothing_are_refused(truth):
     with pytest.raises(UserError, match="nothing could equal the ground_truth .*it says nothing"):
-        reward.check_tasks([example(truth)])
+        check_tasks([example(truth)])
 
 
 @pytest.mark.parametrize("answer", ["(B)", "B. x-1", "Option B", "x-1"])
@@ -474,7 +474,7 @@ def test_ten_thousand_strings():
     rows += [example("B", WHICH, answer_type="multiple choice")]
     start = time.process_time()
     for i, text in enumerate(fuzzed(10_000, 0)):
-        rewards = reward.score(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
+        rewards = score(text, rows[i % 5], finish_reason="stop" if i % 3 else "length")
         assert 0.0 <= rewards["accuracy"] <= 1.0
     assert (time.process_time() - start) / 10_000 < 0.001
 
@@ -498,7 +498,7 @@ def no_collection():
 def test_hostile_responses_take_no_time(response, no_collection):
     for row in (example("3"), example("yes", IS_THERE), example("B", WHICH, answer_type="multiple choice")):
         start = time.process_time()
-        accuracy = reward.score(response, row)["accuracy"]
+        accuracy = score(response, row)["accuracy"]
         assert accuracy == (response.startswith("\\boxed{3}") and row.ground_truth == "3")
         assert time.process_time() - start < 0.5
 
@@ -535,9 +535,9 @@ def test_rows_are_read_as_they_are(tmp_path):
     assert [e.extra.get("answer_type") for e in found] == types and {e.data_source for e in found} == {"vqa"}
     assert found[0].messages[0]["content"] == f"<image>How many? {vqa.INSTRUCTION}"
     assert found[2].messages[0]["content"] == f"<image>Which?\nA. red\nB. blue\n{vqa.INSTRUCTION}"
-    assert reward.check_tasks(found) == {"vqa": 6}
+    assert check_tasks(found) == {"vqa": 6}
     answers = ["three", "red", "blue", "(A)", "yes", "21"]
-    scores = [reward.score(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
+    scores = [score(answer, e)["accuracy"] for answer, e in zip(answers, found, strict=True)]
     assert scores == [1.0, 0.5, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -593,8 +593,8 @@ def test_toy(tmp_path):
 def test_toy_file(tmp_path):
     run("vqa", "--toy", "--n", 20, "--out", tmp_path / "vqa.parquet")
     found, _ = read_examples(tmp_path / "vqa.parquet", ReadingConfig())
-    assert reward.check_tasks(found) == {"vqa": 20} and found[0].uid == "vqa-train-0-0"
-    assert all(reward.score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
+    assert check_tasks(found) == {"vqa": 20} and found[0].uid == "vqa-train-0-0"
+    assert all(score(f"\\boxed{{{e.ground_truth}}}", e)["reward"] == 1.0 for e in found)
     assert {e.extra["answer_type"] for e in found} == set(vqa.TOY_TYPES)
     assert vqa.choices_in(found[4].messages[0]["content"])
 
@@ -605,7 +605,7 @@ def test_the_worked_example(tmp_path):
     text = page.partition("## vqa")[2].partition("\n## ")[0]
     lines = text.split("```")[1].strip().splitlines()
     count, material, choice = written(tmp_path, list(map(json.loads, lines)))
-    assert reward.score("wood", material)["accuracy"] == 1.0 and reward.score("red", choice)["accuracy"] == 1.0
+    assert score("wood", material)["accuracy"] == 1.0 and score("red", choice)["accuracy"] == 1.0
     rows = {"a number": count, "`yes`": example("yes", IS_THERE), "text": example("gray", "What colour is the car?")}
     rows["a choice"] = example("B", WHICH, choices=["red", "blue"])
     tried = 0
@@ -614,6 +614,6 @@ def test_the_worked_example(tmp_path):
         row = next((row for start, row in rows.items() if name.startswith(start)), None)
         for cell, right in zip(cells if row else (), (1.0, 0.0), strict=False):
             for answer in cell.split("`")[1::2]:
-                assert reward.score(answer, row)["accuracy"] == right, answer
+                assert score(answer, row)["accuracy"] == right, answer
                 tried += 1
     assert tried > 20

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,8 +46,7 @@ from report.records import encode_image
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
 from report.warnings import Warnings
-from reward import grader_stats
-from rewards.grading import Grading
+from rewards.grade import Grader, response_to
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import png, shapes_rows
 from utils import Context, Meter
@@ -59,7 +59,6 @@ def quick(toys, tmp_path, signals_left):  # noqa: F811
 
     def go(*more, out="out"):
         given = flags(toys["qwen2_5_vl"], data, tmp_path / out, "--steps", 2, "--no-self-test", *more)
-        grader_stats.clear()  # of other tests in this process
         try:
             train.main(train.parse_args(list(map(str, given))))
         finally:
@@ -420,12 +419,13 @@ def test_progress_of_a_part_that_raises_ends_with_it():
 
 
 def test_graded_responses_are_those_without_an_open_call():
-    grading = object.__new__(Grading)
-    pools = {"": SimpleNamespace(open={12}), "judge": SimpleNamespace(open={14, 99})}
-    grading.rewards = SimpleNamespace(pools=SimpleNamespace(pools=pools))
-    grading.asked = dict.fromkeys((1, 2, 3, 4))
-    grading.where = {(1, ""): (11, 0), (2, ""): (12, 0), (3, ""): (13, 0), (3, "judge"): (14, 0)}
-    assert grading.answered() == 2  # the first, and the fourth, which nobody grades
+    rollouts = [response_to(None, text) for text in "abcd"]
+    done, waiting = Future(), Future()
+    done.set_result(([], {}))
+    grader = Grader()
+    for r, of in zip(rollouts, ({"": done}, {"": waiting}, {"": done, "judge": waiting}, {}), strict=True):
+        grader.submitted[r] = {key: (future, 0) for key, future in of.items()}
+    assert grader.answered(rollouts) == 2  # the first, and the fourth, which nobody grades
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import reward  # noqa: E402
-from reward import RewardConfig, Rewards, Stage, response_to  # noqa: E402
-from rewards import workers  # noqa: E402
+from reward import RewardConfig, RewardContext  # noqa: E402
+from rewards import pool  # noqa: E402
+from rewards.grade import Grader, response_to  # noqa: E402
 
 CODE = r'''
 import asyncio, ctypes, os, re, signal, sys, time
@@ -81,31 +82,31 @@ def row(n: int, source: str = "mine", truth: str = "3") -> SimpleNamespace:
     return SimpleNamespace(data_source=source, ground_truth=truth, extra={"worth": n % 5}, uid=f"row-{n}", images=[])
 
 
-def responses(texts, rows=None):
+def responses(texts, rows=None, **context):
     rows = rows or [row(0)]
-    return [response_to(rows[i % len(rows)], text) for i, text in enumerate(texts)]
+    context = RewardContext(**context)
+    return [response_to(rows[i % len(rows)], text, context=context) for i, text in enumerate(texts)]
 
 
 @pytest.fixture
 def make(tmp_path):
-    """make(function, ...) -> Rewards of that function of CODE, or of several `[TASK=]function`."""
+    """make(function, ...) -> a Grader with that function of CODE, or of several `[TASK=]function`."""
     (tmp_path / "mine.py").write_text(CODE)
     made = []
 
     def go(*names, **more):
         specs = tuple(f"{n.rpartition('=')[0]}{'=' if '=' in n else ''}{tmp_path}/mine.py:{n.rpartition('=')[2]}"
                       for n in names)
-        made.append(Rewards(RewardConfig(reward=specs, **more)))
+        made.append(Grader(RewardConfig(reward=specs, **more)))
         return made[-1]
 
     yield go
-    for rewards in made:
-        rewards.pools.close()
-    reward.grader_stats.clear()
+    for grader in made:
+        grader.close()
 
 
-def kinds(grading):
-    return {i: failure.kind for i, failure in grading.failed.items()}
+def kinds(grader):
+    return {i: failure.kind for i, failure in grader.failed.items()}
 
 
 # --- the number of processes does not matter ------------------------------------------------------------------------
@@ -123,91 +124,85 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
         batch, slow = {"reward": n + worth + 4 + (i % 2)}, {"length": n, "reward": 4 + worth}
         expected.append([{"length": n, "reward": n % 7 + worth}, batch, slow, graded][i % 4])
     for count in (0, 1, 3):
-        rewards = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
-        assert rewards.check(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
-        rewards.try_out()
-        reward.grader_stats.clear()
+        grader = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
+        assert grader.check(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
+        grader.try_out()
+        assert not grader.counts
         for how in ("in order", "shuffled", "half", "none"):
-            rollouts = responses(texts, rows)
+            rollouts = responses(texts, rows, step=4)
             for i, r in enumerate(rollouts):
                 r.finish_reason = "length" if i % 2 else "stop"
             early = rollouts[: {"half": 60, "none": 0}.get(how, 120)]
             rng.shuffle(early) if how == "shuffled" else None
-            grading = rewards.begin(4, Stage())
             for r in early:
-                grading.add(r)
-            assert grading.results(rollouts) == expected, (count, how)
+                grader.submit(r)
+            assert grader.collect(rollouts) == expected, (count, how)
         boxes = sum("boxed" in text for text in texts[3::4])
-        assert reward.grader_stats == {"graded": 4 * boxes, "no_box": 4 * (30 - boxes)}
+        assert grader.counts == {"graded": 4 * boxes, "no_box": 4 * (30 - boxes)}
         for e, source in enumerate(["mine", "several"]):  # a round of nothing, and one that is given up
-            rewards.begin().add(responses(["a"], [row(e, source)])[0])
-        assert rewards.begin(4).results([]) == []
+            grader.submit(responses(["a"], [row(e, source)])[0])
+        assert grader.collect([]) == []
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_rounds_under_way_together_do_not_mix(make, size):
-    """As with --async-steps, where a round is collected while others, and an evaluation, are being graded."""
-    rewards = make("mine=plain", "several=batch", "late=waits", reward_workers=size)
+def test_batches_under_way_together_do_not_mix(make, size):
+    """As with --async-steps, where a batch is collected while others, and an evaluation, are being graded."""
+    grader = make("mine=plain", "several=batch", "late=waits", reward_workers=size)
     rows = [row(e, source) for e in range(5) for source in ("mine", "several", "late")]
-    gradings = [rewards.begin(step) for step in range(3)]
-    rounds = [responses(["a" * (7 * step + i) for i in range(30)], rows) for step in range(3)]
-    for of_each in zip(*rounds, strict=True):
-        for grading, r in zip(gradings, of_each, strict=True):
-            grading.add(r)
+    batches = [responses(["a" * (7 * step + i) for i in range(30)], rows, batch=step, step=step) for step in range(3)]
+    for r in chain(*zip(*batches, strict=True)):
+        grader.submit(r)
     for step in (1, 0, 2):
-        assert gradings[step].answered() <= 30
-        results = gradings[step].results(rounds[step])
-        for i, (result, r) in enumerate(zip(results, rounds[step], strict=True)):
+        assert grader.answered(batches[step]) <= 30
+        results = grader.collect(batches[step])
+        for i, (result, r) in enumerate(zip(results, batches[step], strict=True)):
             n, worth = len(r.text), r.prompt.example.extra["worth"]
             assert result["reward"] == (n % 7 + worth, n + worth + step, step + worth)[i % 3]
-        rewards.begin(9).results(responses(["b"], rows))  # of something else meanwhile
-    assert not any(pool.open or getattr(pool, "done", None) for pool in rewards.pools.pools.values())
+        grader.collect(responses(["b"], rows, step=9))  # of something else meanwhile
+    assert not grader.submitted
 
 
 @pytest.mark.parametrize("size", [0, 2])
-def test_a_round_s_counts_are_its_own(make, size):
-    """What is graded meanwhile for another round, or for an evaluation, is counted where that is collected."""
-    rewards = make(reward_workers=size)
-    reward.grader_stats.clear()
+def test_a_batch_s_counts_are_its_own(make, size):
+    """What is graded meanwhile for another batch, or for an evaluation, is counted where that is collected."""
+    grader = make(reward_workers=size)
     rows = [row(0, "geo3k")] * 3
-    with_box, without = responses(["\\boxed{a}"] * 3, rows), responses(["a"] * 3, rows)
-    ahead = rewards.begin(2)
+    with_box, without = responses(["\\boxed{a}"] * 3, rows, step=1), responses(["a"] * 3, rows, step=2)
     for r in without:
-        ahead.add(r)
-    with reward.uncounted():
-        rewards.begin(1).results(with_box)
-        time.sleep(0.5 if size else 0)  # the other round's calls are answered by now
-    assert not +reward.grader_stats
-    ahead.results(without)
-    assert reward.grader_stats["no_box"] == 3
-    reward.grader_stats.clear()
+        grader.submit(r)
+    with grader.uncounted():
+        grader.collect(with_box)
+        time.sleep(0.5 if size else 0)  # the other batch's calls are answered by now
+        assert grader.counts["graded"] == 3 and not grader.counts["no_box"]
+    assert not grader.counts
+    grader.collect(without)
+    assert grader.pop_counts() == {"no_box": 3} and not grader.counts
 
 
 def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
-    rewards = make("about", reward_workers=2)
-    rewards.check([row(0)])
-    assert not rewards.pools.pools
+    grader = make("about", reward_workers=2)
+    grader.check([row(0)])
+    assert not grader.pools
     pids = set()
     for _ in range(3):
-        results = rewards.begin().results(responses([str(i) for i in range(40)]))
+        results = grader.collect(responses([str(i) for i in range(40)]))
         assert not any(r["heavy"] for r in results)
         pids |= {r["pid"] for r in results}
     assert 1 <= len(pids) <= 2 and os.getpid() % 100_000 not in pids
-    [pool] = rewards.pools.pools.values()
-    rewards.pools.close()
-    assert not pool.workers and capfd.readouterr().out.count("said by") == 120
+    [pool] = grader.pools.values()
+    grader.close()
+    assert not pool.processes and not pool.threads and capfd.readouterr().out.count("said by") == 120
 
 
 def test_work_is_shared_and_hidden_behind_what_else_happens(make):
-    rewards = make("pause", reward_workers=2)
-    rewards.begin().results(responses(["0"] * 4))  # they have started
-    grading = rewards.begin()
+    grader = make("pause", reward_workers=2)
+    grader.collect(responses(["0"] * 4))  # they have started
     rollouts = responses(["0.03"] * 60)  # more than one process could do meanwhile: it would take 0.6 s longer
     for r in rollouts:
-        grading.add(r)
+        grader.submit(r)
         time.sleep(0.02)  # sampling
     start = time.perf_counter()
-    pids = {r["reward"] for r in grading.results(rollouts)}
+    pids = {r["reward"] for r in grader.collect(rollouts)}
     assert time.perf_counter() - start < 0.4 and len(pids) == 2
 
 
@@ -220,10 +215,10 @@ class Counted(SimpleNamespace):
 
 
 def test_an_example_is_sent_once_a_prompt(make):
-    rewards = make("plain", reward_workers=1)
+    grader = make("plain", reward_workers=1)
     rows = [Counted(**vars(row(n))) for n in range(3)]
     for round in (1, 2):
-        assert len(rewards.begin().results(responses(["a"] * 60, rows))) == 60
+        assert len(grader.collect(responses(["a"] * 60, rows))) == 60
         assert Counted.sent == 3 * round
 
 
@@ -233,18 +228,17 @@ def test_an_example_is_sent_once_a_prompt(make):
 @pytest.mark.parametrize("how", ["hang", "sleep"])
 def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how, capfd):
     texts = [how if i in (3, 20, 21) else "fine" for i in range(40)]
-    rewards = make("bad", reward_workers=2, reward_timeout=1.0)
+    grader = make("bad", reward_workers=2, reward_timeout=1.0)
     start = time.perf_counter()
-    grading = rewards.begin(step=7)
-    results = grading.results(responses(texts, [row(n) for n in range(40)]))
+    results = grader.collect(responses(texts, [row(n) for n in range(40)], step=7))
     assert time.perf_counter() - start < 20
-    assert kinds(grading) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
+    assert kinds(grader) == {3: "timeouts", 20: "timeouts", 21: "timeouts"}
     assert all((r is None) if i in (3, 20, 21) else (r == {"reward": 1.0}) for i, r in enumerate(results))
-    assert reward.grader_stats["reward/timeouts"] == 3 and reward.grader_stats["reward/errors"] == 0
+    assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
     told = capfd.readouterr().err
     assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
     assert "3 of 40 rewards failed (3 time-out)" in told and "mine.py" in told  # where it was
-    assert rewards.begin().results(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
+    assert grader.collect(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
 
 @pytest.mark.parametrize(
@@ -254,24 +248,24 @@ def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how
 )
 def test_a_call_that_ends_its_process_has_failed(make, how, told, capfd):
     texts = [how if i in (0, 11) else "fine" for i in range(30)]
-    grading = make("bad", reward_workers=1, reward_errors="zero").begin()
-    results = grading.results(responses(texts))
-    assert kinds(grading) == {0: "errors", 11: "errors"} and told in capfd.readouterr().err
+    grader = make("bad", reward_workers=1, reward_errors="zero")
+    results = grader.collect(responses(texts))
+    assert kinds(grader) == {0: "errors", 11: "errors"} and told in capfd.readouterr().err
     assert [r["reward"] for r in results] == [0.0 if i in (0, 11) else 1.0 for i in range(30)]
 
 
 @pytest.mark.parametrize("how", ["write", "half"])
 def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, monkeypatch, capfd):
-    monkeypatch.setattr(workers, "SEND_S", 1)
-    grading = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0).begin()
-    results = grading.results(responses([how if i == 4 else "fine" for i in range(9)]))
-    assert kinds(grading) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
+    monkeypatch.setattr(pool, "SEND_S", 1)
+    grader = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0)
+    results = grader.collect(responses([how if i == 4 else "fine" for i in range(9)]))
+    assert kinds(grader) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
     assert "row 'row-0': the reward ended its process, by breaking its connection" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_failure_shows_the_users_frames_alone_and_nothing_acts_on_the_terminal(make, count, capfd):
-    make("foreign", reward_workers=count).begin().results(responses(["raises", "fine"]))
+    make("foreign", reward_workers=count).collect(responses(["raises", "fine"]))
     told = capfd.readouterr().err
     assert told.count("  File ") == told.count("mine.py") == 1 and "\x1b" not in told and "\r" not in told
     assert "row 'row-0': the reward raised ValueError: \\x1b[2J\\r5; for the response 'raises'" in told
@@ -279,43 +273,51 @@ def test_a_failure_shows_the_users_frames_alone_and_nothing_acts_on_the_terminal
 
 
 def test_async_calls_wait_together(make):
-    rewards = make("crowd", reward_workers=1)
-    rewards.begin().results(responses(["a"]))
+    grader = make("crowd", reward_workers=1)
+    grader.collect(responses(["a"]))
     start = time.perf_counter()
-    results = rewards.begin().results(responses(["a"] * 100))
+    results = grader.collect(responses(["a"] * 100))
     assert time.perf_counter() - start < 3.0  # one after another: 30
     assert 20 < max(r["most"] for r in results) <= 64
-    here = make("crowd", reward_workers=0).begin().results(responses(["a"] * 100))
+    here = make("crowd", reward_workers=0).collect(responses(["a"] * 100))
     assert max(r["most"] for r in here) == 64
 
 
 @pytest.mark.parametrize("how, kind", [("sleep", "timeouts"), ("exit", "errors"), ("blocks", "timeouts")])
 def test_the_guilty_one_of_many_async_calls_is_found(make, monkeypatch, how, kind):
-    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    monkeypatch.setattr(pool, "GRACE_S", 0.5)
     texts = [how if i in (2, 17) else "fine" for i in range(40)]
-    grading = make("bad_async", reward_timeout=1.5).begin()
-    results = grading.results(responses(texts))
-    assert kinds(grading) == {2: kind, 17: kind}
+    grader = make("bad_async", reward_timeout=1.5)
+    results = grader.collect(responses(texts))
+    assert kinds(grader) == {2: kind, 17: kind}
     assert [r for i, r in enumerate(results) if i not in (2, 17)] == [{"reward": 1.0}] * 38
 
 
 def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_path, capfd):
-    rewards = make("plain", reward_workers=1)
+    grader = make("plain", reward_workers=1)
     (tmp_path / "mine.py").write_text("raise OSError('no memory')")
-    grading = rewards.begin()
-    assert grading.results(responses(["a"] * 5)) == [None] * 5
+    assert grader.collect(responses(["a"] * 5)) == [None] * 5
     told = capfd.readouterr().err
     assert "no process for rewards could start" in told and "no memory" in told and "ALL of them failed" in told
     (tmp_path / "mine.py").write_text(CODE)
-    assert rewards.begin().results(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+    assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+
+
+def test_an_idle_process_that_is_killed_is_replaced(make):
+    grader = make("plain", reward_workers=1)
+    assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
+    [process] = grader.pools[""].processes
+    process.popen.kill()  # as by whoever kills for want of memory
+    process.popen.wait()
+    assert grader.collect(responses(["abc"] * 3)) == [{"length": 3.0, "reward": 3.0}] * 3 and not grader.failed
 
 
 def test_an_error_of_ours_ends_the_run(make):
-    rewards = make("plain", reward_workers=1)
+    grader = make("plain", reward_workers=1)
     bad = row(0)
     bad.extra["worth"] = lambda: None  # cannot be sent
     with pytest.raises(RuntimeError, match="talks to --reward-workers"):
-        rewards.begin().results(responses(["a"], [bad]))
+        grader.collect(responses(["a"], [bad]))
 
 
 # --- math-verify -----------------------------------------------------------------------------------------------------
@@ -325,13 +327,12 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 def test_math_verify_keeps_its_own_time_in_a_worker(make):
     """Its three seconds are not the call's one; what is late is wrong, not failed."""
-    rewards = make(reward_workers=1, reward_timeout=1.0)
+    grader = make(reward_workers=1, reward_timeout=1.0)
     texts = [f"\\boxed{{{a}}}" for a in ("\\log_2 8", HANG, "3", "\\log_2 16", HANG)]
-    grading = rewards.begin()
-    results = grading.results(responses(texts, [row(0, "geo3k")]))
-    assert [r["accuracy"] for r in results] == [1, 0, 1, 0, 0] and not grading.failed
-    assert reward.grader_stats["cas"] == 3 and reward.grader_stats["cas_timeout"] == 1  # the second time it is known
-    assert reward.grader_stats["graded"] == 5
+    results = grader.collect(responses(texts, [row(0, "geo3k")]))
+    assert [r["accuracy"] for r in results] == [1, 0, 1, 0, 0] and not grader.failed
+    assert grader.counts["cas"] == 3 and grader.counts["cas_timeout"] == 1  # the second time it is known
+    assert grader.counts["graded"] == 5
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -339,12 +340,13 @@ def test_math_verify_keeps_its_own_time_in_a_worker(make):
 ENDS = """
 import os, signal, sys, threading, time
 from types import SimpleNamespace as N
-from reward import RewardConfig, Rewards, response_to
+from reward import RewardConfig
+from rewards.grade import Grader, response_to
 row = N(data_source="mine", ground_truth="3", extra={}, uid="a")
-rewards = Rewards(RewardConfig(reward=(sys.argv[1],), reward_workers=2))
-[first] = rewards.begin().results([response_to(row, "0")])
-[pool] = rewards.pools.pools.values()
-print(*(w.process.pid for w in pool.workers), flush=True)
+grader = Grader(RewardConfig(reward=(sys.argv[1],), reward_workers=2))
+[first] = grader.collect([response_to(row, "0")])
+[pool] = grader.pools.values()
+print(*(process.popen.pid for process in pool.processes), flush=True)
 """
 
 
@@ -359,7 +361,7 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
                                       "    if response == 'hang': re.match('(a+)+$', 'a' * 60 + 'b')\n    return 1.0\n")
     code = ENDS
     if "hangs" in ending:
-        code += "rewards.begin().add(response_to(row, 'hang')); time.sleep(0.5)\n"
+        code += "grader.submit(response_to(row, 'hang')); time.sleep(0.5)\n"
     code += {"SIGKILL while it hangs": "os.kill(os.getpid(), 9)", "os._exit": "os._exit(0)"}.get(ending, "")
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/mine.py:f"], cwd=ROOT, capture_output=True,
                           text=True, timeout=60)
@@ -372,14 +374,14 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
 
 
 def test_signals_for_all_of_a_run_leave_the_decision_to_the_trainer(make):
-    rewards = make("pause", reward_workers=1)
-    rewards.begin().results(responses(["0"]))
-    [worker] = rewards.pools.pools[""].workers
-    assert os.getpgid(worker.process.pid) == worker.process.pid != os.getpgid(0)
-    grading = rewards.begin()
+    grader = make("pause", reward_workers=1)
+    grader.collect(responses(["0"]))
+    [process] = grader.pools[""].processes
+    pid = process.popen.pid
+    assert os.getpgid(pid) == pid != os.getpgid(0)
     [slow] = responses(["0.5"])
-    grading.add(slow)
+    grader.submit(slow)
     time.sleep(0.1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(worker.process.pid, number)
-    assert grading.results([slow]) == [{"reward": worker.process.pid % 100_000}]
+        os.kill(pid, number)
+    assert grader.collect([slow]) == [{"reward": pid % 100_000}]

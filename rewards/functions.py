@@ -1,35 +1,78 @@
-"""Reward functions of the user's: --reward [TASK=]FILE.py:FUNCTION."""
+"""Reward functions and how they are called; those of the user's are --reward [TASK=]FILE.py:FUNCTION."""
 
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import reward
 from errors import Note, UserError, nearest_path, need
 from reward import task_name
-from rewards.calls import Function
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function and how it is called, by its signature."""
+
+    call: Callable
+    batch: bool  # once, with all responses of a batch of prompts
+    asynchronous: bool
+    takes: tuple[str, ...]  # by name
+
+    @classmethod
+    def of(cls, function: Callable, name: str) -> "Function":
+        """Read the signature of a function; `name` is for messages. Raise UserError if it cannot be called so."""
+        try:
+            signature = inspect.signature(function)
+            names = list(signature.parameters)
+            batch = names[:1] == ["responses"]
+            known = ("finish_reasons" if batch else "finish_reason", "step", "stage")
+            all_names = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+            takes = tuple(name for name in known if all_names or name in names)
+            signature.bind(None, None, **dict.fromkeys(takes))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name} must take (response, example) or (responses, examples), and what else it wants by name, "
+                f"finish_reason (finish_reasons), step, stage: {error}"
+            ) from error
+        by_class = getattr(type(function), "__call__", None)  # noqa: B004  of an object that is called
+        asynchronous = any(map(inspect.iscoroutinefunction, (function, by_class)))
+        return cls(function, batch, asynchronous, takes)
+
+
+def function_of(key: str, functions: Mapping[str, Function]) -> Function:
+    """Return the function of a key, which is FILE.py:FUNCTION or the name of a task."""
+    return functions[key] if key in functions else of_task(reward.TASKS[key].reward)
+
+
+@cache
+def of_task(function: Callable) -> Function:
+    return Function.of(function, f"a task's reward, {function.__name__},")
 
 
 def load_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, Function]]:
-    """What --reward says: task -> FILE.py:FUNCTION, where "" is all tasks that are not named; and those, loaded."""
+    """Load what --reward names. Return task -> FILE.py:FUNCTION, where "" is all tasks that are not named, and the
+    functions by FILE.py:FUNCTION."""
     by_task: dict[str, str] = {}
     functions: dict[str, Function] = {}
     for spec in specs:
         task, rest = split_spec(spec)
         task = task_name(task)
-        told = f"of the task {task!r}" if task else "of all tasks"
-        need(task not in by_task, f"--reward {spec!r}: there is another one {told}, {by_task.get(task)}; drop one")
+        rows = f"of the task {task!r}" if task else "of all tasks"
+        need(task not in by_task, f"--reward {spec!r}: there is another one {rows}, {by_task.get(task)}; drop one")
         by_task[task] = split_spec(absolute_spec(spec))[1]  # processes that grade may start when the folder has changed
         functions[by_task[task]] = load_function(rest)
     return by_task, functions
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """The task, "" if none is named, and FILE.py:FUNCTION."""
+    """Return the task ("" if none is named) and FILE.py:FUNCTION."""
     task, equals, rest = spec.partition("=")
     path_has_it = Path(spec.rpartition(":")[0]).exists()
     return (task, rest) if equals and not path_has_it else ("", spec)
@@ -40,14 +83,14 @@ def has_file(spec: str) -> bool:
 
 
 def absolute_spec(spec: str) -> str:
-    """Of a file that is there."""
+    """Return --reward with an absolute path, if its file exists."""
     task, rest = split_spec(spec)
     path, _, name = rest.rpartition(":")
     return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if has_file(spec) else spec
 
 
 def absolute_option(pair: str) -> str:
-    """Of --judge, where it names a file that is there."""
+    """Return an option of --judge with an absolute path, if it names a file that exists."""
     key, _, value = pair.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
 
@@ -60,7 +103,7 @@ def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_file(path: str, flag: str) -> ModuleType:
-    """A file of the user's as a module; `flag` is for messages."""
+    """Import a file of the user's; `flag` is for messages."""
     need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
@@ -73,8 +116,8 @@ def load_file(path: str, flag: str) -> ModuleType:
 
 
 def load_function(spec: str) -> Function:
-    """Raises UserError if the file or the function is missing or cannot be called as a reward; an error inside the file
-    is the user's and passes through.
+    """Load FILE.py:FUNCTION. Raise UserError if the file or the function is missing or cannot be called as a reward; an
+    error inside the file is the user's and passes through.
 
     The file may import its neighbours, except ones named like our own modules or installed ones, which come first.
     """

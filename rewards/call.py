@@ -1,0 +1,240 @@
+"""One call of a reward function: what it is given, what comes of it, and the processes in which calls run."""
+
+import asyncio
+import faulthandler
+import fcntl
+import os
+import select
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from errors import Note, UserError, keep_printing, users_traceback
+from reward import Failure, Outcome, Stage, checked, counting, load_tasks
+from rewards.functions import Function, function_of, load_function
+
+CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # a reward may fail in any way, and the run goes on
+CONCURRENT = 64  # calls of an async function that wait together
+JUDGE = "judge"
+
+
+class Item(NamedTuple):
+    """A response to grade. On its way to another process its example is a number."""
+
+    response: str
+    example: Any
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Call:
+    round: int  # calls of the same round share examples, and know the same late questions for math-verify
+    key: str  # FILE.py:FUNCTION, or the name of a task
+    items: Sequence[Item]  # several of a batch function
+    step: int | None = None
+    stage: Stage = Stage()
+    number: int = 0  # by a Pool
+    late: tuple = ()  # by a Pool: questions for math-verify that were late
+
+
+# --- calling it -----------------------------------------------------------------------------------------------------
+
+
+def arguments(function: Function, call: Call) -> tuple[tuple, dict[str, Any]]:
+    responses, examples, reasons = map(list, zip(*call.items, strict=True))
+    named = {"finish_reasons": reasons, "finish_reason": reasons[0], "step": call.step, "stage": call.stage}
+    first = (responses, examples) if function.batch else (responses[0], examples[0])
+    return first, {name: named[name] for name in function.takes}
+
+
+def noted(items: Sequence[Item]) -> Note:
+    uid, response = items[0].example.uid, items[0].response
+    more = f" and {len(items) - 1} more" if len(items) > 1 else ""
+    return Note(f"raised by the reward of row {uid!r} for the response {response[:200]!r}{more}")
+
+
+def failed(call: Call, error: BaseException) -> list[Outcome]:
+    return [Failure.of(error, item.example.uid) for item in call.items]
+
+
+def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
+    """Check what a call returned: one outcome for each item."""
+    if not function.batch:
+        return [outcome(result, call.items[0])]
+    results = list(result)
+    if len(results) != len(call.items):
+        uid = call.items[0].example.uid
+        lengths = f"a list of {len(results)} for {len(call.items)} responses"
+        raise UserError(f"row {uid!r} and others: the reward returned {lengths}; return one of each")
+    return list(map(outcome, results, call.items))
+
+
+def outcome(result: Any, item: Item) -> Outcome:
+    try:
+        with noted([item]):
+            return checked(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
+    except CAUGHT as error:  # its numbers are the user's objects too
+        return Failure.of(error, item.example.uid)
+
+
+def run(function: Function, call: Call) -> list[Outcome]:
+    """Make a call. Failures are outcomes."""
+    first, named = arguments(function, call)
+    try:
+        with noted(call.items):
+            return outcomes(function, call, function.call(*first, **named))
+    except CAUGHT as error:
+        return failed(call, error)
+
+
+async def run_async(function: Function, call: Call, limit: float | None) -> list[Outcome]:
+    """Make a call of an async function, which may take `limit` seconds."""
+    first, named = arguments(function, call)
+    clock = asyncio.timeout(limit)
+    try:
+        with noted(call.items):
+            async with clock:
+                result = await function.call(*first, **named)
+            return outcomes(function, call, result)
+    except CAUGHT as error:
+        return fail_late(call, limit) if clock.expired() else failed(call, error)
+
+
+def fail_late(call: Call, limit: float) -> list[Outcome]:
+    return fail(call, "timeouts", "time-out", f"the reward took longer than --reward-timeout {limit:g} s")
+
+
+def fail(call: Call, kind: str, what: str, why: str, trace: str = "") -> list[Outcome]:
+    """Return failures for all of a call, as nothing came of it."""
+    uids = ", ".join(repr(item.example.uid) for item in call.items[:3])
+    return [Failure(kind, what, f"row {uids}: {why}", trace)] * len(call.items)
+
+
+# --- a process that makes calls -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process gets at its start."""
+
+    keys: Sequence[str]  # FILE.py:FUNCTION, to be loaded
+    make_judge: Callable[[], Any] | None
+    asynchronous: bool
+    limit: float  # seconds
+
+
+def work(fd: int, lifeline: int) -> None:
+    """Answer calls that come over the socket `fd`, until it closes."""
+    exit_with_parent(lifeline)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU):
+        signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    keep_printing()
+    conn = Connection(fd)
+    try:
+        setup = conn.recv()
+        asyncio.run(serve_together(conn, setup)) if setup.asynchronous else serve(Worker(conn, setup))
+    except EOFError:
+        pass  # the trainer needs no more
+    except CAUGHT as error:  # on importing the user's file, say
+        with suppress(BrokenPipeError):  # nobody listens any more
+            conn.send(("broken", users_traceback(error)))
+
+
+def exit_with_parent(lifeline: int) -> None:
+    """Let the kernel end this process when the pipe's other end closes, also while C code holds the interpreter."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO, not handled
+    if select.select([lifeline], [], [], 0)[0]:
+        os._exit(1)
+
+
+class Worker:
+    """What a process has for its calls: functions, the round's examples, and the connection to the trainer."""
+
+    def __init__(self, conn: Connection, setup: Setup):
+        self.conn = conn
+        self.setup = setup
+        self.functions = {key: load_function(key) for key in setup.keys}
+        self.judge = setup.make_judge() if setup.make_judge else None
+        if self.judge:
+            self.functions[JUDGE] = Function(self.judge.score, batch=False, asynchronous=True, takes=())
+        load_tasks()
+        self.counted: Counter[str] = Counter()  # of the judge's counts
+        self.examples: dict[int, Any] = {}
+        self.round = -1
+        with suppress(BrokenPipeError):  # then there will be nothing to receive either
+            conn.send(("ready",))
+
+    def receive(self) -> list[Call]:
+        """Return the calls of a message, with their examples."""
+        examples, calls = self.conn.recv()
+        if calls[0].round != self.round:
+            self.round = calls[0].round
+            self.examples.clear()
+        self.examples |= examples
+        whole = []
+        for call in calls:
+            items = [item._replace(example=self.examples[item.example]) for item in call.items]
+            whole.append(replace(call, items=items))
+        return whole
+
+    def limit(self, call: Call, seconds: float, question: Any) -> None:
+        """Tell the trainer that what follows has a limit of its own, or (0) no longer has."""
+        self.conn.send(("limit", call.number, seconds, question))
+
+    def counting(self, call: Call) -> Any:
+        return counting(set(call.late), partial(self.limit, call))
+
+    def send(self, call: Call, results: Sequence[Outcome], counts: Counter[str], began: float) -> None:
+        counts = dict(counts)
+        if self.judge:
+            counts |= {f"judge/{name}": n - self.counted[name] for name, n in self.judge.counts.items()}
+            self.counted = Counter(self.judge.counts)
+        plain = [replace(o, error=None) if isinstance(o, Failure) else o for o in results]
+        self.conn.send(("done", call.number, plain, counts, time.perf_counter() - began))
+
+
+def serve(worker: Worker) -> None:
+    """Make one call after another."""
+    while True:
+        for call in worker.receive():
+            began = time.perf_counter()
+            with worker.counting(call) as counted:
+                results = run(function_of(call.key, worker.functions), call)
+            worker.send(call, results, counted.counts, began)
+
+
+async def serve_together(conn: Connection, setup: Setup) -> None:
+    """Begin each call as it comes."""
+    worker = Worker(conn, setup)  # here: what a judge opens belongs to the loop
+    closed = asyncio.Event()
+    tasks: set[asyncio.Task] = set()  # the loop itself would let them go
+
+    async def make(call: Call) -> None:
+        began = time.perf_counter()
+        limit = None if call.key == JUDGE else setup.limit
+        with worker.counting(call) as counted:
+            results = await run_async(function_of(call.key, worker.functions), call, limit)
+        worker.send(call, results, counted.counts, began)
+
+    def receive() -> None:
+        try:
+            for call in worker.receive():
+                task = asyncio.create_task(make(call))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        except (EOFError, OSError):
+            closed.set()
+
+    asyncio.get_running_loop().add_reader(conn.fileno(), receive)
+    await closed.wait()
+    if worker.judge:
+        await worker.judge.close()

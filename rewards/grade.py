@@ -1,0 +1,383 @@
+"""The rewards of a run: who grades which row, while others are still sampled, and what happens when a reward fails."""
+
+import asyncio
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import reward
+from errors import Note, UserError, need
+from reward import (
+    Failure,
+    Outcome,
+    RewardConfig,
+    RewardContext,
+    Stage,
+    Task,
+    counting,
+    find_task,
+    load_tasks,
+    task_name,
+)
+from rewards.call import CONCURRENT, JUDGE, Call, Item, Setup, run, run_async
+from rewards.functions import function_of, load_functions, of_task
+from rewards.pool import InProcess, Pool, Result
+
+MAX_PRINTED = 2000  # characters of a response
+
+
+# --- one response ---------------------------------------------------------------------------------------------------
+
+
+def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
+    """Return named rewards plus the total under "reward", by the example's task, without a time limit. Raise UserError
+    for an unknown task, and what the reward raises, with the row.
+
+    `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
+    """
+    function = of_task(find_task(example).reward)
+    call = Call(0, "", [Item(response, example, finish_reason)])
+    [result] = asyncio.run(run_async(function, call, None)) if function.asynchronous else run(function, call)
+    if isinstance(result, Failure):
+        raise result.exception()
+    return result
+
+
+class Response(SimpleNamespace):
+    """As much of a Rollout as a reward needs."""
+
+    __hash__ = object.__hash__
+
+
+def response_to(
+    example: Any, text: str, finish_reason: str = "stop", context: RewardContext | None = None
+) -> Response:
+    """Return what a Grader takes in place of a Rollout."""
+    prompt = SimpleNamespace(example=example, context=context)
+    return Response(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
+
+
+# --- checks before a model loads ------------------------------------------------------------------------------------
+
+FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # how instructions and prompts ask for a form of answer
+REASONS = {  # of counts
+    "no_box": "its braces do not match",
+    "bad_truth": "it says nothing",
+    "unreadable": "it can be read neither as mathematics nor as plain words",
+    "refused": "it is too long, too deep or too large",
+    "cas_timeout": "math-verify took too long",
+}
+
+
+def check_tasks(
+    examples: Iterable[Any], graded_elsewhere: Callable[[Any], bool] = lambda example: False
+) -> dict[str, int]:
+    """Return the number of rows of each task. Raise UserError if a row's truth, given as the answer, does not earn full
+    marks, or if `score` raises it. Rows that their task's own reward does not grade are not checked.
+    """
+    rows = Counter()
+    for example in examples:
+        rows[task_name(example.data_source)] += 1
+        if graded_elsewhere(example):
+            continue
+        task, truth = find_task(example), example.ground_truth
+        with counting() as counted:
+            right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
+        reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if counted.counts[name])
+        row = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
+        need(right, f"{row} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")
+    return dict(rows)
+
+
+# --- the judge ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JudgeOf:
+    """Which rows a judge grades, what its score weighs, and how a process makes it."""
+
+    tasks: Sequence[str]
+    weight: float
+    make: Callable[[], Any]
+
+    def judges(self, task: str) -> bool:
+        return not self.tasks or task in self.tasks
+
+
+def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> JudgeOf | None:
+    """Return None without --judge-url. What the judge said is kept under `out`; the ranks share its budget of calls."""
+    need(cfg.judge_url or not cfg.judge, "--judge needs --judge-url")
+    if not cfg.judge_url:
+        return None
+    from rewards.judge import Judge, find_model, judge_options
+
+    options = judge_options(cfg.judge)
+    need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
+    options = find_model(cfg.judge_url, options)
+    kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
+    make = partial(Judge, cfg.judge_url, options, kept, options.calls // world)
+    return JudgeOf(list(map(task_name, options.tasks)), options.weight, make)
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+class Grader:
+    """Grades the responses of a run: by the tasks' own rewards, the user's functions, and a judge. Making one says what
+    is wrong with --reward and --judge.
+
+    `submit` begins with a response, `collect` waits for those of a batch. Several batches may be graded at once, each
+    response in the context of its prompt. `out` keeps what a judge said. Of episodes that are `played` environments
+    reward the turns, and what is here the last response.
+
+    `counts` are of the responses that were collected: those of `reward.Counting`, and with a slash, metrics:
+    reward/errors and reward/timeouts, rewards that failed; judge/*, what the judge did. `failed` are the failures of
+    the last `collect`, by place.
+    """
+
+    def __init__(
+        self,
+        cfg: RewardConfig | None = None,
+        out: Path | None = None,
+        rank: int = 0,
+        world: int = 1,
+        played: bool = False,
+    ):
+        load_tasks()
+        self.cfg = cfg or RewardConfig()
+        self.played = played
+        self.custom, self.functions = load_functions(self.cfg.reward)
+        self.judge = load_judge(self.cfg, out, rank, world)
+        self.pools: dict[str, Pool | InProcess] = {}  # by function; "" is the one that plain functions share
+        self.lock = threading.Lock()  # batches that are sampled ahead are submitted by threads of their own
+        # Of each response: by what grades it, in order, the results of a call and its place in them, once it was made
+        self.submitted: WeakKeyDictionary[Any, dict[str, tuple[Future[Result], int] | None]] = WeakKeyDictionary()
+        self.round = 0  # how many batches were collected
+        self.counts: Counter[str] = Counter()
+        self.failed: dict[int, Failure] = {}
+        self.first: dict[str, Any] = {}  # a row of each task
+        self.shown_kinds: set[tuple[str, str]] = set()  # of failures, printed in full
+        self.shown_step: int | None = -1  # the last one with a line on failures
+        self.rank = f"rank {rank}: " if world > 1 else ""
+        self.worked = False  # has any response of any process been graded yet?
+
+    def close(self) -> None:
+        """End the processes. The next call starts new ones."""
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
+
+    # who grades a row
+
+    def own(self, example: Any) -> str | None:
+        """Return what grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
+        task = task_name(example.data_source)
+        return self.custom.get(task) or self.custom.get("") or (task if task in reward.TASKS else None)
+
+    def keys(self, example: Any) -> list[str]:
+        """Return what grades a row: its own reward, and the judge."""
+        judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
+        return [key for key in (self.own(example), JUDGE if judged else None) if key]
+
+    def graded_elsewhere(self, example: Any) -> bool:
+        """Return whether something else than its task's own reward grades a row."""
+        own = self.own(example)
+        return own in self.functions or (own is None and (self.played or len(self.keys(example)) > 0))
+
+    # before the run
+
+    def check(self, examples: Sequence[Any]) -> dict[str, int]:
+        """Check the rows that their tasks' own rewards grade (`check_tasks`). Return the number of rows per task."""
+        rows = check_tasks(examples, self.graded_elsewhere)
+        for example in examples:
+            self.first.setdefault(task_name(example.data_source), example)
+        return rows
+
+    def unasked(self, examples: Iterable[Any]) -> Iterator[str]:
+        """Yield a warning for each task whose own reward expects a form of answer that prompts do not ask for.
+
+        Environments say in their own words what an answer looks like, so their prompts are not checked.
+        """
+        prompts: dict[Task, list[str]] = {}
+        for example in examples:
+            if not self.played and not self.graded_elsewhere(example):
+                task, text = find_task(example), "\n".join(message["content"] for message in example.messages)
+                if any(re.search(form, task.instruction) and not re.search(form, text) for form in FORMS):
+                    prompts.setdefault(task, []).append(text)
+        for task, texts in prompts.items():
+            yield (
+                f"prompts that do not ask for the form of answer that the reward of {task.name!r} expects: {len(texts)}"
+                f". The first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds: {task.instruction}"
+            )
+
+    def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
+        """Once all rows are checked: on `main`, grade two plausible responses to a row of each task in each stage (with
+        its first step), so that a broken function or option stops the run before a model loads."""
+        known = ", ".join(sorted(self.first))
+        for task in self.custom:
+            spec = f"--reward {task}={self.custom[task]}"
+            need(not task or task in self.first, f"{spec}: no row has the task {task!r}; there are {known}")
+        with self.uncounted(), Note("this was the trial call before the run"):
+            for step, stage in stages if main else ():
+                for task, example in self.first.items():
+                    own = self.own(example)
+                    reads = own is not None and "stage" in function_of(own, self.functions).takes
+                    useless = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
+                    need(reads or task not in stage.options, useless)
+                    if own in self.functions or task in stage.options:
+                        text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
+                        context = RewardContext(step=step, stage=stage)
+                        trial = [response_to(example, text, context=context) for _ in range(2)]
+                        for response in trial:
+                            self.submit(response, judged=False)
+                        self.collect(trial, errors="stop")
+
+    def check_worked(self, rollouts: Sequence[Any], gather: Callable[[Any], list[Any]]) -> None:
+        """Raise UserError if all responses of the first batch, just collected, failed on all processes; called by all
+        of them."""
+        if not self.worked:
+            lines = [failure.line for failure in self.failed.values()]
+            lines += [r.failure_line for r in rollouts if r.ended_by == "error"]
+            gathered = gather(lines if len(lines) == len(rollouts) else None)
+            if None not in gathered:
+                raise UserError(f"all of the first responses failed, as {sum(gathered, [])[0]}; correct that")
+            self.worked = True
+
+    # in the run
+
+    def submit(self, rollout: Any, judged: bool = True) -> None:
+        """Begin to grade a response; from any thread. Batch functions wait until all of a batch are there."""
+        example = rollout.prompt.example
+        keys = [key for key in self.keys(example) if key != JUDGE or judged]
+        if not keys and not self.played:
+            find_task(example)  # says what is missing
+        self.submitted[rollout] = dict.fromkeys(keys)
+        for key in keys:
+            if key == JUDGE or not function_of(key, self.functions).batch:
+                self._call(key, [rollout])
+
+    def collect(self, rollouts: Sequence[Any], errors: str | None = None) -> list[dict[str, float] | None]:
+        """Return the rewards of a batch's responses in their order, once all are there; None for one that is to be
+        dropped, as its reward failed. Raise what a reward raised if `errors` (default: --reward-errors) is "stop"."""
+        errors = errors or self.cfg.reward_errors
+        batches: dict[tuple, list[Any]] = {}
+        graded = [r for r in rollouts if r.ended_by != "error"]  # else its environment failed, and said so
+        for r in graded:
+            if r not in self.submitted:
+                self.submit(r)
+            for key in [key for key, called in self.submitted[r].items() if called is None]:
+                task, context = task_name(r.prompt.example.data_source), r.prompt.context or RewardContext()
+                options = task if task in context.stage.options else ""
+                batches.setdefault((key, options, context.step, id(context.stage)), []).append(r)
+        for (key, *_), members in batches.items():
+            self._call(key, members)
+        for pool in list(self.pools.values()):
+            pool.flush()
+        for future in {future: None for r in graded for future, _ in self.submitted[r].values()}:
+            self.counts.update(future.result()[1])
+        results = [self._total(r) for r in rollouts]
+        for r in graded:
+            del self.submitted[r]
+        self.round += 1
+        self.failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
+        if self.failed and errors == "stop":
+            raise next(iter(self.failed.values())).exception()
+        self._show_failures(rollouts, errors)
+        of_failed = None if errors == "drop" else {"reward": 0.0}
+        return [of_failed if i in self.failed else result or None for i, result in enumerate(results)]
+
+    def answered(self, rollouts: Sequence[Any]) -> int:
+        """Return how many of these are graded by now; for another thread to ask, while `collect` waits for them."""
+        calls = [list(self.submitted.get(r, {}).values()) for r in rollouts]
+        return sum(all(called and called[0].done() for called in of_response) for of_response in calls)
+
+    def pop_counts(self) -> Counter[str]:
+        """Return the counts since the last time."""
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the counts as they were: what is collected inside is not trained on."""
+        before = self.counts.copy()
+        try:
+            yield
+        finally:
+            self.counts = before
+
+    def _call(self, key: str, members: Sequence[Any]) -> None:
+        context = members[0].prompt.context or RewardContext()
+        items = [Item(r.text, r.prompt.example, r.finish_reason) for r in members]
+        options = context.stage.options.get(task_name(items[0].example.data_source), {})
+        call = Call(self.round, key, items, context.step, replace(context.stage, options=options))
+        future = self._pool(key).submit(call)
+        for place, r in enumerate(members):
+            self.submitted[r][key] = (future, place)
+
+    def _pool(self, key: str) -> Pool | InProcess:
+        """Return where a function is called: in this process, or in processes that all plain functions share; each
+        async function, and a judge, has one of its own."""
+        alone = key == JUDGE or function_of(key, self.functions).asynchronous
+        here = self.cfg.reward_workers == 0 and key != JUDGE
+        place = key if alone and not here else ""
+        with self.lock:
+            if place not in self.pools and here:
+                self.pools[place] = InProcess(self.functions)
+            elif place not in self.pools:
+                keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
+                setup = Setup(keys, self.judge.make if key == JUDGE else None, alone, self.cfg.reward_timeout)
+                size = 1 if alone else self.cfg.reward_workers
+                self.pools[place] = Pool(size, setup, CONCURRENT if alone else 1)
+            return self.pools[place]
+
+    def _total(self, rollout: Any) -> Outcome:
+        """Return the rewards of a response. With a judge: its score, and the total of the two. Of an episode the last
+        response is graded, and what its environment gave for each turn is added."""
+        if rollout.ended_by == "error":
+            return {} if rollout.finish_reason == "error" else {"reward": 0.0}
+        parts: dict[str, float] = {}
+        for key, (future, place) in self.submitted[rollout].items():
+            outcome = future.result()[0][place]
+            if isinstance(outcome, Failure):
+                return outcome
+            if key == JUDGE:
+                score, weight = outcome["reward"], self.judge.weight
+                outcome = {"judge": score, "reward": (1 - weight) * parts.get("reward", score) + weight * score}
+            parts |= outcome
+        if not rollout.is_episode:
+            return parts
+        turns = sum(rollout.turn_rewards)
+        total = rollout.discount * parts.get("reward", 0.0) + turns
+        return rollout.earned | parts | {"environment": turns, "reward": total}
+
+    def _show_failures(self, rollouts: Sequence[Any], errors: str) -> None:
+        """Count what failed; print the first of each kind in full, then at most a line a step."""
+        failed = self.failed
+        self.counts.update(f"reward/{failure.kind}" for failure in failed.values())
+        for i, failure in failed.items():
+            if (failure.kind, failure.what) not in self.shown_kinds:
+                self.shown_kinds.add((failure.kind, failure.what))
+                self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
+                          f"The first failure of its kind; with --reward-errors {errors} the run goes on")
+        step = rollouts[0].prompt.context.step if rollouts and rollouts[0].prompt.context else None
+        if failed and step != self.shown_step:
+            self.shown_step = step
+            kinds = Counter(failure.what for failure in failed.values())
+            kinds = ", ".join(f"{n} {what}" for what, n in kinds.most_common(3))
+            text = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {next(iter(failed.values())).line}"
+            if len(failed) == len(rollouts):
+                text += "\nwarning: ALL of them failed: nothing can be learnt from these responses"
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        print(f"{self.rank}{text}", file=sys.stderr)

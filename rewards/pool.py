@@ -1,0 +1,338 @@
+"""Processes that grade, as the trainer sees them, each with a thread that hands out calls and receives their results.
+
+Plain subprocesses: `spawn` of multiprocessing would import train.py, and so torch, again; `fork` is not safe with
+torch's, gloo's and CUDA's threads. A process that is late, or dies, is killed with all that it has started, and
+replaced: the call that it was at has failed, its others are repeated. Where several were under way (async functions)
+each of them is repeated alone, so that the guilty one is found. A process that was late within math-verify has not
+failed: the call is repeated, and knows that this comparison is wrong. A process dies with its trainer, however that
+ends, also within a call that never returns to Python.
+"""
+
+import asyncio
+import atexit
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+from reward import Outcome, counting
+from rewards.call import CAUGHT, CONCURRENT, Call, Item, Setup, fail, fail_late, run, run_async
+from rewards.functions import Function, function_of
+
+START_S = 300.0  # importing a user's file may load a model
+GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
+CHUNK_S = 0.05  # of work is handed to a process at a time
+MAX_CHUNK = 32  # calls
+SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
+MAX_LATE = 256  # late questions for math-verify that are remembered
+
+Result = tuple[list[Outcome], Counter[str]]  # of a call: an outcome for each item, and what was counted
+
+
+@dataclass(eq=False)
+class Job:
+    """A call that somebody waits for."""
+
+    call: Call
+    future: Future[Result] = field(default_factory=Future)
+    counts: Counter[str] = field(default_factory=Counter)  # of earlier tries
+    suspect: bool = False  # was under way, with others, in a process that died: to be repeated alone
+
+
+class Process:
+    """A process that makes calls, and what it was sent."""
+
+    def __init__(self, setup: Setup):
+        ours, theirs = socket.socketpair()
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, pack("ll", SEND_S, 0))
+        held, self.lifeline = os.pipe()  # the kernel closes it when this process ends
+        root = str(Path(__file__).resolve().parent.parent)
+        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(*map(int, sys.argv[1:]))"
+        fds = (theirs.fileno(), held)
+        with theirs:  # a session of its own: Ctrl-C is for the trainer
+            command = [sys.executable, "-c", code, *map(str, fds)]
+            self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
+        os.close(held)
+        self.conn = Connection(ours.detach())
+        self.conn.send(setup)
+        self.deadline = time.monotonic() + START_S
+        self.ready = False
+        self.jobs: dict[int, Job] = {}  # under way, in order
+        self.question: tuple[int, Any] | None = None  # a call's number, and what it has just asked math-verify
+        self.sent: set[int] = set()  # examples that it has, by id
+        self.round = -1
+
+    def send(self, jobs: Sequence[Job], limit: float) -> None:
+        """Hand out calls. An example is sent once a round, however many responses it has. Rounds may take turns: what
+        is kept from message to message depends on the first call's alone, as in Worker.receive."""
+        self.jobs |= {job.call.number: job for job in jobs}
+        self.deadline = time.monotonic() + limit
+        examples: dict[int, Any] = {}
+        calls = []
+        if jobs[0].call.round != self.round:
+            self.round = jobs[0].call.round
+            self.sent.clear()
+        for job in jobs:
+            items = [Item(item.response, id(item.example), item.finish_reason) for item in job.call.items]
+            new = {id(item.example): item.example for item in job.call.items if id(item.example) not in self.sent}
+            self.sent |= new.keys()
+            examples |= new
+            calls.append(replace(job.call, items=items))
+        self.conn.send((examples, calls))
+
+    def end(self, patience: float) -> str:
+        """Return how it ended: by itself within `patience` seconds, or killed now; with it all that it has started."""
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(patience)
+        code = self.popen.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        self.conn.close()
+        os.close(self.lifeline)
+        if code is None:
+            return "by breaking its connection to the trainer"
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+class Pool:
+    """Up to `size` processes that call the same functions, each `concurrent` at a time. They start with the first call
+    and are kept."""
+
+    def __init__(self, size: int, setup: Setup, concurrent: int = 1):
+        self.size = size
+        self.setup = setup
+        self.concurrent = concurrent
+        judging = setup.make_judge is not None  # a judge keeps its own time limits
+        self.limit = float("inf") if judging else setup.limit + (GRACE_S if setup.asynchronous else 0.0)
+        self.numbers = itertools.count()  # of calls
+        self.waiting: deque[Job] = deque()
+        self.threads: list[threading.Thread] = []
+        self.processes: list[Process] = []  # at most one of each thread
+        self.late: deque[tuple[int, Any]] = deque(maxlen=MAX_LATE)  # round, question for math-verify
+        self.pace = CHUNK_S  # seconds a call, lately
+        self.changed = threading.Condition()
+        self.closed = False
+        self.shown = False  # where the first late call was
+        self.pid = os.getpid()
+        atexit.register(self.close)
+
+    def submit(self, call: Call) -> Future[Result]:
+        """Begin a call."""
+        job = Job(replace(call, number=next(self.numbers)))
+        with self.changed:
+            self.waiting.append(job)
+            busy = [process for process in self.processes if process.jobs]
+            if len(self.threads) - len(busy) < len(self.waiting) and len(self.threads) < self.size:
+                self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
+                self.threads[-1].start()
+            elif busy and self.concurrent > 1:  # its thread does not look at what waits
+                self._dispatch(busy[0])
+            self.changed.notify()
+        return job.future
+
+    def flush(self) -> None:
+        """Do nothing: calls have begun when they are submitted."""
+
+    def close(self) -> None:
+        """End the processes and their threads. Those that are idle may tidy up for a second."""
+        if self.pid != os.getpid():  # a forked copy of the process that they belong to
+            return
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+            for process in self.processes:
+                if process.jobs or not process.ready:
+                    process.popen.kill()
+        for thread in list(self.threads):
+            thread.join(10.0)
+
+    # what follows runs in the threads
+
+    def _serve(self) -> None:
+        """Keep a process, and hand it calls."""
+        process = None
+        try:
+            while self._wait():
+                while process and process.conn.poll(0):  # it died, or its reward has forked and answers twice
+                    process = self._receive(process)
+                process = process or self._start()
+                if process:
+                    with self.changed:
+                        self._dispatch(process)
+                while process and process.jobs:
+                    process = self._receive(process)
+        except BaseException as error:
+            failure = RuntimeError("the thread that talks to --reward-workers failed")
+            failure.__cause__ = error
+            with self.changed:
+                for job in [*self.waiting, *(process.jobs.values() if process else ())]:
+                    job.future.set_exception(failure)
+                self.waiting.clear()
+        finally:
+            with self.changed:
+                self.threads.remove(threading.current_thread())
+            if process:
+                process.conn.close()  # it ends when it has tidied up
+                process.end(1.0)
+                self.processes.remove(process)
+
+    def _wait(self) -> bool:
+        """Wait for a call. Return whether there is one; if not, the pool closes."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closed)
+            return not self.closed
+
+    def _start(self) -> Process | None:
+        """Start a process. If none can start, all that waits has failed."""
+        process = Process(self.setup)
+        self.processes.append(process)
+        trace = ""
+        try:
+            if process.conn.poll(START_S):
+                kind, *more = process.conn.recv()
+                process.ready = kind == "ready"
+                trace = "".join(more)
+        except CAUGHT:  # it died
+            pass
+        if process.ready:
+            return process
+        how = process.end(1.0)
+        with self.changed:
+            self.processes.remove(process)
+            while self.waiting and not self.processes:
+                job = self.waiting.popleft()
+                why = f"no process for rewards could start: {how}"
+                job.future.set_result((fail(job.call, "errors", "no process", why, trace), job.counts))
+        return None
+
+    def _dispatch(self, process: Process) -> None:
+        """Hand out calls that wait to a process that has room."""
+        if not self.waiting or any(job.suspect for job in process.jobs.values()):
+            return
+        if self.waiting[0].suspect:
+            room = 0 if process.jobs else 1
+        elif self.concurrent > 1:
+            room = self.concurrent - len(process.jobs)
+        else:  # more at a time, as each message costs a wait, but not all to the first
+            room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // self.size))
+        jobs = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+        for job in jobs:
+            of_round = tuple(question for round, question in self.late if round == job.call.round)
+            job.call = replace(job.call, late=of_round)
+        if jobs:
+            try:
+                process.send(jobs, self.limit)
+            except OSError:  # it is dead, or does not read
+                process.popen.kill()
+
+    def _receive(self, process: Process) -> Process | None:
+        """Wait for a message of a process. Return it, or None if it died or had to be killed."""
+        left = process.deadline - time.monotonic() if process.jobs else 0.0
+        try:
+            if not process.conn.poll(None if left == float("inf") else max(0.0, left)):
+                is_late = time.monotonic() >= process.deadline  # a call handed out since then has moved it
+                return self._lose(process, late=True) if is_late else process
+            kind, number, *content = process.conn.recv()
+        except CAUGHT:  # it ended, or a reward wrote into descriptors that are not its own
+            return self._lose(process, late=False)
+        with self.changed:
+            process.deadline = time.monotonic() + self.limit
+            if kind == "limit":
+                seconds, question = content
+                process.question = (number, question) if question else None
+                process.deadline += seconds - self.limit if seconds else 0.0
+                return process
+            outcomes, counts, seconds = content
+            self.pace += 0.1 * (max(seconds, 1e-5) - self.pace)
+            job = process.jobs.pop(number, None)  # a reward that forked answers twice
+            if self.concurrent > 1:
+                self._dispatch(process)
+        if job:
+            job.counts.update(counts)
+            job.future.set_result((outcomes, job.counts))
+        return process
+
+    def _lose(self, process: Process, late: bool) -> None:
+        """Kill a process that is late, or end one that died, and decide about its calls."""
+        asked = process.jobs.get(process.question[0]) if process.question else None
+        if late and not asked and not self.shown:
+            self.shown = True
+            print("a reward is late; where it is:", file=sys.stderr)
+            process.popen.send_signal(signal.SIGUSR2)  # faulthandler writes it, whatever holds the interpreter
+            time.sleep(0.2)
+        how = process.end(0.0 if late else 1.0)
+        with self.changed:
+            self.processes.remove(process)
+            jobs = list(process.jobs.values())
+            if asked:  # the answer that math-verify looked at is wrong: no failure
+                asked.counts.update(["cas", "cas_timeout" if late else "cas_crash"])
+                self.late.append((asked.call.round, process.question[1]))
+            guilty = jobs[:1] if not asked and (self.concurrent == 1 or len(jobs) == 1) else []
+            again = jobs[len(guilty) :]
+            for job in again:
+                job.suspect = not guilty and not asked
+            self.waiting.extendleft(reversed(again))
+        for job in guilty:
+            results = fail(job.call, "errors", "ended process", f"the reward ended its process, {how}")
+            results = fail_late(job.call, self.setup.limit) if late else results
+            job.future.set_result((results, job.counts))
+
+
+class InProcess:
+    """Makes calls in this process when `flush` is called, without time limits: for debuggers."""
+
+    def __init__(self, functions: Mapping[str, Function]):
+        self.functions = functions
+        self.jobs: deque[Job] = deque()
+        self.runner: asyncio.Runner | None = None  # kept: what an async function opens belongs to its loop
+
+    def submit(self, call: Call) -> Future[Result]:
+        self.jobs.append(Job(call))
+        return self.jobs[-1].future
+
+    def flush(self) -> None:
+        """Make all calls that were submitted: those of async functions together, at the end."""
+        late: set[Any] = set()
+        together = []
+        while self.jobs:
+            job = self.jobs.popleft()
+            function = function_of(job.call.key, self.functions)
+            if function.asynchronous:
+                together.append((function, job))
+                continue
+            with counting(late) as counted:
+                outcomes = run(function, job.call)
+            job.future.set_result((outcomes, counted.counts))
+        if together:
+            self.runner = self.runner or asyncio.Runner()
+            self.runner.run(self._together(together))
+
+    async def _together(self, jobs: Sequence[tuple[Function, Job]]) -> None:
+        few = asyncio.Semaphore(CONCURRENT)
+
+        async def make(function: Function, job: Job) -> None:
+            async with few:
+                with counting() as counted:
+                    outcomes = await run_async(function, job.call, None)
+                job.future.set_result((outcomes, counted.counts))
+
+        await asyncio.gather(*(make(function, job) for function, job in jobs))
+
+    def close(self) -> None:
+        if self.runner:
+            self.runner.close()
