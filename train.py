@@ -57,7 +57,7 @@ from reward import RewardConfig, Rewards, give_rewards
 from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.custom import absolute_files
 from rollout import Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples, make_prompts
-from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting
+from settings import REQUIRED, Parser, add_settings, check_given, flag_of, never, read_settings, setting, typed
 from utils import Context, Meter, Stages, copy_together, dist_setup, print0, run_script
 
 
@@ -113,7 +113,7 @@ class State:
 
     step: int = 0  # steps done
     position: int = 0  # batches of prompts drawn
-    kl_coef: float = 0.0  # adaptive with --kl-target
+    kl_coef: float = 0.0  # adaptive with kl_target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
     curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
 
@@ -254,10 +254,10 @@ def update_policy(
             read = tokens if columns is batch.tokens else copy_together([columns[rows]], ctx.device)[0]
             out = models.policy(micro, cfg.rollout.temperature, head_loss, read)
             value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
-            (out.loss + algo.args["value_coef"] * value_loss).backward()
+            (out.loss + algo.value_coef * value_loss).backward()
             if models.critic:
                 value_loss = weighted_value_loss(models.critic(micro), tokens, algo, meter)
-                (algo.args["value_coef"] * value_loss).backward()
+                (algo.value_coef * value_loss).backward()
             policy_total += out.loss.detach().double()
             value_total += value_loss.detach().double()
             results.append(torch.stack([out.logp_K, out.entropy_K]))
@@ -311,7 +311,7 @@ def weighted_value_loss(
     """Return the value loss of a micro-batch, before its coefficient; 0 without values."""
     if value_K is None:
         return tokens.weights.new_zeros(())
-    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.args["value_clip"])
+    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.value_clip)
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
     return (tokens.weights * loss_K).sum()
@@ -333,7 +333,7 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, metrics: d
     moved = metrics.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and math.isfinite(metrics.get("policy/kl_ref", math.nan)):
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
+        kl_coef = grpo.adapt_kl(kl_coef, metrics["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
     memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
     return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
@@ -461,12 +461,12 @@ def main(cfg: Config) -> None:
 
 def say_origins(message: str, cfg: Config) -> str:
     """Add to each "--flag value" in a message where the value comes from, if the flag was not given."""
-    given = {word.partition("=")[0] for word in sys.argv}
+    given, settings = {word.partition("=")[0] for word in sys.argv}, cfg.flat()
     new = cfg.run.resume == "no" or (cfg.run.resume == "auto" and not Path(cfg.run.out, "checkpoints").exists())
     origin = "the default" if new else "from the run that is resumed"
-    for name, value in cfg.flat().items():
-        text = f"{flag_of(name)} {value}"
-        if flag_of(name) not in given:
+    for f in chain.from_iterable(fields(group.type) for group in fields(Config)):
+        text = typed(f, settings[f.name])
+        if flag_of(f.name) not in given and not any(word.startswith(f"{f.name}=") for word in sys.argv):
             message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
     return message
 

@@ -122,7 +122,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
          "to explore; raise --clip-high or --entropy-coef, lower --lr. Rising without end: steps are too large.",
          entropy),
         ("KL", kls, "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: "
-         "sync or engine are at fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the "
+         "sync or engine are at fault, see tis_cap. To the reference: grows slowly; fast: --kl-coef. To before the "
          "update: below 0.1.", kl),
         ("Response length", "response/tokens" in measured, "Grows or shrinks with what pays; a collapse is often a "
          "reward that is gamed. Truncated stays small; rising: raise --max-new-tokens, or --truncated penalise.",

@@ -131,5 +131,5 @@ def test_what_a_users_method_needs_is_computed(monkeypatch):
     by_step, anchored = grpo.Algorithm(adv="steps", group_size=4), grpo.Algorithm(loss="anchored", group_size=4)
     assert grpo.may_train(rewards_PG, reasons, by_step) == grpo.may_train(rewards_PG, reasons, anchored) == [True] * 8
     assert grpo.may_train(rewards_PG, reasons, grpo.Algorithm(group_size=4)) == [True] * 4 + [False] * 4
-    with pytest.raises(UserError, match="--norm-std group: --adv steps does not give each sample"):
+    with pytest.raises(UserError, match="--algo-args norm_std=group: --adv steps does not give each sample"):
         grpo.Algorithm(adv="steps", norm_std="group").check()
