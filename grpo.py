@@ -10,11 +10,12 @@ rows of a packing.TokenBatch).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from errors import UserError, nearest, need, refusing
+from errors import UserError, need
 from settings import setting
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -23,11 +24,11 @@ from settings import setting
 
 @dataclass(frozen=True)
 class Advantage:
-    """`function` maps rewards (P, G) to differences (P, G), whose std --norm-std then divides; or, `per_token`, it is
+    """`function` maps rewards (P, G) to differences (P, G), whose std `norm_std` then divides; or, `per_token`, it is
     called as function(rewards_BT, values_BT, mask_BT, algo) and returns advantages and returns, both (B, T)."""
 
     function: Callable
-    norm_std: str  # the default of --norm-std, as published
+    norm_std: str  # the default of Algorithm.norm_std, as published
     grouped: bool = True  # compares the samples of a prompt, so equal rewards mean no advantage
     per_token: bool = False
     needs_values: bool = False  # of a critic
@@ -50,7 +51,7 @@ def advantage(name: str, norm_std: str, **properties: bool) -> Callable:
 @advantage("grpo", norm_std="group")
 @advantage("dr_grpo", norm_std="none")
 def over_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """r - mean of the group. --norm-std then divides: for grpo by its std (DeepSeekMath, arXiv:2402.03300, section 4.1;
+    """r - mean of the group. `norm_std` then divides: for grpo by its std (DeepSeekMath, arXiv:2402.03300, section 4.1;
     Bessel's correction and + 1e-6 as in verl and TRL), for dr_grpo by nothing (arXiv:2503.20783, section 3.2)."""
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
 
@@ -64,7 +65,7 @@ def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 @advantage("reinforce++", norm_std="batch", grouped=False, per_token=True)
 def reward_to_go(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, algo: "Algorithm"):
-    """What is still to come of the reward and the KL penalties; --norm-std batch then makes that (r - mean) / std, over
+    """What is still to come of the reward and the KL penalties; norm_std "batch" then makes that (r - mean) / std, over
     the step.                                                                           arXiv:2501.03262, section 3"""
     return gae(rewards_BT, torch.zeros_like(rewards_BT), mask_BT, gamma=1.0, lam=1.0)
 
@@ -205,7 +206,7 @@ def advantages(
     """Advantages and (of a method per token) returns of a step's trained tokens, (N,) float64 each.
 
     `tokens` is the packing.TokenBatch of all of this rank's responses, whole groups in the order of rewards_PG; of its
-    columns, `values` are read by a method that needs them, and old_logps and ref_logps with --kl-in reward.
+    columns, `values` are read by a method that needs them, and old_logps and ref_logps with kl_in=reward.
     `task_rewards_PG` are the rewards before penalties for length: groups where they are equal have no signal under
     dynamic sampling. A reward that failed is NaN in both: the others of its group are compared without it. `counted_B`:
     responses that are trained on; a method per token is divided by their std alone.
@@ -351,9 +352,8 @@ def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
 @loss("sapo")
 def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-(4 / tau) sigmoid(tau (ratio - 1)) A, a smooth gate.                             arXiv:2511.20347, section 3"""
-    args = algo.args
-    tau_K = torch.full_like(advantages_K, args["sapo_tau_negative"])
-    tau_K = tau_K.masked_fill(advantages_K > 0, args["sapo_tau_positive"])
+    tau_K = torch.full_like(advantages_K, algo.sapo_tau_negative)
+    tau_K = tau_K.masked_fill(advantages_K > 0, algo.sapo_tau_positive)
     loss_K = -(4 / tau_K) * torch.sigmoid(tau_K * (log_ratio_K.exp() - 1)) * advantages_K
     return loss_K, torch.zeros_like(loss_K, dtype=torch.bool)
 
@@ -517,13 +517,7 @@ def token_weights(
 # Settings
 
 NORM_STD = ("group", "batch", "none")
-ALGO_ARGS: dict[str, float | None] = {  # --algo-args KEY=VALUE: parameters of one method, and their defaults
-    "value_coef": 0.5,  # weight of the value loss
-    "value_clip": 0.2,  # values are clipped to within this of the old ones; none: no clipping
-    "sapo_tau_positive": 1.0,  # as published
-    "sapo_tau_negative": 1.05,
-    "kl_horizon": 10_000.0,  # samples in which an adaptive coefficient can change by about a fifth; arXiv:1909.08593
-}
+key = partial(setting, key_of="algo_args")  # for what few change
 PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the defaults of Algorithm
     "grpo": {},
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
@@ -544,50 +538,43 @@ class Algorithm:
     algo: str = setting("grpo", "named settings, see docs/algorithms.md", choices=tuple(PRESETS))
     group_size: int = setting(8, "G, samples per prompt", least=1)
     adv: str = setting("grpo", "advantage, see docs/algorithms.md", choices=ADVANTAGES)
-    norm_std: str | None = setting(None, "std that divides it (default: as published)", choices=NORM_STD)
     loss: str = setting("clip", "see docs/algorithms.md", choices=LOSSES)
     clip_low: float = setting(0.2, "the ratio is clipped below 1 - this", above=0, most=1)
     clip_high: float = setting(0.2, "the ratio is clipped above 1 + this", above=0)
-    dual_clip: float | None = setting(None, "bound on a token's loss where A < 0 (default: none)", above=1)
     loss_agg: str = setting("token", "what counts the same: tokens, responses, or tokens over a constant",
                             choices=LOSS_AGGREGATIONS)
     truncated: str = setting("keep", "responses cut at --max-new-tokens: train on them, do not, or lower the reward of "
                              "overlong ones", choices=("keep", "mask", "penalise"))
-    tis_cap: float | None = setting(None, "weigh tokens by trainer / engine probability, at most this", above=0)
-    tis_mask: str | None = setting(None, "leave out responses whose geometric mean of trainer / engine is outside",
-                                   metavar="LOW,HIGH")
     sample_rounds: int = setting(1, "batches sampled at most until P groups have unequal rewards", least=1)
     epochs: int = setting(1, "passes over the rollouts of a step", least=1)
     minibatches: int = setting(1, "optimizer steps per pass", least=1)
-    old_policy: str = setting("trainer", "what the ratio compares with: the weights before the update, or those that "
-                              "sampled the token", choices=("trainer", "rollout"))
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", least=0)
     kl_coef: float = setting(0.0, "weight of the KL to the reference policy; 0 needs no reference", least=0)
     kl: str = setting("k3", "estimator of the KL", choices=KL_KINDS)
-    kl_in: str = setting("loss", "where the KL counts", choices=("loss", "reward"))
-    kl_target: float | None = setting(None, "adapt --kl-coef to keep the KL near this, nats a token", above=0)
-    ref_every: int = setting(0, "steps between copies of the policy into the reference; 0: it stays --model", least=0)
-    critic: str = setting("head", "with --adv gae: value head on the policy, or on a copy of the model",
-                          choices=("head", "separate"))
-    critic_warmup_steps: int = setting(0, "first steps in which only values are learnt", least=0)
-    gamma: float = setting(0.99, "discount per token; for long responses use 1", least=0, most=1)
-    lam: float = setting(0.95, "lambda of the advantage estimate (1 = whole returns, 0 = one step)", least=0, most=1)
-    algo_args: tuple[str, ...] = setting((), f"parameters of a method: {', '.join(ALGO_ARGS)}; docs/algorithms.md",
-                                         metavar="KEY=VALUE")
+
+    # Keys of --algo-args
+    norm_std: str | None = key(None, "std that divides the advantage (default: as published)", choices=NORM_STD)
+    dual_clip: float | None = key(None, "bound on a token's loss where A < 0 (default: none)", above=1)
+    tis_cap: float | None = key(None, "weigh tokens by trainer / engine probability, at most this", above=0)
+    tis_mask: str | None = key(None, "leave out responses whose geometric mean of trainer / engine is outside LOW,HIGH")
+    old_policy: str = key("trainer", "what the ratio compares with: the weights before the update, or those that "
+                          "sampled the token", choices=("trainer", "rollout"))
+    kl_in: str = key("loss", "where the KL counts", choices=("loss", "reward"))
+    kl_target: float | None = key(None, "adapt --kl-coef to keep the KL near this, nats a token", above=0)
+    kl_horizon: float = key(10_000.0, "samples in which that can change it by about a fifth; arXiv:1909.08593", above=0)
+    ref_every: int = key(0, "steps between copies of the policy into the reference; 0: it stays --model", least=0)
+    critic: str = key("head", "with --adv gae: value head on the policy, or on a copy of the model",
+                      choices=("head", "separate"))
+    critic_lr: float = key(1e-5, "peak learning rate of the value head or the separate critic", above=0)
+    critic_warmup_steps: int = key(0, "first steps in which only values are learnt", least=0)
+    value_coef: float = key(0.5, "weight of the value loss", above=0)
+    value_clip: float | None = key(0.2, "values are clipped to within this of the old ones; none: no clipping", above=0)
+    gamma: float = key(0.99, "discount per token; for long responses use 1", least=0, most=1)
+    lam: float = key(0.95, "lambda of the advantage estimate (1 = whole returns, 0 = one step)", least=0, most=1)
+    sapo_tau_positive: float = key(1.0, "steepness of sapo's gate where A > 0; as published", above=0)
+    sapo_tau_negative: float = key(1.05, "and where A < 0", above=0)
 
     # What follows from the settings, and what the loop asks
-    @property
-    def args(self) -> dict[str, float | None]:
-        """Return ALGO_ARGS with the values of --algo-args."""
-        args = dict(ALGO_ARGS)
-        for pair in self.algo_args:
-            key, _, text = pair.partition("=")
-            need(key in args, f"--algo-args {pair}: no such key{nearest(key, args)}; known: {', '.join(args)}")
-            with refusing(ValueError, f"--algo-args {pair}: give a number"):
-                args[key] = None if pair == "value_clip=none" else float(text)
-            need(args[key] is None or 0 < args[key] < math.inf, f"--algo-args {pair}: give a finite number above 0")
-        return args
-
     @property
     def std(self) -> str:
         return self.norm_std or ADVANTAGES[self.adv].norm_std
@@ -634,43 +621,45 @@ class Algorithm:
         how = ADVANTAGES[self.adv]
         adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.std, self.kl_coef
         several_per_response = how.per_token and (how.needs_values or self.kl_in_reward)
-        self.args  # noqa: B018  reads and checks them
-        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches} with --old-policy {self.old_policy}"
+        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches} with old_policy={self.old_policy}"
         need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
         need(size > 1 or self.sample_rounds == 1,
              f"--group-size {size}: --sample-rounds {self.sample_rounds} looks for unequal rewards; use at least 2")
         need(std != "group" or (how.grouped and not how.per_token),
-             f"--norm-std group: {adv} does not give each sample of a group one advantage; use batch or none")
+             f"--algo-args norm_std=group: {adv} does not give each sample of a group one advantage; use batch or none")
         need(std != "group" or not self.kl_in_reward,
-             f"--kl-in reward with --norm-std group (--kl-coef {kl_coef}): where the answers of a group earn the same, "
-             f"penalties of any size would become advantages of 1; use --norm-std batch or none, or --kl-in loss")
+             f"--algo-args kl_in=reward norm_std=group (--kl-coef {kl_coef}): where the answers of a group earn the "
+             f"same, penalties of any size would become advantages of 1; use norm_std=batch or none, or kl_in=loss")
         need(self.clip_low < 1 or self.loss == "cispo",
              f"--clip-low {self.clip_low}: must be below 1, except with --loss cispo, where 1 is no bound")
         need(LOSSES[self.loss].per_token or not several_per_response,
-             f"--loss {self.loss} weighs a response as a whole, but {adv} with --kl-in {self.kl_in} has an advantage "
+             f"--loss {self.loss} weighs a response as a whole, but {adv} with kl_in={self.kl_in} has an advantage "
              f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
              f"--loss reinforce is right for one update a step only, not for {updates}; use --loss clip")
         need(self.old_policy == "trainer" or (self.tis_cap is None and self.tis_mask is None),
-             "--old-policy rollout: the ratio is to what sampled already, and --tis-cap and --tis-mask would weigh by "
-             "it twice; leave them out, or use --old-policy trainer")
+             "--algo-args old_policy=rollout: the ratio is to what sampled already, and tis_cap and tis_mask would "
+             "weigh by it twice; leave them out, or use old_policy=trainer")
         need(self.kl_target is None or self.needs_reference,
-             f"--kl-target {self.kl_target} adapts a coefficient that --kl-coef {kl_coef} has not; set it above 0")
+             f"--algo-args kl_target={self.kl_target} adapts a coefficient, but --kl-coef is {kl_coef}; set it above 0")
         need(self.ref_every == 0 or self.needs_reference,
-             f"--ref-every {self.ref_every} refreshes a reference that only --kl-coef above 0 has")
+             f"--algo-args ref_every={self.ref_every} refreshes a reference that only --kl-coef above 0 has")
         need(self.critic_warmup_steps == 0 or how.needs_values,
-             f"--critic-warmup-steps {self.critic_warmup_steps}: {adv} has no critic")
-        need(self.critic == "head" or how.needs_values, f"--critic {self.critic}: {adv} has no critic; use --adv gae")
+             f"--algo-args critic_warmup_steps={self.critic_warmup_steps}: {adv} has no critic")
+        need(self.critic == "head" or how.needs_values,
+             f"--algo-args critic={self.critic}: {adv} has no critic; use --adv gae")
         need(self.kl_in == PRESETS[self.algo].get("kl_in", "loss") or self.needs_reference,
-             f"--kl-in {self.kl_in} places a KL that --kl-coef {kl_coef} leaves out; set it above 0, or --kl-in loss")
+             f"--algo-args kl_in={self.kl_in} places a KL that --kl-coef {kl_coef} leaves out; set it above 0, or use "
+             "kl_in=loss")
         need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
-             f"--dual-clip {self.dual_clip}: --loss {self.loss} is not bounded by it; use --loss clip or gspo")
+             f"--algo-args dual_clip={self.dual_clip}: --loss {self.loss} is not bounded by it; use --loss clip or "
+             "gspo")
         if self.tis_mask is not None:
             try:
                 low, high = self.tis_bounds
             except ValueError:
                 low, high = math.nan, math.nan
-            need(0 <= low < 1 < high, f"--tis-mask {self.tis_mask!r}: give LOW,HIGH around 1, such as 0.5,2")
+            need(0 <= low < 1 < high, f"--algo-args tis_mask={self.tis_mask}: give LOW,HIGH around 1, such as 0.5,2")
 
 
 def may_train(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:

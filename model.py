@@ -123,7 +123,8 @@ class ModelConfig:
             need(not targets, f"--lora-targets {targets}: there are no adapters without --lora-rank above 0")
             return
         told = f"with --lora-rank {self.lora_rank}"
-        need(not ref_every, f"--ref-every {ref_every}: {told} the reference is the policy without its adapters; use 0")
+        need(not ref_every, f"--algo-args ref_every={ref_every}: {told} the reference is the policy without its "
+             "adapters; use 0")
         frozen = f"--train-vision {self.train_vision}: {told} all weights are frozen; tower adapts the tower's blocks"
         need(self.train_vision in ("none", "tower"), frozen)
 

@@ -35,7 +35,7 @@ class TokenBatch:
     rollout_logps: Tensor  # the engine's log-probabilities; this and the rest fp32
     n_images: Tensor  # of the rollout
     weights: Tensor | None = None  # see grpo.token_weights; 0: not trained on
-    old_logps: Tensor | None = None  # of what the ratio compares with: --old-policy
+    old_logps: Tensor | None = None  # of what the ratio compares with: Algorithm.old_policy
     ref_logps: Tensor | None = None  # of the reference policy
     values: Tensor | None = None  # expected returns, under the weights before the update
     advantages: Tensor | None = None

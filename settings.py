@@ -24,7 +24,7 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import UserError, nearest, need
+from errors import UserError, nearest, need, refusing
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
@@ -54,14 +54,17 @@ def setting(
     positional: bool = False,
     from_run: Callable[[Any], bool] = always,
     part_of: str = "",
+    key_of: str = "",
     **bounds: float,
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
     `bounds`: least, above, most, below. `from_run` says whether a value (of a tuple: each item) may be taken from a
     run's folder, which may be a stranger's; see settings_of_run. `part_of` is the setting without which this one has no
-    effect."""
+    effect. With `key_of="algo_args"` it has no flag of its own but is a key of --algo-args KEY=VALUE: for what few
+    change."""
     more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
-    return field(default=default, kw_only=True, metadata=more | {"from_run": from_run, "part_of": part_of})
+    more |= {"from_run": from_run, "part_of": part_of, "key_of": key_of}
+    return field(default=default, kw_only=True, metadata=more)
 
 
 def flag_of(name: str) -> str:
@@ -71,6 +74,21 @@ def flag_of(name: str) -> str:
 def flag_text(name: str, value: Any) -> str:
     """Return a setting as it is typed: the flag and its value or values."""
     return shlex.join([flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])])
+
+
+def typed(f: Field, value: Any) -> str:
+    """Return a setting as it is typed: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
+    section = f.metadata["key_of"]
+    return f"{flag_of(section)} {f.name}={value}" if section else flag_text(f.name, value)
+
+
+def parse_key(f: Field, hint: Any, text: str) -> Any:
+    """Return the value of a key: "default" takes back what a resumed run has."""
+    kind, _, may_be_none = parts_of(hint)
+    if text == "default" or (text == "none" and may_be_none):
+        return f.default if text == "default" else None
+    with refusing(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
+        return kind(text)
 
 
 def parts_of(hint: Any) -> tuple[type, bool, bool]:
@@ -95,6 +113,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, **more: Any):
         raw_text = {"formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(description=description, allow_abbrev=False, **raw_text | more)
+        self.keys: dict[str, dict[str, tuple[Field, Any]]] = {}  # of --algo-args and the like: settings, their types
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         """Unknown flags come first: what else is wrong may follow from them."""
@@ -103,8 +122,18 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
-                self.error(f"unknown flag {flag}{nearest(flag, flags)}")
-        return super().parse_known_args(args, namespace)
+                name = flag.removeprefix("--").replace("-", "_")
+                keyed = [f"; use {flag_of(part)} {name}=VALUE" for part, keys in self.keys.items() if name in keys]
+                self.error(f"unknown flag {flag}{''.join(keyed) or nearest(flag, flags)}")
+        parsed, rest = super().parse_known_args(args, namespace)
+        for section, keys in self.keys.items():
+            for pair in vars(parsed).pop(section, ()):
+                key, equals, text = pair.partition("=")
+                told = f"{flag_of(section)} {pair}: no such key{nearest(key, keys)}; known: {', '.join(keys)}"
+                need(key in keys, told)
+                need(equals, f"{flag_of(section)} {pair}: give KEY=VALUE")
+                setattr(parsed, key, parse_key(*keys[key], text))
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -124,10 +153,16 @@ def add_settings(parser: Parser, cls: type) -> None:
     """A dataclass's own settings, not those of its bases, as a group of flags. One that is not given is absent in what
     is parsed."""
     group = parser.add_argument_group(cls.__doc__.splitlines()[0])
+    hints = get_type_hints(cls)
+    for section in dict.fromkeys(f.metadata["key_of"] for f in fields(cls) if f.metadata["key_of"]):
+        parser.keys[section] = {f.name: (f, hints[f.name]) for f in fields(cls) if f.metadata["key_of"] == section}
+        shown = f"{', '.join(parser.keys[section])}; docs/algorithms.md"
+        options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
+        group.add_argument(flag_of(section), help=shown, metavar="KEY=VALUE", **options)
     for f in fields(cls):
-        if f.name not in cls.__annotations__:
+        if f.name not in cls.__annotations__ or f.metadata["key_of"]:
             continue
-        kind, many, may_be_none = parts_of(get_type_hints(cls)[f.name])
+        kind, many, may_be_none = parts_of(hints[f.name])
         choices, positional = f.metadata["choices"], f.metadata["positional"]
         metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
         options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
@@ -177,7 +212,7 @@ def settings_of_run(
         kept[f.name] = value = run[f.name]
         items = value if isinstance(value, list) else [] if value is None else [value]
         withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
-    told = " ".join(flag_text(f.name, run[f.name]) for f in withheld)
+    told = " ".join(typed(f, run[f.name]) for f in withheld)
     without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
     need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
          f"not taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
@@ -196,9 +231,9 @@ def naming_origins(values: Mapping[str, Any], origin: str) -> Iterator[None]:
 def add_origins(message: str, values: Mapping[str, Any], origin: str) -> str:
     given = {word.partition("=")[0] for word in sys.argv}
     for name, value in values.items():
-        text = f"{flag_of(name)} {value}"
-        if flag_of(name) not in given:
-            message = re.sub(rf"{re.escape(text)}(?!\w|\.\d)", f"{text} ({origin})", message, count=1)
+        if flag_of(name) not in given and name not in given:
+            as_typed = rf"({flag_of(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
+            message = re.sub(as_typed, rf"\g<0> ({origin})", message, count=1)
     return message
 
 
@@ -207,10 +242,10 @@ def check_setting(f: Field, hint: type, value: object) -> None:
     kind, many, may_be_none = parts_of(hint)
     if may_be_none and value is None:
         return
-    flag, choices, bounds = flag_of(f.name), f.metadata["choices"], f.metadata["bounds"]
-    need(isinstance(value, tuple) or not many, f"{flag} {value}: must be a list")
+    choices, bounds = f.metadata["choices"], f.metadata["bounds"]
+    need(isinstance(value, tuple) or not many, f"{typed(f, value)}: must be a list")
     for item in value if many else (value,):
-        told = f"{flag} {item}: must be"
+        told = f"{typed(f, item)}: must be"
         need(isinstance(item, int | float if kind is float else kind), f"{told} of type {kind.__name__}")
         need(not choices or item in choices, f"{told} one of {', '.join(choices)}")
         within = " and ".join(f"{WORDS[name]} {bound}" for name, bound in bounds.items())

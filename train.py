@@ -72,7 +72,7 @@ class State:
 
     step: int = 0  # steps done
     position: int = 0  # batches of prompts drawn
-    kl_coef: float = 0.0  # adaptive with --kl-target
+    kl_coef: float = 0.0  # adaptive with kl_target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
     curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
 
@@ -225,10 +225,10 @@ def update_policy(
             read = tokens if columns is batch.tokens else copy_together([columns[rows]], ctx.device)[0]
             out = models.policy(micro, cfg.rollout.temperature, head_loss, read)
             value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
-            (out.loss + algo.args["value_coef"] * value_loss).backward()
+            (out.loss + algo.value_coef * value_loss).backward()
             if models.critic:
                 value_loss = weighted_value_loss(models.critic(micro), tokens, algo, meter)
-                (algo.args["value_coef"] * value_loss).backward()
+                (algo.value_coef * value_loss).backward()
             policy_total += out.loss.detach().double()
             value_total += value_loss.detach().double()
             results.append(torch.stack([out.logp_K, out.entropy_K]))
@@ -282,7 +282,7 @@ def weighted_value_loss(
     """Return the value loss of a micro-batch, before its coefficient; 0 without values."""
     if value_K is None:
         return tokens.weights.new_zeros(())
-    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.args["value_clip"])
+    loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.value_clip)
     real = tokens.weights > 0
     meter.add("value/clipped", clipped_K[real].sum(), real.sum())
     return (tokens.weights * loss_K).sum()
@@ -304,7 +304,7 @@ def next_state(state: State, pool: GroupPool, curriculum: Curriculum, row: dict[
     moved = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and abs(row.get("policy/kl_ref", infinite)) < infinite:
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.args["kl_horizon"])
+        kl_coef = grpo.adapt_kl(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
     memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
     return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
 

@@ -60,7 +60,7 @@ PER_ROUND = 256  # samples, with the demo's settings
 SIDES = ("trl", "ours")
 LEVELS = {"shapes": 0.9, "digits": 0.5}  # of accuracy; both sides' times to it are compared
 # In a single update every ratio is 1, and three losses would be GRPO's; a critic's default lr is for large models
-MORE = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--critic-lr", "1e-3"]}
+MORE = dict.fromkeys(("gspo", "cispo", "sapo"), ["--minibatches", "4"]) | {"ppo": ["--algo-args", "critic_lr=1e-3"]}
 
 
 SHORT = "--steps 2 --eval-every 1 --prompts-per-step 3 --group-size 2 --warmup-steps 1 --max-new-tokens 6"

@@ -77,7 +77,7 @@ LOSS_TYPES = {
     "seq": ("--loss-agg seq", {"loss_type": "grpo"}),
     "const": ("--loss-agg const", {"loss_type": "dr_grpo"}),
     "bnpo": (
-        "--dual-clip 1.3",
+        "--algo-args dual_clip=1.3",
         {"loss_type": "bnpo", "delta": 1.3},
     ),  # all tokens of the batch count the same; here it is the step
     "higher": ("--clip-high 0.28", {"loss_type": "dapo", "epsilon_high": 0.28}),

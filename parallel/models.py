@@ -27,7 +27,6 @@ class OptimConfig:
 
     lr: float = setting(1e-6, "peak learning rate", above=0)
     vision_lr: float | None = setting(None, "of what trains of the vision tower (default: --lr)", above=0)
-    critic_lr: float = setting(1e-5, "of the value head or the separate critic", above=0)
     schedule: str = setting("constant", "after the warm-up; cosine ends at 0", choices=("constant", "cosine"))
     warmup_steps: int = setting(0, "steps of linear warm-up", least=0)
     weight_decay: float = setting(0.01, "AdamW's", least=0)
@@ -134,12 +133,12 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
         return place(policy)
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
-    optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, optim.critic_lr, optim.vision_lr)
+    optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, algo.critic_lr, optim.vision_lr)
     models = Models(policy, optimizer, dtype=dtype, parts=saved_parts(model, algo))
     models.saved["policy"] = policy, optimizer
     if algo.needs_values and algo.critic == "separate":
         models.critic = build(Critic)
-        models.critic_optimizer = sharding.make_optimizer(models.critic, optim.critic_lr, optim.weight_decay)
+        models.critic_optimizer = sharding.make_optimizer(models.critic, algo.critic_lr, optim.weight_decay)
         models.saved["critic"] = models.critic, models.critic_optimizer
     if algo.needs_reference and lora:
         models.reference = AdaptersOff(policy)

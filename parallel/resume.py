@@ -128,7 +128,7 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
         return None
     held = checkpoint.read_trainer(start).get("parts", [])
     told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
-    need(held == parts, f"--resume {start}: {told}; keep --adv, --critic, --ref-every and --lora-rank as they were")
+    need(held == parts, f"--resume {start}: {told}; keep --adv, --lora-rank and the --algo-args critic and ref_every")
     fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
     for name, (was, now) in changes(run_args(start), settings).items():
         told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"

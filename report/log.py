@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from report.summary import run_summary
 from report.warnings import Warnings
 from report.writer import Shown, Writer, find_drawing
 from rollout import StartOf
-from settings import flag_of
+from settings import typed
 from utils import Context, Meter, print0
 
 HEAD_EVERY = 20  # steps between lines that name the columns
@@ -290,6 +290,7 @@ def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
     preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
     other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
-    given = [f"{flag_of(name)} {value} instead of {preset[name]}" for name, value in other.items()]
-    named = ", ".join(f"{flag_of(name)} {value}" for name, value in PRESETS[algo.algo].items()) or "the defaults"
+    known = {f.name: f for f in fields(algo)}
+    given = [f"{typed(known[name], value)} instead of {preset[name]}" for name, value in other.items()]
+    named = ", ".join(typed(known[name], value) for name, value in PRESETS[algo.algo].items()) or "the defaults"
     return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")

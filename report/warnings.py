@@ -107,6 +107,6 @@ class Warnings:
         if self.stale or not now or now[0] < MISMATCH or now[0] < MISMATCH_RISE * now[1]:
             return None
         return (
-            f"rollout/kl grew to {now[0]:.3g} nats, from {now[1]:.3g}: engine and trainer drift apart; --tis-cap 2 "
-            "(and --tis-mask 0.5,2) bounds what it does, --dtype float32 or --rollout hf shows where it comes from"
+            f"rollout/kl grew to {now[0]:.3g} nats, from {now[1]:.3g}: engine and trainer drift apart; --algo-args "
+            "tis_cap=2 tis_mask=0.5,2 bounds what it does, --dtype float32 or --rollout hf shows where it comes from"
         )

@@ -30,7 +30,7 @@ for seed in $SEEDS; do
         more=""
         case $algo in
             gspo | cispo | sapo) more="--minibatches 4" ;;
-            ppo) more="--critic-lr 1e-3" ;;
+            ppo) more="--algo-args critic_lr=1e-3" ;;
         esac
         [ -f "$d/$algo/checkpoints/step_$(printf %06d "$steps")/trainer.json" ] && continue
         # shellcheck disable=SC2086

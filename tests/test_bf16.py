@@ -27,11 +27,11 @@ LOSSES = [
     "sapo",
     "rloo",
     "reinforce++ --kl-coef 0",
-    "ppo --critic separate",
-    "grpo --dual-clip 1.5",
+    "ppo --algo-args critic=separate",
+    "grpo --algo-args dual_clip=1.5",
     *(f"grpo --kl-coef 0.1 --kl {kind}" for kind in grpo.KL_KINDS),
     "grpo --entropy-coef 0.05",
-    "grpo --tis-cap 1.01 --tis-mask 0.9,1.1",
+    "grpo --algo-args tis_cap=1.01 tis_mask=0.9,1.1",
 ]
 
 

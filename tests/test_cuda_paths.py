@@ -29,7 +29,7 @@ MORE_RUNS = {
     "Qwen3.5 MoE": "--attn flex --family qwen3_5_moe",
     "tower's LoRA": "--attn flex --lora-rank 4 --train-vision tower",
     "checkpointed MoE": "--attn flex --grad-checkpointing --family qwen3_vl_moe",
-    "offloaded reference": "--attn flex --algo ppo --critic separate --kl-coef 0.1 --offload reference",
+    "offloaded reference": "--attn flex --algo ppo --algo-args critic=separate --kl-coef 0.1 --offload reference",
 }
 # The runs that CI makes: flex and flash attention, fp32 and bf16, and a separate critic
 QUICK = ("float32", "flash, triton", "PPO, separate critic")

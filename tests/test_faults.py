@@ -461,7 +461,8 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
 def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_path):
     """Equal rewards, and a policy that is still its reference: no gradient, and a KL of 0 that would lower the
     coefficient."""
-    start("return 1.0", "--algo", "rloo", "--kl-coef", 0.1, "--kl-in", "reward", "--kl-target", 0.01, "--steps", 3)
+    args = ("--algo-args", "kl_in=reward", "kl_target=0.01")
+    start("return 1.0", "--algo", "rloo", "--kl-coef", 0.1, *args, "--steps", 3)
     logged = rows(tmp_path / "out")
     assert [row["kl/coef"] for row in logged] == [0.1] * 3 and {row["update/steps"] for row in logged} == {0}
 

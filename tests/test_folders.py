@@ -121,7 +121,7 @@ def test_every_setting_that_is_text_was_decided():
             if parts_of(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
                 free |= {f.name} if f.metadata["from_run"]("x.py:y") else set()
     paths = {"model", "data", "eval_data", "image_root"}  # read as what they are, and sent nowhere
-    names = {"family_paths", "lora_targets", "algo_args", "data_source", "instruction"}
+    names = {"family_paths", "lora_targets", "data_source", "instruction"}
     names |= {"prompt_key", "image_key", "answer_key"}
     judge = {"judge"}  # but template and key_env
     assert free == paths | names | judge | {"resume", "tis_mask"}

@@ -1,7 +1,8 @@
 """What a token weighs, which responses count, and which settings are refused.   pytest tests/test_grpo.py"""
 
 import math
-from dataclasses import FrozenInstanceError
+import re
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import grpo
 import packing
 from errors import UserError
 from grpo import Algorithm
-from settings import read_settings
+from settings import read_settings, typed
 
 # Loss weights --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ def test_what_a_users_method_needs_is_computed(monkeypatch):
     by_step, anchored = Algorithm(adv="steps", group_size=4), Algorithm(loss="anchored", group_size=4)
     assert grpo.may_train(rewards_PG, reasons, by_step) == grpo.may_train(rewards_PG, reasons, anchored) == [True] * 8
     assert grpo.may_train(rewards_PG, reasons, Algorithm(group_size=4)) == [True] * 4 + [False] * 4
-    with pytest.raises(UserError, match="--norm-std group: --adv steps does not give each sample"):
+    with pytest.raises(UserError, match="--algo-args norm_std=group: --adv steps does not give each sample"):
         Algorithm(adv="steps", norm_std="group").check()
 
 
@@ -144,25 +145,25 @@ KL = {"kl_coef": 0.1, "kl_in": "reward"}
 REFUSED = [  # what is refused, the message, and the change that makes it right
     ({"group_size": 1}, "--group-size 1: --adv grpo compares samples of one prompt", {"adv": "reinforce++"}),
     ({"group_size": 1, "adv": "gae", "sample_rounds": 2}, "--group-size 1: --sample-rounds 2", {"group_size": 2}),
-    ({"adv": "gae", "norm_std": "group"}, "--norm-std group: --adv gae does not give each", {"norm_std": "batch"}),
-    (KL, "--kl-in reward with --norm-std group.*--norm-std batch or none", {"norm_std": "batch"}),
+    ({"adv": "gae", "norm_std": "group"}, "norm_std=group: --adv gae does not give each", {"norm_std": "batch"}),
+    (KL, "kl_in=reward norm_std=group.*norm_std=batch or none", {"norm_std": "batch"}),
     ({"clip_low": 1.0}, "--clip-low 1.0: must be below 1, except with --loss cispo", {"loss": "cispo"}),
     ({"adv": "gae", "loss": "gspo"}, "--loss gspo weighs a response as a whole, but --adv gae", {"loss": "clip"}),
-    ({"adv": "reinforce++", "loss": "gspo", **KL}, "with --kl-in reward has an advantage per token", {"kl_in": "loss"}),
+    ({"adv": "reinforce++", "loss": "gspo", **KL}, "with kl_in=reward has an advantage per token", {"kl_in": "loss"}),
     ({"loss": "reinforce", "epochs": 2}, "--loss reinforce is right for one update.* --epochs 2 x", {"epochs": 1}),
     ({"loss": "reinforce", "minibatches": 2}, "not for --epochs 1 x --minibatches 2", {"minibatches": 1}),
-    ({"loss": "reinforce", "old_policy": "rollout"}, "with --old-policy rollout; use", {"old_policy": "trainer"}),
-    ({"tis_cap": 2.0, "old_policy": "rollout"}, "--tis-cap and --tis-mask would weigh by it twice", {"tis_cap": None}),
+    ({"loss": "reinforce", "old_policy": "rollout"}, "with old_policy=rollout; use", {"old_policy": "trainer"}),
+    ({"tis_cap": 2.0, "old_policy": "rollout"}, "tis_cap and tis_mask would weigh by it twice", {"tis_cap": None}),
     ({"tis_mask": "0.5,2", "old_policy": "rollout"}, "would weigh by it twice", {"old_policy": "trainer"}),
-    ({"kl_target": 0.1}, "--kl-target 0.1 adapts a coefficient that --kl-coef 0.0 has not", {"kl_coef": 0.1}),
-    ({"ref_every": 5}, "--ref-every 5 refreshes a reference that only --kl-coef", {"kl_coef": 0.1}),
-    ({"critic_warmup_steps": 2}, "--critic-warmup-steps 2: --adv grpo has no critic", {"adv": "gae"}),
-    ({"critic": "separate"}, "--critic separate: --adv grpo has no critic; use --adv gae", {"adv": "gae"}),
-    ({"kl_in": "reward"}, "--kl-in reward places a KL that --kl-coef 0.0 leaves out", {"kl_in": "loss"}),
-    ({"algo": "reinforce++", "adv": "reinforce++"}, "--kl-in loss places a KL that", {"kl_in": "reward"}),
-    *(({"loss": loss, "dual_clip": 3.0}, f"--dual-clip 3.0: --loss {loss} is not bounded by it", {"dual_clip": None})
+    ({"kl_target": 0.1}, "--algo-args kl_target=0.1 adapts a coefficient, but --kl-coef is 0.0", {"kl_coef": 0.1}),
+    ({"ref_every": 5}, "--algo-args ref_every=5 refreshes a reference that only --kl-coef", {"kl_coef": 0.1}),
+    ({"critic_warmup_steps": 2}, "--algo-args critic_warmup_steps=2: --adv grpo has no critic", {"adv": "gae"}),
+    ({"critic": "separate"}, "--algo-args critic=separate: --adv grpo has no critic; use --adv gae", {"adv": "gae"}),
+    ({"kl_in": "reward"}, "kl_in=reward places a KL that --kl-coef 0.0 leaves out", {"kl_in": "loss"}),
+    ({"algo": "reinforce++", "adv": "reinforce++"}, "--algo-args kl_in=loss places a KL that", {"kl_in": "reward"}),
+    *(({"loss": loss, "dual_clip": 3.0}, f"dual_clip=3.0: --loss {loss} is not bounded by it", {"dual_clip": None})
       for loss in ("cispo", "sapo", "reinforce")),
-    *(({"tis_mask": mask}, f"--tis-mask '{mask}': give LOW,HIGH around 1", {"tis_mask": "0,1.01"})
+    *(({"tis_mask": mask}, f"--algo-args tis_mask={mask}: give LOW,HIGH around 1", {"tis_mask": "0,1.01"})
       for mask in ("2,3", "0.5,1", "1,2", "-0.1,2", "0.5", "low,high", "0.1,0.5,2")),
 ]  # fmt: skip
 
@@ -201,5 +202,6 @@ def test_a_setting_takes_what_it_allows_and_nothing_beyond(name):
     for value in allowed:
         assert getattr(read_settings(Algorithm, {name: value}), name) == value
     for value in beyond:
-        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value}: must be "):
+        [setting] = [f for f in fields(Algorithm) if f.name == name]
+        with pytest.raises(UserError, match=re.escape(f"{typed(setting, value)}: must be ")):
             read_settings(Algorithm, {name: value})

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from scoring import score_batch  # noqa: E402
 
 import reward  # noqa: E402
-from reward import RewardConfig, RewardContext, counting  # noqa: E402
+from reward import RewardConfig, counting  # noqa: E402
 from rewards.grade import Grader, Response, check_tasks, response_to, score  # noqa: E402
 from tasks import _math_verify, geometry  # noqa: E402
 

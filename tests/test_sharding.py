@@ -27,8 +27,8 @@ CASES = [
     "--train-vision all --algo ppo --epochs 1",
     "--lora-rank 4 --train-vision tower --grad-checkpointing",
     "--algo gspo --entropy-coef 0.01 --train-vision merger --epochs 2",
-    "--algo ppo --epochs 2 --critic separate --kl-coef 0.1 --kl-in reward",
-    "--tis-cap 1.5 --tis-mask 0.8,1.25 --norm-std batch",
+    "--algo ppo --epochs 2 --algo-args critic=separate --kl-coef 0.1 --algo-args kl_in=reward",
+    "--algo-args tis_cap=1.5 tis_mask=0.8,1.25 norm_std=batch",
 ]
 
 
@@ -61,9 +61,9 @@ def test_tensor_parallel_and_replicas_equal_one_process(toys, tmp_path):
 LOSSES = [
     "--algo gspo --clip-low 0.05 --clip-high 0.05",
     "--loss spread",  # of parity_worker.py
-    "--tis-mask 0.8,1.25",
-    "--algo gspo --clip-low 0.1 --clip-high 0.1 --tis-mask 0.8,1.25 --entropy-coef 0.05",
-    "--algo sapo --tis-cap 1.5 --tis-mask 0.8,1.25 --kl-coef 0.1",
+    "--algo-args tis_mask=0.8,1.25",
+    "--algo gspo --clip-low 0.1 --clip-high 0.1 --algo-args tis_mask=0.8,1.25 --entropy-coef 0.05",
+    "--algo sapo --algo-args tis_cap=1.5 tis_mask=0.8,1.25 --kl-coef 0.1",
     "--algo dapo",
 ]
 

@@ -233,17 +233,17 @@ ALGORITHMS = [
     "--algo cispo --clip-high 0.1 --epochs 2",
     "--algo sapo --epochs 2",
     "--algo rloo",
-    "--algo grpo --norm-std batch --dual-clip 1.2 --epochs 2",
+    "--algo grpo --algo-args norm_std=batch dual_clip=1.2 --epochs 2",
     "--algo reinforce++",
     "--algo reinforce++ --kl-coef 0 --epochs 2",
     "--algo grpo --kl-coef 0.1 --epochs 2",
-    "--algo rloo --kl-coef 0.1 --kl-in reward",
+    "--algo rloo --kl-coef 0.1 --algo-args kl_in=reward",
     "--algo grpo --entropy-coef 0.05",
     "--algo grpo --kl-coef 0.1 --lora-rank 4 --epochs 2",
     "--algo grpo --lora-rank 4 --train-vision tower --grad-checkpointing --epochs 2",
-    "--algo grpo --tis-cap 1.5 --tis-mask 0.8,1.25",
+    "--algo grpo --algo-args tis_cap=1.5 tis_mask=0.8,1.25",
     "--algo ppo --epochs 1",
-    "--algo ppo --epochs 2 --critic separate --kl-coef 0.1 --kl-in reward --train-vision all",
+    "--algo ppo --epochs 2 --algo-args critic=separate --kl-coef 0.1 --algo-args kl_in=reward --train-vision all",
 ]
 
 
@@ -321,8 +321,8 @@ def often_ending(model):
 
 # All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
 EVERYTHING = (
-    "--algo ppo --epochs 1 --critic-lr 1e-3 --critic-warmup-steps 1 --kl-coef 0.1 --kl-in reward --kl-target 0.01 "
-    "--ref-every 4 --sample-rounds 4 --truncated penalise"
+    "--algo ppo --epochs 1 --algo-args critic_lr=1e-3 critic_warmup_steps=1 kl_in=reward kl_target=0.01 ref_every=4 "
+    "--kl-coef 0.1 --sample-rounds 4 --truncated penalise"
 ).split()
 
 EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-tokens", 60]
@@ -412,10 +412,10 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
         ppo = [
             "--algo",
             "ppo",
-            "--critic",
-            "separate",
-            "--critic-lr",
-            "1e-3",
+            "--algo-args",
+            "critic=separate",
+            "--algo-args",
+            "critic_lr=1e-3",
             "--epochs",
             1,
             "--save-every",
@@ -427,7 +427,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
 
     run(command("whole", 3))
     run(command("cut", 2))
-    refused = run([*command("cut", 3, "--critic", "head"), "--resume", "auto"], check=False)
+    refused = run([*command("cut", 3, "--algo-args", "critic=head"), "--resume", "auto"], check=False)
     assert refused.returncode == 1 and "it holds critic; asked for is value_head; keep --adv" in refused.stderr
     run([*command("cut", 3), "--resume", "auto"])
     assert (
@@ -747,7 +747,7 @@ CASES = [
     ("good", {"--lora-targets": "q_proj"}, "--lora-targets q_proj: there are no adapters without --lora-rank"),
     (
         "good",
-        {"--lora-rank": "4", "--kl-coef": "0.1", "--ref-every": "2"},
+        {"--lora-rank": "4", "--kl-coef": "0.1", "--algo-args": "ref_every=2"},
         "the reference is the policy without its adapters",
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
@@ -769,6 +769,7 @@ CASES = [
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
     ("good", {"--min-pixels": "4000000"}, r"--min-pixels 4000000 is over --max-pixels [0-9]+ \(the model's own\)"),
     ("good", {"--max-pixels": "100"}, r"--min-pixels [0-9]+ \(the model's own\) is over --max-pixels 100;"),
+    ("good", {"--algo-args": "value_klip=1"}, "--algo-args value_klip=1: no such key; nearest: value_clip"),
     ("good", {"--vllm": "kv_cache_dtype=fp8"}, "--vllm kv_cache_dtype=fp8: the engine is --rollout hf"),
     ("good", {"--grace-seconds": "0"}, "--grace-seconds 0.0: must be above 0"),
     ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
@@ -835,7 +836,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
     assert "row 2: image 0" in done.stdout and "left out: 1 unreadable, 0 over --max-prompt-tokens" in done.stdout
 
 
-GONE = ["--group", "--rollout-tp", "--top-p", "--target-kl", "--overlong-buffer", "--limit-images", "--freeze-vision"]
+GONE = ["--gamma", "--group", "--rollout-tp", "--top-p", "--target-kl", "--overlong-buffer", "--freeze-vision"]
 
 
 @pytest.mark.parametrize("flag", GONE)
@@ -851,7 +852,7 @@ def test_flags_that_are_not_there_are_refused(flag, capsys):
         ("--adv", "grpo dr_grpo rloo reinforce++ gae"),
         ("--loss", "clip gspo cispo sapo reinforce"),
         ("--algo", "grpo dr_grpo dapo gspo cispo sapo rloo reinforce++ ppo"),
-        ("--norm-std", "group batch none"),
+        ("--algo-args norm_std=", "group batch none"),
         ("--loss-agg", "token seq const"),
         ("--kl", "k1 k2 k3"),
         ("--train-vision", "none merger tower all"),
@@ -861,7 +862,8 @@ def test_flags_that_are_not_there_are_refused(flag, capsys):
 )
 def test_an_unknown_name_lists_the_known(flag, known, capsys):
     with pytest.raises((SystemExit, UserError)) as refused:
-        train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", flag, "grpoo"])
+        wrong = f"{flag} grpoo".replace("= ", "=").split()
+        train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", *wrong])
     told = f"{refused.value} {capsys.readouterr().err}"
     assert flag in told and "grpoo" in told
     assert set(known.split()) <= set(re.findall(r"[\w+]+", told)), told
@@ -969,7 +971,7 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, alo
     assert metrics["rollout/kl/images=0"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
     assert metrics["rollout/max_abs_dlogp/images=1"] == pytest.approx(0.2, rel=1e-3)
     assert metrics["rollout/max_abs_dlogp"] == metrics["rollout/max_abs_dlogp/images=0"] == pytest.approx(2.0, rel=1e-3)
-    capped, got = gradient("--tis-cap", "1.2", "--tis-mask", "0.5,2")
+    capped, got = gradient("--algo-args", "tis_cap=1.2", "--algo-args", "tis_mask=0.5,2")
     _, expected = gradient(advantages=(1.2, math.exp(-0.2), 1e-30))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
     assert capped["rollout/tis_capped"] == pytest.approx(2 / 3) and capped["rollout/tis_masked"] == passes

@@ -625,7 +625,7 @@ def test_two_processes(tp, toys, data, tmp_path):
     if Path("/dev/shm").is_dir() and not stale.exists():
         stale.touch()
     more = ["--steps", 2, "--minibatches", 2, "--vllm", f"tensor_parallel_size={tp}", "--tp", 3 - tp]
-    more += ["--tis-cap", 1.01, "--tis-mask", "0.5,2", "--eval-data", data]
+    more += ["--algo-args", "tis_cap=1.01", "--algo-args", "tis_mask=0.5,2", "--eval-data", data]
     launch = [*TORCHRUN, 2, *command(toys, data, tmp_path / "r", *more)[1:]]
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())

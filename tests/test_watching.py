@@ -475,7 +475,7 @@ def said(*parts):
     ({"policy/entropy": 0.03}, "policy/entropy collapsed to 0.03, from 0.4 .*accuracy of 0.50.*--clip-high"),
     ({"response/tokens": 20.0}, "responses shrank to 20 tokens, from 100.*--kl-coef"),
     ({"response/truncated": 0.5}, "response/truncated rose to .*, from 0.02.*--max-new-tokens"),
-    ({"rollout/kl": 0.02}, "rollout/kl grew to .*, from 0.001.*--tis-cap"),
+    ({"rollout/kl": 0.02}, "rollout/kl grew to .*, from 0.001.*--algo-args tis_cap"),
 ])
 def test_warnings_are_said_once_until_it_is_over(change, match):
     once = said((10, {}), (20, change))

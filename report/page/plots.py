@@ -212,7 +212,7 @@ PANELS = (  # of a run, in order; one is shown if any of its lines was measured
         Line("policy/kl_ref", "reference", "KL to the reference (nats)", COLOURS[1], raw=True),
         Line("policy/kl_old", "policy before the update", "", COLOURS[2], raw=True)],
         "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: sync or "
-        "engine are at fault, see --tis-cap. To the reference: grows slowly; fast: --kl-coef. To before the "
+        "engine are at fault, see tis_cap. To the reference: grows slowly; fast: --kl-coef. To before the "
         "update: below 0.1.", "log"),
     Panel("Response length", "tokens", [
         Line("response/tokens", "tokens", "Response length (tokens)", raw=True),
