@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import reward
-from errors import Note, UserError, need
+from errors import Note, UserError, need, plug_in
 from reward import (
     Failure,
     Outcome,
@@ -119,13 +119,12 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> Ju
     need(cfg.judge_url or not cfg.judge, "--judge needs --judge-url")
     if not cfg.judge_url:
         return None
-    from rewards.judge import Judge, find_model, judge_options
-
-    options = judge_options(cfg.judge)
+    judge = plug_in("rewards.judge", "--judge-url")
+    options = judge.judge_options(cfg.judge)
     need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
-    options = find_model(cfg.judge_url, options)
+    options = judge.find_model(cfg.judge_url, options)
     kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
-    make = partial(Judge, cfg.judge_url, options, kept, options.calls // world)
+    make = partial(judge.Judge, cfg.judge_url, options, kept, options.calls // world)
     return JudgeOf(list(map(task_name, options.tasks)), options.weight, make)
 
 
@@ -289,17 +288,13 @@ class Grader:
         for r in graded:
             del self.submitted[r]
         self.round += 1
-        self.failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
-        if self.failed and errors == "stop":
-            raise next(iter(self.failed.values())).exception()
+        failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
+        if failed and errors == "stop":  # before self refers to the error, whose frames hold the run's objects
+            raise next(iter(failed.values())).exception()
+        self.failed = failed
         self._show_failures(rollouts, errors)
         of_failed = None if errors == "drop" else {"reward": 0.0}
         return [of_failed if i in self.failed else result or None for i, result in enumerate(results)]
-
-    def answered(self, rollouts: Sequence[Any]) -> int:
-        """Return how many of these are graded by now; for another thread to ask, while `collect` waits for them."""
-        calls = [list(self.submitted.get(r, {}).values()) for r in rollouts]
-        return sum(all(called and called[0].done() for called in of_response) for of_response in calls)
 
     def pop_counts(self) -> Counter[str]:
         """Return the counts since the last time."""
