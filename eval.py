@@ -37,7 +37,9 @@ from report.ablation import Ablation
 from report.evaluation import (
     FAILED,
     compare,
+    group_of,
     lines_of,
+    make_record,
     metric_of,
     plain,
     reliance,
@@ -46,7 +48,7 @@ from report.evaluation import (
 )
 from report.files import read_rows, write_text
 from report.log import RunLog
-from report.records import choose, group_of, make_record, without_images
+from report.records import choose, without_images
 from report.summary import IMAGES
 from report.writer import Shown, find_drawing
 from reward import RewardConfig, RewardContext, Stage

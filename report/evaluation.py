@@ -6,12 +6,56 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from report.records import PLACES
+from prepare_data import Example
+from report.records import PLACES, SIDE, encode_image
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from report.summary import IMAGES
-from reward import extract_boxed
+from reward import extract_boxed, task_name
+from rollout import Rollout
 
 FAILED = "rewards that failed, counted as 0: {n}"
+
+
+def make_record(
+    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
+) -> dict:
+    """An example with its responses and their rewards, as JSON has it."""
+    groups = {name: group_of(example, name) for name in group_by}
+    samples = [sample_record(r, rewards) for r, rewards in graded]
+    return {"index": index} | about(example) | {"groups": groups, "samples": samples}
+
+
+def about(example: Example) -> dict:
+    """What a record says of its example."""
+    return {
+        "uid": example.uid,
+        "answer_type": answer_type(example),
+        "task": task_name(example.data_source),
+        "source": example.data_source,
+        "n_images": len(example.images),
+        "ground_truth": example.ground_truth,
+    }
+
+
+def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
+    """A response, or an episode."""
+    sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
+    if r.is_episode:
+        images = [encode_image(image.image, SIDE) for image in r.images]
+        sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
+    return sample
+
+
+def answer_type(example: Example) -> str:
+    """As text: data may name types by numbers, or by both."""
+    kind = example.extra.get("answer_type")
+    return "all" if kind is None or kind == "" else str(kind)
+
+
+def group_of(example: Example, column: str) -> str:
+    """As text; a row without the column has none."""
+    value = example.extra.get(column)
+    return "none" if value is None else str(value)
 
 
 def metric_of(records: Sequence[dict]) -> str:

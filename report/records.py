@@ -2,7 +2,8 @@
 
 A record is an example with its responses: index, uid, answer_type, task, source, n_images, ground_truth, `groups` (its
 values of --group-by), and `samples`: text, finish_reason, tokens, rewards, and of episodes turns, ended_by, messages
-and images (encoded files, which only pages and trackers show).
+and images (encoded files, which only pages and trackers show). The process that writes pages imports this file, so it
+imports nothing that is slow to import.
 """
 
 import io
@@ -10,55 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from PIL import Image
 
-from prepare_data import Example
-from reward import task_name
-from rollout import Rollout
-
 SIDE = 480  # pixels of the longer side of an image that is shown, at most
 MOST_PROMPTS = 1000  # in one report
 PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
-
-
-def make_record(
-    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
-) -> dict:
-    """An example with its responses and their rewards, as JSON has it."""
-    groups = {name: group_of(example, name) for name in group_by}
-    samples = [sample_record(r, rewards) for r, rewards in graded]
-    return {"index": index} | about(example) | {"groups": groups, "samples": samples}
-
-
-def about(example: Example) -> dict:
-    """What a record says of its example."""
-    return {
-        "uid": example.uid,
-        "answer_type": answer_type(example),
-        "task": task_name(example.data_source),
-        "source": example.data_source,
-        "n_images": len(example.images),
-        "ground_truth": example.ground_truth,
-    }
-
-
-def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
-    """A response, or an episode."""
-    sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
-    if r.is_episode:
-        images = [encode_image(image.image, SIDE) for image in r.images]
-        sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
-    return sample
-
-
-def answer_type(example: Example) -> str:
-    """As text: data may name types by numbers, or by both."""
-    kind = example.extra.get("answer_type")
-    return "all" if kind is None or kind == "" else str(kind)
-
-
-def group_of(example: Example, column: str) -> str:
-    """As text; a row without the column has none."""
-    value = example.extra.get(column)
-    return "none" if value is None else str(value)
 
 
 def encode_image(image: Image.Image, side: int) -> bytes:

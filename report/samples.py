@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from prepare_data import Example
-from report.records import about, sample_record
+from report.evaluation import about, sample_record
 from utils import Context
 
 SHOWN = 160  # characters of a text on the terminal; of a longer one its beginning and its end

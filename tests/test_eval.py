@@ -24,10 +24,9 @@ from demo import make_model
 from errors import UserError
 from layers import lora
 from prepare_data import Example
-from report.evaluation import answer_of
+from report.evaluation import answer_of, answer_type
 from report.files import read_rows
 from report.page.plots import draw_curve
-from report.records import answer_type
 from report.statistics import wilson
 from rollout import as_given, make_prompts
 from tasks.shapes import png, shapes_rows

@@ -11,10 +11,13 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs
 
@@ -30,10 +33,13 @@ import report.page.page as P
 import report.page.thumbnails as T
 import report.records as R
 from prepare_data import Example
+from report.evaluation import sample_record
 from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, parts, shown
 from report.page.plots import Curve
 from report.writer import Shown
 from tasks.shapes import shapes_rows
+
+ROOT = Path(__file__).parent.parent
 
 needs_browser = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium, Chrome or chromium-browser here")
 
@@ -384,7 +390,7 @@ def test_an_episode_is_shown_turn_by_turn():
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
     vars(r).update(text="x", finish_reason="stop", response_mask=[True])
-    page = page_of([record("a", R.sample_record(r, {"reward": 1.0}))])
+    page = page_of([record("a", sample_record(r, {"reward": 1.0}))])
     found = Tags(page)
     assert [size for _, size in found.images] == [(30, 20)] and "ended by done" in found.text
     assert "zoom <image>" in found.text  # what the policy writes is no image
@@ -393,7 +399,7 @@ def test_an_episode_is_shown_turn_by_turn():
     found = Tags(page_of([record("a", sample() | bad)]))
     assert not found.tags["img"] and "cannot be read" in found.text
     r.is_episode = False
-    assert "messages" not in R.sample_record(r, {})
+    assert "messages" not in sample_record(r, {})
 
 
 def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
@@ -602,6 +608,11 @@ def test_each_field_is_shown_as_it_is(evil):
         value = value.partition("/")[2] if name == "metric" and "/" in value else value
         assert value.replace("_", " ") in found.text or value in found.text, name
     assert found.tags["script"] == 1 and "49" not in found.text and "img" not in found.tags
+
+
+def test_the_process_that_writes_pages_does_not_import_torch():
+    code = "import sys, report.page.page; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_templates_trust_nothing():

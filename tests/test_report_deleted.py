@@ -38,7 +38,7 @@ def test_a_copy_without_pages_trains_and_evaluates(copy, toys, tmp_path):
     names = {path.name for path in out.iterdir()}
     assert {"metrics.jsonl", "run.json", "summary.json", "rollouts", "eval"} <= names
     assert not {"report.html", "curves.png"} & names and {p.suffix for p in (out / "rollouts").iterdir()} == {".jsonl"}
-    done = run("eval.py", out, "--out", tmp_path / "eval", "--limit", 4)
+    done = run("eval.py", out, "--out", tmp_path / "eval", "--limit", 4, "--reward", "default")
     assert done.returncode == 0, done.stderr
     assert "report/page/ is not in this copy" in done.stdout and "report.html" not in done.stdout
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "predictions.jsonl"]

@@ -1,7 +1,7 @@
 """The gallery of a report: what the templates show of each prompt, its images, its samples and others' answers."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -83,7 +83,8 @@ class Gallery:
         uids = {record["uid"] for record in records}
         self.others = [(label, {r["uid"]: r for r in of if r["uid"] in uids}) for label, of in shown.others.items()]
         self.groups = groups_of(records)
-        self.images = Thumbnails(self.sources(), shown.folder)
+        self.sources = {record["uid"]: self.images_of(record) for record in records}
+        self.images = Thumbnails([*chain.from_iterable(self.sources.values())], shown.folder)
         systems = {self.system(record) for record in records}
         self.same_system = systems.pop() if len(systems) == 1 and len(records) > 1 else ""
         self.facts = [self.facts_of(n) for n in range(len(records))]
@@ -93,15 +94,13 @@ class Gallery:
         first = self.examples[record["uid"]].messages[0]
         return first["content"] if first["role"] == "system" and MARK not in first["content"] else ""
 
-    def sources(self) -> list[Source]:
-        """Return the images of all prompts, and those that came in their episodes."""
-        found = []
-        for record in self.records:
-            uid, images = record["uid"], self.examples[record["uid"]].images
-            found += [Source((uid, i), i, lambda images=images, i=i: images[i]) for i in range(len(images))]
-            for s, sample in enumerate(record["samples"]):
-                episode = enumerate(sample.get("images", ()))
-                found += [Source((uid, s, i), 1 + s + i, lambda data=data: data) for i, data in episode]
+    def images_of(self, record: dict) -> list[Source]:
+        """Return the images of a prompt, and those that came in its episodes."""
+        uid, images = record["uid"], self.examples[record["uid"]].images
+        found = [Source((uid, i), i, lambda i=i: images[i]) for i in range(len(images))]
+        for s, sample in enumerate(record["samples"]):
+            episode = enumerate(sample.get("images", ()))
+            found += [Source((uid, s, i), 1 + s + i, lambda data=data: data) for i, data in episode]
         return found
 
     def facts_of(self, n: int) -> dict[str, Any]:
@@ -118,29 +117,19 @@ class Gallery:
 
     def cards(self, start: int) -> tuple[list[dict], list[str]]:
         """Return the cards of the page whose first prompt is at `start`, and sentences on what they leave out."""
-        numbers = range(start, min(start + PER_PAGE, len(self.records)))
-        self.texts = Texts(sum(self.count_texts(self.records[n]) for n in numbers))
-        keys = [key for n in numbers for key in self.keys_of(self.records[n])]
-        self.times = Counter(self.images.digest[key] for key in keys if key in self.images.digest)
+        records = self.records[start : start + PER_PAGE]
+        n_texts = sum(1 + sum(s.get("turns", 1) for s in record["samples"]) for record in records)
+        self.texts = Texts(n_texts * (1 + len(self.others)))
+        keys = (source.key for record in records for source in self.sources[record["uid"]])
+        self.times = Counter(map(self.images.digest.get, keys))
         self.drawn: set[str] = set()  # images that stand on the page already
-        cards, notes = [self.card(n) for n in numbers], self.images.notes()
+        cards, notes = [self.card(start + i) for i in range(len(records))], self.images.notes()
         if self.texts.clipped:
             where = "predictions.jsonl, or the .jsonl file of the step, has them whole"
             notes.append(f"Of {self.texts.clipped} long texts the beginning and the end are shown; {where}.")
         if self.texts.left_as_source:
             notes.append(f"{self.texts.left_as_source} formulas stay as they were written: the page has its weight.")
         return cards, notes
-
-    def keys_of(self, record: dict) -> Iterator[tuple]:
-        uid = record["uid"]
-        yield from ((uid, i) for i in range(len(self.examples[uid].images)))
-        for s, sample in enumerate(record["samples"]):
-            yield from ((uid, s, i) for i in range(len(sample.get("images", ()))))
-
-    def count_texts(self, record: dict) -> int:
-        said = [record, *(of[record["uid"]] for _, of in self.others if record["uid"] in of)]
-        asked = len(self.examples[record["uid"]].messages)
-        return asked + sum(len(messages_of(sample)) for r in said for sample in r["samples"])
 
     def card(self, n: int) -> dict[str, Any]:
         record = self.records[n]
@@ -174,10 +163,10 @@ class Gallery:
     def image(self, record: dict, i: int) -> dict[str, Any]:
         """Return the i-th image of a prompt, with what each sample earned for it, if its task's reward says."""
         earned = [s["rewards"][f"image_{i + 1}"] for s in record["samples"] if f"image_{i + 1}" in s["rewards"]]
-        found = self.picture((record["uid"], i), f"image {i + 1} of {record['uid']}")
+        found = self.drawn_image((record["uid"], i), f"image {i + 1} of {record['uid']}")
         return found | {"number": i + 1, "earned": earned}
 
-    def picture(self, key: tuple, name: str) -> dict[str, Any]:
+    def drawn_image(self, key: tuple, name: str) -> dict[str, Any]:
         """Return what the template draws for an image. One that is shown more than once stands on the page once."""
         digest = self.images.digest.get(key)
         first, times = digest not in self.drawn, self.times[digest]
@@ -188,7 +177,7 @@ class Gallery:
     def sample(self, uid: str, i: int, sample: dict) -> dict[str, Any]:
         """Return a response, or an episode turn by turn; a mark that the policy writes is text."""
         numbers = range(len(sample.get("images", ())))
-        images = [self.picture((uid, i, k), f"image {k + 1} of the episode") for k in numbers]
+        images = [self.drawn_image((uid, i, k), f"image {k + 1} of the episode") for k in numbers]
         said = []
         for message in messages_of(sample):
             theirs = images if message["role"] not in ("", "assistant") else []
