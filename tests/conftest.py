@@ -1,4 +1,4 @@
-"""Toy models, made once a session."""
+"""Fixtures of several files: toy models, made once a session, pictures, and a process group of one."""
 
 import os
 import random
@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
@@ -18,6 +19,7 @@ from PIL import Image  # noqa: E402
 import demo  # noqa: E402
 import model as M  # noqa: E402
 from errors import in_copy  # noqa: E402
+from utils import Context  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -54,3 +56,12 @@ def picture():
         return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height))
 
     return make
+
+
+@pytest.fixture
+def ctx():
+    """The context of the only process, with its process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Context(0, 1, torch.device("cpu"))
+    if dist.is_initialized():
+        dist.destroy_process_group()

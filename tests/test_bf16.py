@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import grpo
 import train
@@ -17,7 +16,7 @@ from parallel.models import Models
 from parallel.sharding import full, shard
 from report.log import Skipped
 from rollout import GroupPool, Prompt, Rollout
-from utils import Context, Meter
+from utils import Meter
 
 LOSSES = [
     "grpo",
@@ -33,13 +32,6 @@ LOSSES = [
     "grpo --entropy-coef 0.05",
     "grpo --algo-args tis_cap=1.01 tis_mask=0.9,1.1",
 ]
-
-
-@pytest.fixture
-def ctx():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def make_rollouts(processor, picture):

@@ -213,14 +213,6 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
 
 
 @pytest.fixture
-def ctx():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, torch.device("cpu"))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
 def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []

@@ -36,7 +36,7 @@ from rewards.curriculum import batch_of
 from rollout import Examples, written
 from settings import add_origins
 from tasks.shapes import shapes_rows
-from utils import Context, Meter
+from utils import Meter
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -911,15 +911,8 @@ def test_learning_rate_schedule():
     assert {2 * constant.factor(s, 10) for s in range(4, 10)} == {2.0}
 
 
-@pytest.fixture
-def alone():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, torch.device("cpu"))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("passes", [1, 2])
-def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, alone):
+def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx):
     """Gradients of one update against the same with each token's weight applied by hand."""
     hf, processor = loaded["qwen2_5_vl"]
     images = [processor.image("a", picture(56, 56, 1))]
@@ -961,8 +954,8 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, alo
         train.compute_before_update(batch, models, cfg)
         batch.tokens.advantages = torch.tensor(advantages).repeat_interleave(3)
         meter = Meter()
-        train.update_policy(models, batch, cfg, train.State(), alone, meter, Skipped(Path("-"), alone))
-        return meter.reduce(alone), policy.hf.lm_head.weight.grad.clone()
+        train.update_policy(models, batch, cfg, train.State(), ctx, meter, Skipped(Path("-"), ctx))
+        return meter.reduce(ctx), policy.hf.lm_head.weight.grad.clone()
 
     metrics, _ = gradient()
     k3 = {kind: math.exp(x) - 1 - x for kind, x in shift.items()}

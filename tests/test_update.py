@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_algorithms import slow_gae, slow_kl
 
 import grpo
@@ -25,13 +24,6 @@ from reward import RewardConfig, UserError
 from rewards.grade import Grader
 from rollout import GroupPool, Prompt, Rollout, RolloutConfig, give_rewards, written
 from utils import Context, Meter
-
-
-@pytest.fixture
-def ctx():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def parse(flags: str) -> train.Config:
