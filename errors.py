@@ -47,9 +47,9 @@ def in_copy(module: str) -> bool:
     return (Path(__file__).parent / f"{module.replace('.', '/')}.py").is_file()
 
 
-def plug_in(module: str, flag: str) -> ModuleType:
+def plug_in(module: str, flag: str, remedy: str = "leave the flag out") -> ModuleType:
     """Import one of our modules that may have been deleted. Raise UserError that names the flag if it has been."""
-    need(in_copy(module), f"{flag}: {module.replace('.', '/')}.py is not in this copy; leave the flag out")
+    need(in_copy(module), f"{flag}: {module.replace('.', '/')}.py is not in this copy; {remedy}")
     return importlib.import_module(module)
 
 

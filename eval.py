@@ -25,9 +25,6 @@ import torch
 from tqdm import tqdm
 
 from engines.launch import ConnectionConfig, ServerConfig, check_engine, connect, make_engine, resolve_engine
-from envs import EnvConfig
-from envs._load import Environments, load_environments
-from envs._play import Episodes
 from errors import check_writable, need, plug_in
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
@@ -52,18 +49,20 @@ from report.records import choose, without_images
 from report.summary import IMAGES
 from report.writer import Shown, find_drawing
 from reward import RewardConfig, RewardContext, Stage
-from rewards.curriculum import last_stage
 from rewards.functions import absolute_files
 from rewards.grade import Grader
+from rewards.order import last_stage
 from rollout import (
     ENGINES,
     VLLM_HELP,
     Engine,
+    EnvConfig,
     RolloutCounter,
     Sampling,
     StartOf,
     as_given,
     drop_long_prompts,
+    load_environments,
     make_prompts,
 )
 from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
@@ -315,7 +314,7 @@ def start_engine(
     processor: Processor,
     examples: Sequence[Example],
     longest: int,
-    env: Environments | None,
+    env: Any,
     ctx: Context,
     running: Engine | None = None,
 ) -> Engine:
@@ -383,7 +382,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
         running = asleep[0] if asleep and reusable[number] else None
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
-        player = Episodes(engine, env, processor) if env else engine
+        player = plug_in("envs._play", "--env").Episodes(engine, env, processor) if env else engine
         for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
             asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage)
             title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name

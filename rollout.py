@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from envs import EnvConfig, Environment, Observation  # noqa: F401  what is played with
-from errors import UserError, need, printable
+from errors import UserError, need, plug_in, printable
 from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
 from packing import Batch
@@ -328,6 +327,27 @@ class RolloutConfig:
         has = f"the longest prompt has {longest} tokens and --max-new-tokens is {self.max_new_tokens}"
         whole = longest + self.max_new_tokens
         need(whole <= micro_tokens, f"--micro-tokens {micro_tokens}: {has}; raise it to {whole}")
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Environment"""
+
+    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
+                              metavar="NAME|FILE.py:CLASS", from_run=lambda name: ":" not in str(name))
+    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE",
+                                            from_run=plain_pair, part_of="env")
+    max_turns: int = setting(4, "responses of an episode, at most", least=1)
+    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
+    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
+                              choices=("drop", "zero", "stop"))
+    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
+
+
+def load_environments(cfg: EnvConfig) -> Any:
+    """Return envs._load.Environments, what --env names; None without."""
+    need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
+    return plug_in("envs._load", f"--env {cfg.env}").Environments(cfg) if cfg.env else None
 
 
 NOT_FINITE = (

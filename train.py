@@ -22,7 +22,6 @@ import torch
 
 import grpo
 from engines.launch import ServerConfig, check_engine, resolve_engine, start_sampling
-from envs._load import load_environments
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, load_config, load_processor
@@ -33,9 +32,20 @@ from prepare_data import DataConfig
 from report import metrics, progress
 from report.log import RunLog, Skipped
 from reward import RewardConfig
-from rewards.curriculum import Curriculum, Memory, last_stage
 from rewards.grade import Grader
-from rollout import Batches, Engine, EnvConfig, Examples, GroupPool, RolloutConfig, Sampling, as_given, load_examples
+from rewards.order import DataOrder, Memory, last_stage, make_order
+from rollout import (
+    Batches,
+    Engine,
+    EnvConfig,
+    Examples,
+    GroupPool,
+    RolloutConfig,
+    Sampling,
+    as_given,
+    load_environments,
+    load_examples,
+)
 from settings import Parser, add_settings, check_given, naming_origins, read_settings
 from utils import Context, Meter, Stages, copy_together, run_script
 
@@ -298,7 +308,7 @@ def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_n
     return norm, good
 
 
-def next_state(state: State, pool: GroupPool, curriculum: Curriculum, row: dict[str, float], cfg: Config) -> State:
+def next_state(state: State, pool: GroupPool, curriculum: DataOrder, row: dict[str, float], cfg: Config) -> State:
     """Return the state after a step with these metrics. A KL coefficient that adapts does so if the policy moved."""
     algo, kl_coef, infinite = cfg.algo, state.kl_coef, float("inf")
     moved = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
@@ -336,7 +346,7 @@ def set_up(cfg: Config) -> Run:
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
 
     # 5. curriculum, and a trial of the rewards in each of its stages
-    curriculum = Curriculum(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
+    curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
     _, last = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
     batches = Batches(cfg, curriculum, processor, start_of, ctx)
     grader.try_out(ctx.main, curriculum.stages())

@@ -50,8 +50,8 @@ from grpo import PRESETS  # noqa: E402
 from model import VisionCache, load_hf, load_processor  # noqa: E402
 from prepare_data import ReadingConfig, read_examples  # noqa: E402
 from report.files import read_rows, write_text  # noqa: E402
-from rewards.curriculum import Curriculum  # noqa: E402
 from rewards.grade import Grader, score  # noqa: E402
+from rewards.order import make_order  # noqa: E402
 from rollout import Prompt, Sampling, response_texts  # noqa: E402
 from utils import Stages, dist_setup, run_script  # noqa: E402
 
@@ -203,7 +203,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     processor = load_processor(cfg.model.model)
     examples, test = (read_examples(file, ReadingConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
     by_uid = {example.uid: example for example in examples}
-    curriculum = Curriculum(None, examples, cfg.rollout.prompts_per_step, cfg.run.seed)
+    curriculum = make_order(None, examples, cfg.rollout.prompts_per_step, cfg.run.seed)
     batches = [curriculum.batch(step, step, 0, {}) for step in range(cfg.run.steps)]
     asked: list[list[int]] = []
 

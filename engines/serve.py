@@ -22,12 +22,10 @@ import torch
 
 from engines.launch import ServerConfig, image_limits, vllm_settings
 from engines.local import server_command
-from envs import EnvConfig
-from envs._load import load_environments
 from errors import need, refusing
 from model import ModelConfig, default_dtype, load_processor
 from prepare_data import DataConfig, ReadingConfig, read_examples
-from rollout import Examples, RolloutConfig, as_given, drop_long_prompts
+from rollout import EnvConfig, Examples, RolloutConfig, as_given, drop_long_prompts, load_environments
 from settings import Parser, add_settings, check_given, read_settings, setting
 from utils import run_script
 

@@ -12,22 +12,6 @@ from dataclasses import dataclass
 from PIL import Image
 
 from prepare_data import Example
-from settings import plain_pair, setting
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    """Environment"""
-
-    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
-                              metavar="NAME|FILE.py:CLASS", from_run=lambda name: ":" not in str(name))
-    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE",
-                                            from_run=plain_pair, part_of="env")
-    max_turns: int = setting(4, "responses of an episode, at most", least=1)
-    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
-    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
-                              choices=("drop", "zero", "stop"))
-    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
 
 
 @dataclass

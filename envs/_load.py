@@ -16,12 +16,13 @@ from typing import Any
 
 from PIL import Image
 
-from envs import EnvConfig, Environment
+from envs import Environment
 from envs._threads import as_coroutine, close, event_loop
 from errors import Note, UserError, need, refusing
 from model import IMAGE_MARK
 from prepare_data import Example, decode_image
 from rewards.functions import load_file
+from rollout import EnvConfig
 from sources.content import place_images
 from sources.images import IMAGE_ERRORS
 
@@ -83,12 +84,6 @@ class Environments:
         return self.most_at_start + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
 
 
-def load_environments(cfg: EnvConfig) -> Environments | None:
-    """None without --env."""
-    need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
-    return Environments(cfg) if cfg.env else None
-
-
 def load_class(name: str) -> type:
     if ":" in name:
         path, _, attribute = name.rpartition(":")
@@ -100,7 +95,8 @@ def load_class(name: str) -> type:
         return kind
     known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
     need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
-    module = importlib.import_module(f"envs.{name}")
+    with refusing(ModuleNotFoundError, f"--env {name} builds on a file that is not in this copy"):
+        module = importlib.import_module(f"envs.{name}")
     [kind] = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
               and issubclass(value, Environment)]  # fmt: skip
     return kind

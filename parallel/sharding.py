@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from errors import need
+from errors import need, plug_in
 from layers.lora import lora_layers, write_adapter
 from model import Policy
-from parallel.tensor_parallel import check_tp, divide_blocks
 from settings import setting
 
 
@@ -41,7 +40,8 @@ class ParallelConfig:
         need(world % share == 0, f"{told}; start a multiple of {share}, or lower one of the two")
         spares = self.offload == "none" or torch.cuda.is_available()
         need(spares, f"--offload {self.offload}: there is no GPU whose memory it would spare; leave it out")
-        check_tp(model, self.tp)
+        if self.tp > 1:
+            plug_in("parallel.tensor_parallel", f"--tp {self.tp}").check_tp(model, self.tp)
 
 
 PLAIN = ParallelConfig()
@@ -84,7 +84,8 @@ def shard(
     units: list[nn.Module] = list(blocks)
     if cfg.tp > 1:
         mesh = _mesh(device, cfg.replicate, shard=n_shards // cfg.tp, tp=cfg.tp)
-        divided, units = divide_blocks(policy, blocks, mesh["tp"])
+        tensor_parallel = plug_in("parallel.tensor_parallel", f"--tp {cfg.tp}")
+        divided, units = tensor_parallel.divide_blocks(policy, blocks, mesh["tp"])
         for module in divided:
             fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], **common).set_gradient_divide_factor(1.0)
     if not policy.vision_frozen:

@@ -1,4 +1,4 @@
-"""Which examples a step trains on, and what their rewards are told: functions of the step, so that resuming is exact.
+"""Stages of a run: which examples a step trains on, and what their rewards are told.
 
 A file for --curriculum, in TOML or JSON, has a list of stages. All but `from` may be left out:
 
@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from errors import nearest_path, need, refusing
-from prepare_data import Example, find_tasks
+from prepare_data import Example
 from reward import Stage, task_name
+from rewards.order import Memory, batch_of
 from utils import derive_seed, print0
 
 NEWEST = 0.25  # the weight of the newest group in an example's running solve rate, once four have been seen
@@ -40,7 +41,7 @@ BOUNDS = {"least", "most"}
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage, as the file has it; one of a run without a curriculum has no name."""
+    """A stage, as the file has it."""
 
     name: str = ""
     first_step: int = 0
@@ -67,17 +68,8 @@ class StageSpec:
         return all(fits(column_of(example, column), wanted) for column, wanted in self.where.items())
 
 
-def read_specs(file: str | None, tasks: set[str]) -> list[StageSpec]:
-    """Return the stages of --curriculum, or those of the only one of `tasks` that has some, or one that changes
-    nothing."""
-    if file == "none":
-        return [StageSpec()]
-    if file is None:
-        found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
-        own = [name for name in found if name in tasks]
-        several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
-        need(len(own) < 2, several)
-        return specs_of(found[own[0]], f"the curriculum of task {own[0]}") if own else [StageSpec()]
+def read_file(file: str) -> list[StageSpec]:
+    """Return the stages of --curriculum."""
     with refusing((OSError, UnicodeDecodeError), f"--curriculum {file}{nearest_path(file)}"):
         text = Path(file).read_text()
     with refusing((ValueError, RecursionError), f"--curriculum {file}: neither TOML nor JSON"):
@@ -97,12 +89,6 @@ def specs_of(stages: Sequence[Any], of: str) -> list[StageSpec]:
 
 def stage_of(specs: Sequence[StageSpec], number: int) -> Stage:
     return Stage(specs[number].name, number % len(specs), specs[number].reward)
-
-
-def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
-    """Return the last stage, for which evaluations grade so that their figures compare, and its first step."""
-    specs = read_specs(file, {task_name(example.data_source) for example in examples})
-    return specs[-1].first_step, stage_of(specs, -1)
 
 
 def spec_of(stage: Any, told: str) -> StageSpec:
@@ -146,34 +132,19 @@ def fits(value: Any, wanted: Any) -> bool:
     return value in (wanted if isinstance(wanted, list) else [wanted])
 
 
-def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
-    """Indices of the examples of the batch at a 0-based position of the data, a function of it alone. The position is
-    the step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
-
-    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
-    epoch, batch = divmod(position, n_examples // per_step)
-    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
-    return order[batch * per_step : (batch + 1) * per_step].tolist()
-
-
 def parts_of(total: int, shares: Mapping[str, float]) -> dict[str, int]:
     """Whole numbers in these proportions, with this sum."""
     ends = [round(total * part / sum(shares.values())) for part in accumulate(shares.values())]
     return {name: end - start for name, start, end in zip(shares, [0, *ends], ends, strict=False)}
 
 
-# What a curriculum carries from step to step, as checkpoints keep it: "began", the position of the data where the stage
-# began; "rates", uid -> [running mean accuracy of its groups, how many there were]
-Memory = dict[str, Any]
-
-
 class Curriculum:
     """The stages of a run over its examples. UserError for a stage that has too few."""
 
-    def __init__(self, file: str | None, examples: Sequence[Example], per_step: int, seed: int):
+    def __init__(self, specs: Sequence[StageSpec], examples: Sequence[Example], per_step: int, seed: int):
         self.examples = examples
         self.seed = seed
-        self.specs = read_specs(file, {task_name(example.data_source) for example in examples})
+        self.specs = specs
         self.told: StageSpec | None = None  # the stage that was printed last
         self.shares: list[list[tuple[list[int], int]]] = []  # of each stage: (examples, how many of them in a batch)
         for spec in self.specs:
@@ -215,7 +186,7 @@ class Curriculum:
         """What rewards are told; `options` by task. A new stage is printed."""
         number = self.number(step)
         spec = self.specs[number]
-        if spec is not self.told and spec != StageSpec():
+        if spec is not self.told:
             print0(self._described(number))
         self.told = spec
         return stage_of(self.specs, number)
@@ -279,7 +250,7 @@ class Curriculum:
 
     def metrics(self, step: int, memory: Memory) -> dict[str, float]:
         rates = memory.get("rates")
-        metrics = {"curriculum/stage": float(self.number(step))} if self.specs != [StageSpec()] else {}
+        metrics = {"curriculum/stage": float(self.number(step))}
         if rates:
             solved = fmean(rate for rate, _ in rates.values())
             metrics |= {"curriculum/tried": float(len(rates)), "curriculum/solved": solved}

@@ -25,6 +25,9 @@ torch.set_num_threads(1)
 
 # Tests of files that a fork may have deleted
 TESTS_OF = {
+    "envs._load": ("test_envs.py", "test_environments_page.py", "test_episodes.py"),
+    "rewards.judge": ("test_judge.py",),
+    "rewards.curriculum": ("test_curriculum.py",),
     "engines.server": ("test_server_engine.py", "test_servers.py", "test_sglang.py", "test_multinode.py"),
     "engines.vllm": (
         "test_server_engine.py", "test_servers.py", "test_sglang.py", "test_vllm.py", "test_vllm_requests.py"),

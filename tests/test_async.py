@@ -28,7 +28,7 @@ from kernels import fused_policy_loss
 from model import ModelConfig
 from prepare_data import DataConfig, read_examples
 from reward import Stage
-from rewards.curriculum import Curriculum, batch_of
+from rewards.order import batch_of, make_order
 from rollout import Batches, Engine, RolloutConfig, begun
 from utils import Context
 
@@ -146,7 +146,7 @@ def play(loop, steps, most=1, seed=0):
 def test_a_curriculum_by_solve_rates_draws_nothing_twice_at_once_and_leaves_nothing_out(ahead, stage, tmp_path):
     (tmp_path / "stages.toml").write_text(f'[[stages]]\nname = "a"\nfrom = 0\n{stage}\n')
     examples = [SimpleNamespace(uid=f"e{i}", data_source="x", extra={}) for i in range(24)]
-    curriculum = Curriculum(str(tmp_path / "stages.toml"), examples, 4, 0)
+    curriculum = make_order(str(tmp_path / "stages.toml"), examples, 4, 0)
     loop = Loop(Served(seed=0), ahead, steps=60, curriculum=curriculum)
     memory, counts = {}, Counter()
     for step in range(60):

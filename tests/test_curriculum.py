@@ -14,8 +14,9 @@ from test_train import flags, kill_after, rows, run, without_time, write_parquet
 from errors import UserError
 from prepare_data import Example
 from reward import RewardConfig, RewardContext, Stage
-from rewards.curriculum import Curriculum, batch_of, last_stage, parts_of, read_specs
+from rewards.curriculum import parts_of, read_file
 from rewards.grade import Grader, response_to
+from rewards.order import batch_of, last_stage, make_order
 from tasks import geospot
 
 
@@ -31,7 +32,7 @@ def examples(n=40):
 def curriculum(tmp_path, *stages, per_step=4, n=40, seed=0):
     file = tmp_path / "stages.json"
     file.write_text(json.dumps({"stages": list(stages)}))
-    return Curriculum(str(file), examples(n), per_step, seed)
+    return make_order(str(file), examples(n), per_step, seed)
 
 
 def uids(batch):
@@ -40,7 +41,7 @@ def uids(batch):
 
 def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(capsys):
     given = examples()
-    plain = Curriculum(None, given, 4, seed=3)
+    plain = make_order(None, given, 4, seed=3)
     for step in range(25):
         assert uids(plain.batch(step, step, 0, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
     assert plain.stage(0) == last_stage(None, [])[1] == Stage() and plain.metrics(0, {}) == {}
@@ -178,7 +179,7 @@ from = 7
     ]
     stages[0]["reward"] = {"geo3k": {"strict": True}}
     Path(tmp_path / "a.json").write_text(json.dumps({"stages": stages}))
-    assert read_specs(str(toml), set()) == read_specs(str(tmp_path / "a.json"), set())
+    assert read_file(str(toml)) == read_file(str(tmp_path / "a.json"))
 
 
 WRONG = {
@@ -211,16 +212,16 @@ def test_a_stage_that_cannot_be_is_refused(name, tmp_path):
     file = tmp_path / "stages.json"
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=told):
-        Curriculum(str(file), examples(), 4, seed=0)
+        make_order(str(file), examples(), 4, seed=0)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     for name, text in (("a.toml", "[[stages"), ("a.json", "{"), ("a.json", "[" * 100_000)):
         Path(tmp_path / name).write_text(text)
         with pytest.raises(UserError, match="neither TOML nor JSON"):
-            Curriculum(str(tmp_path / name), examples(), 4, seed=0)
+            make_order(str(tmp_path / name), examples(), 4, seed=0)
     with pytest.raises(UserError, match="--curriculum .*none.toml"):
-        Curriculum(str(tmp_path / "none.toml"), examples(), 4, seed=0)
+        make_order(str(tmp_path / "none.toml"), examples(), 4, seed=0)
 
 
 STAGED = '''
@@ -293,7 +294,7 @@ def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
 
     full = geospot.geospot_reward(text, truth, 4)["reward"]
     for file in (None, "none", str(tmp_path / "stages.toml")):
-        stages = Curriculum(file, own, 4, 0)
+        stages = make_order(file, own, 4, 0)
         trained = [graded(stages, step, stages.stage(step)) for step in (0, 100, 5000)]
         by_stage = [geospot.geospot_reward(text, truth, stage)["reward"] for stage in (0, 1, 4)]
         assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full

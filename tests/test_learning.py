@@ -11,7 +11,7 @@ from test_train import ROOT, run, write_parquet
 
 from model import load_processor
 from prepare_data import ReadingConfig, read_examples
-from rewards.curriculum import batch_of
+from rewards.order import batch_of
 from rollout import make_prompts
 from tasks.shapes import shapes_rows
 

@@ -32,7 +32,7 @@ from packing import Batch, Packer, flop_rates, token_batch
 from parallel.checkpoint import load_trained
 from parallel.models import Models, probe_memory
 from report.log import Skipped
-from rewards.curriculum import batch_of
+from rewards.order import batch_of
 from rollout import Examples, written
 from settings import add_origins
 from tasks.shapes import shapes_rows

@@ -1,0 +1,89 @@
+"""Which examples a step trains on: in the order of the data, or as a curriculum says. Functions of the step, so that
+resuming is exact."""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from errors import need, plug_in
+from prepare_data import Example, find_tasks
+from reward import Stage, task_name
+from utils import derive_seed
+
+# What a curriculum carries from step to step, as checkpoints keep it: "began", the position of the data where the stage
+# began; "rates", uid -> [running mean accuracy of its groups, how many there were]
+Memory = dict[str, Any]
+
+
+def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[int]:
+    """Return the indices of the examples of the batch at a 0-based position of the data, a function of it alone. The
+    position is the step, unless steps sample more than once (--sample-rounds); then checkpoints keep it.
+
+    Each epoch is a fresh shuffle; what is left over after its last full batch (another part each epoch) is not used."""
+    epoch, batch = divmod(position, n_examples // per_step)
+    order = torch.randperm(n_examples, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
+    return order[batch * per_step : (batch + 1) * per_step].tolist()
+
+
+class DataOrder:
+    """A run without stages. rewards.curriculum.Curriculum has the same methods."""
+
+    def __init__(self, examples: Sequence[Example], per_step: int, seed: int):
+        self.examples = examples
+        self.per_step = per_step
+        self.seed = seed
+
+    def number(self, step: int) -> int:
+        return 0
+
+    def stage(self, step: int) -> Stage:
+        return Stage()
+
+    def stages(self) -> list[tuple[int, Stage]]:
+        return [(0, Stage())]
+
+    def batch(
+        self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
+    ) -> list[Example]:
+        chosen = batch_of(position + round, len(self.examples), self.per_step, self.seed)
+        return [self.examples[i] for i in chosen]
+
+    def after_step(self, memory: Memory, step: int, position: int, solved: Mapping[str, float]) -> Memory:
+        return {}
+
+    def metrics(self, step: int, memory: Memory) -> dict[str, float]:
+        return {}
+
+
+def find_stages(file: str | None, examples: Sequence[Example]) -> tuple[ModuleType | None, Any]:
+    """Return rewards/curriculum.py and the stages of --curriculum, or else those of the only task of these examples
+    that has some; (None, None) without any."""
+    if file == "none":
+        return None, None
+    if file:
+        curriculum = plug_in("rewards.curriculum", f"--curriculum {file}")
+        return curriculum, curriculum.read_file(file)
+    present = {task_name(example.data_source) for example in examples}
+    found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
+    own = [name for name in found if name in present]
+    several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
+    need(len(own) < 2, several)
+    if not own:
+        return None, None
+    curriculum = plug_in("rewards.curriculum", f"the stages of task {own[0]}", "use --curriculum none")
+    return curriculum, curriculum.specs_of(found[own[0]], f"the curriculum of task {own[0]}")
+
+
+def make_order(file: str | None, examples: Sequence[Example], per_step: int, seed: int) -> Any:
+    """Return a DataOrder, or the Curriculum of --curriculum or of the examples' task."""
+    curriculum, specs = find_stages(file, examples)
+    return curriculum.Curriculum(specs, examples, per_step, seed) if curriculum else DataOrder(examples, per_step, seed)
+
+
+def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
+    """Return the first step of the last stage, and that stage: evaluations grade for it, so that their figures
+    compare."""
+    curriculum, specs = find_stages(file, examples)
+    return (specs[-1].first_step, curriculum.stage_of(specs, -1)) if curriculum else (0, Stage())
