@@ -35,24 +35,20 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, need, printable, refusing, writing
+from errors import Note, UserError, check_writable, existing, need, plug_in, printable, refusing, writing
 from reward import TASKS, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
-from sources.fetch import fetch_url
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import ImageTable, LazyImages, open_parquet, row_places
-from sources.look import first_of, print_example, print_once, print_statistics
-from sources.remote import File, RemoteFile, as_path, fetch_remote, scheme_of, store_errors
+from sources.lazy import ImageTable, LazyImages, open_parquet, print_once, row_places
+from sources.paths import File, as_path, scheme_of, store_errors
 from sources.tables import (
     SPLITS,
     Record,
-    csv_records,
     data_files,
     extra_column,
     file_names,
-    jsonl_records,
     parquet_columns,
     parquet_rows,
 )
@@ -167,11 +163,12 @@ class FileConfig(ReadingConfig):
     url_tries: int = setting(3, "tries per URL", least=1)
     url_private: bool = setting(False, "fetch also from private, loopback and link-local addresses")
 
-    def fetch(self, url: str | RemoteFile) -> bytes:
-        limits = (self.url_timeout, self.url_max_mb, self.url_tries)
+    def fetch(self, url: str | File) -> bytes:
+        limits, remedy = (self.url_timeout, self.url_max_mb, self.url_tries), "give files of this machine"
         if isinstance(url, str) and scheme_of(url) in ("http", "https"):
-            return fetch_url(url, *limits, self.url_private)
-        return fetch_remote(RemoteFile.of_row(url) if isinstance(url, str) else url, *limits)
+            return plug_in("sources.fetch", f"{url:.80}", remedy).fetch_url(url, *limits, self.url_private)
+        remote = plug_in("sources.remote", f"{url:.80}" if isinstance(url, str) else str(url), remedy)
+        return remote.fetch_remote(remote.RemoteFile.of_row(url) if isinstance(url, str) else url, *limits)
 
 
 @dataclass(frozen=True)
@@ -372,6 +369,11 @@ def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
         raise UserError(f"{len(bad)} of {len(bad) + good} rows are bad{remark}:\n  {lines}\n{remedy}")
 
 
+def first_of(bad: list[str]) -> list[str]:
+    """The first few lines, and how many more there are."""
+    return bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])
+
+
 # ---------------------------------------------------------------------------------------------------- reading
 
 
@@ -382,7 +384,7 @@ def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, R
     """Rows of a parquet file; where a file is made, with those columns too that have no meaning here."""
     row = 0
     try:
-        opened = file.open() if isinstance(file, RemoteFile) else file
+        opened = file if isinstance(file, Path) else file.open()
         with open_parquet(opened) as parquet:
             schema = parquet.schema_arrow
             reading.check_columns(schema.names, file)
@@ -400,8 +402,9 @@ def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, R
     need(row > 0, f"{file} has no rows")
 
 
-def text_records(file: Path, reading: ReadingConfig, read: Callable) -> Iterator[tuple[str, Record]]:
-    """Rows of a text file, as `read(file)` finds them."""
+def text_records(file: File, reading: ReadingConfig, kind: str) -> Iterator[tuple[str, Record]]:
+    """Rows of a text file, as sources/text.py finds them."""
+    read = getattr(plug_in("sources.text", f"--input {file}", "make a parquet file of it elsewhere"), f"{kind}_records")
     columns: dict[str, None] = {}
     problem = "it is empty"
     for place, record in read(file):  # rows may leave keys out: a column is missing only if no row has it
@@ -554,8 +557,8 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
 
 
 TABLES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the column of their answers, the help
-    "jsonl": (partial(text_records, read=jsonl_records), "answer", "One JSON object per line."),
-    "csv": (partial(text_records, read=csv_records), "answer", "A header line first; images in a cell as a JSON list."),
+    "jsonl": (partial(text_records, kind="jsonl"), "answer", "One JSON object per line."),
+    "csv": (partial(text_records, kind="csv"), "answer", "A header line first; images in a cell as a JSON list."),
     "parquet": (parquet_records, TRUTH, "Any layout; columns without a meaning here go to extra_info."),
 }
 
@@ -643,9 +646,10 @@ def make_file(source: str, cfg: FileConfig) -> None:
 
 def inspect_file(cfg: InspectConfig) -> None:
     """Print some rows of a file, and what all of them have in common."""
+    look = plug_in("sources.look", "inspect", "leave it out")
     examples, bad = read_examples(cfg.file, cfg, cfg.limit)
     for example in examples[: cfg.rows]:
-        print_example(example)
+        look.print_example(example)
     print(f"=== {cfg.file}: {len(examples)} rows, {len(bad)} left out")
     for line in first_of(bad):
         print("left out:", line)
@@ -654,7 +658,7 @@ def inspect_file(cfg: InspectConfig) -> None:
         from model import load_processor
 
         processor = load_processor(cfg.model, min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels)
-    print_statistics(examples, processor)
+    look.print_statistics(examples, processor)
 
 
 def main(command: tuple[str, FileConfig | InspectConfig]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from errors import UserError, need, refusing
-from sources.remote import ROW_SCHEMES, File, RemoteFile, scheme_of
+from sources.paths import ROW_SCHEMES, File, scheme_of
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
@@ -88,7 +88,7 @@ def read_file(path: Path, folder: str | None = None) -> bytes:
 def image_bytes(
     cell: object,
     root: File,
-    fetch: Callable[[str | RemoteFile], bytes] | None = None,
+    fetch: Callable[[str | File], bytes] | None = None,
     folder: str | None = None,
 ) -> bytes:
     """One image cell (bytes, {bytes, path}, path, base64, data URI, URL) -> the encoded file.
@@ -113,10 +113,10 @@ def image_bytes(
         need(scheme in schemes and (scheme in ("http", "https") or "::" not in cell), told)
         need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
         return fetch(cell)
-    elif isinstance(root, RemoteFile) and "." in cell and len(cell) < 4096:  # no dot in base64
+    elif not isinstance(root, Path) and "." in cell and len(cell) < 4096:  # no dot in base64
         need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
         return fetch(root / cell)
-    elif isinstance(root, Path) and len(cell) < 4096:  # an existing file wins: its name may happen to be valid base64
+    elif len(cell) < 4096 and isinstance(root, Path):  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
             return read_file(path, folder)

@@ -19,11 +19,16 @@ import pyarrow.parquet as pq
 from errors import UserError, need, refusing
 from sources.content import row_content
 from sources.images import image_bytes
-from sources.look import print_once
 
 BOUND = 16 << 20  # bytes of rows that a process keeps
 OPEN_FILES = 8  # per process, with what their footers tell
 LARGE_GROUP = 256 << 20  # bytes of a row group from which on to read a row of it is told to be slow
+
+
+def print_once(text: str) -> None:
+    """Print a line, in the first process of a run alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
 def open_parquet(file: object) -> pq.ParquetFile:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from collections import Counter
 from itertools import chain
 from typing import Any
@@ -11,17 +10,6 @@ import numpy as np
 from PIL import Image
 
 from errors import printable
-
-
-def print_once(text: str) -> None:
-    """Print a line, in the first process of a run alone."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text)
-
-
-def first_of(bad: list[str]) -> list[str]:
-    """The first few lines, and how many more there are."""
-    return bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])
 
 
 def spread(values: list[int]) -> str:

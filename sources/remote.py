@@ -1,6 +1,5 @@
 """Files of object stores, s3://, gs:// and all else that fsspec knows: tables of the user's, images that rows name."""
 
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,25 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from errors import UserError, need
-
-# Schemes that rows may name: remote stores, and nothing that could be this machine, or code. The user may name any.
-ROW_SCHEMES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
-               "abfss": "adlfs", "hf": "huggingface_hub", "oss": "ossfs", "r2": "s3fs"}  # fmt: skip
-THEIR_ERRORS = {  # of the stores' libraries, where they are loaded
-    "botocore.exceptions": "BotoCoreError", "google.auth.exceptions": "GoogleAuthError",
-    "azure.core.exceptions": "AzureError", "aiohttp": "ClientError", "gcsfs.retry": "HttpError",
-}  # fmt: skip
-
-
-def scheme_of(name: str) -> str:
-    """Of a URL, in small letters; "" of what is none."""
-    return name.partition("://")[0].lower() if "://" in name else ""
-
-
-def store_errors() -> tuple[type[Exception], ...]:
-    """What reading may raise besides OSErrors and ValueErrors."""
-    return tuple(getattr(sys.modules[m], name) for m, name in THEIR_ERRORS.items() if m in sys.modules)
+from errors import UserError, need, refusing
+from sources.paths import ROW_SCHEMES, scheme_of, store_errors
+from sources.tables import SPLITS
 
 
 @contextmanager
@@ -108,14 +91,6 @@ class RemoteFile:
             return self.fs.open(self.path, "rb")
 
 
-File = Path | RemoteFile
-
-
-def as_path(name: str) -> File:
-    """What the user names: a path, file:// one too, or a URL."""
-    return RemoteFile.of(name) if scheme_of(name) not in ("", "file") else Path(name.removeprefix("file://"))
-
-
 def fetch_remote(file: RemoteFile, timeout: float = 20, max_mb: float = 32, tries: int = 3) -> bytes:
     """Content of a file; `timeout` seconds bound each try as a whole. Raises UserError naming the flag to change."""
     most = int(max_mb * 2**20)
@@ -141,3 +116,14 @@ def fetch_remote(file: RemoteFile, timeout: float = 20, max_mb: float = 32, trie
         finally:
             pool.shutdown(wait=False)
     raise UserError(f"{file} could not be fetched in {tries} tries: {problem}; try again or raise --url-tries")
+
+
+def download(hub_id: str, split: str) -> Path:
+    """Fetch the parquet shards of one split of a dataset of the Hugging Face hub; returns the folder."""
+    shards = f"{SPLITS[split]}*.parquet"
+    remedy = f"run `hf download {hub_id} --repo-type dataset --local-dir FOLDER` elsewhere and pass --input FOLDER"
+    told = f"--input {hub_id}: no such local path, and no download from the Hugging Face hub; {remedy}"
+    with refusing((ImportError, OSError, ValueError), told):  # the hub's errors are OSErrors; ValueError: malformed id
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))

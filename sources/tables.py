@@ -1,22 +1,18 @@
-"""Tables of rows, as found: parquet, jsonl, csv. A row that cannot be read is a text that says why."""
+"""Tables of rows in parquet files, as found. A row that cannot be read is a text that says why."""
 
-import csv
 import glob
-import io
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from errors import UserError, nearest_path, need, refusing
-from sources.remote import File, RemoteFile, as_path, refusing_remote, store_errors
+from errors import nearest_path, need, refusing
+from sources.paths import File, as_path, store_errors
 
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
@@ -44,22 +40,11 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
     elif file.is_file():
         files = [file]
     else:
-        found = file.glob() if isinstance(file, RemoteFile) else map(Path, sorted(glob.glob(name)))
+        found = map(Path, sorted(glob.glob(name))) if isinstance(file, Path) else file.glob()
         files = [p for p in found if p.is_file()]
     of_split = f" of --split {split}" if split else ""
     need(files, f"{name}: no such file, nor folder of parquet files{of_split}, nor glob of either{nearest_path(name)}")
     return files
-
-
-def download(hub_id: str, split: str) -> Path:
-    """Fetch the parquet shards of one split of a dataset of the Hugging Face hub; returns the folder."""
-    shards = f"{SPLITS[split]}*.parquet"
-    remedy = f"run `hf download {hub_id} --repo-type dataset --local-dir FOLDER` elsewhere and pass --input FOLDER"
-    told = f"--input {hub_id}: no such local path, and no download from the Hugging Face hub; {remedy}"
-    with refusing((ImportError, OSError, ValueError), told):  # the hub's errors are OSErrors; ValueError: malformed id
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[shards, f"*/{shards}"]))
 
 
 def shards_of(folder: File, split: str | None) -> list[File]:
@@ -109,7 +94,7 @@ def count_values(array: pa.Array) -> int:
 def parquet_columns(file: File) -> list[str]:
     """Names of the columns. Raises UserError if it is no parquet file."""
     with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file, or is damaged"):
-        return pq.read_schema(file.open() if isinstance(file, RemoteFile) else file).names
+        return pq.read_schema(file if isinstance(file, Path) else file.open()).names
 
 
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
@@ -120,49 +105,6 @@ def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record
     at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * parquet.metadata.num_rows // max(1, size)))
     for batch in parquet.iter_batches(at_once, columns=columns):
         yield from batch_records(batch)
-
-
-def text_lines(file: File) -> Iterator[str]:
-    """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
-    how = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with refusing(OSError, f"--input {file}"):
-        lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
-    with lines, refusing_remote(f"--input {file}"):
-        for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
-            need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
-            yield line
-
-
-def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
-    """The place and the row of each line that is not blank."""
-    for line, text in enumerate(text_lines(file), 1):
-        array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
-        told = f"{file} is one JSON array; write an object with prompt, images and answer on each line"
-        need(not array, f"{told}, as by: jq -c '.[]' {file} > rows.jsonl")
-        if text.strip():
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as e:
-                row = f"not valid JSON: {e}"
-            else:
-                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
-            yield f"line {line}", row
-
-
-def csv_records(file: File) -> Iterator[tuple[str, Record]]:
-    """The place and the row of each line that is not blank, after the header that names the columns."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # base64 cells
-    reader = csv.reader(text_lines(file))
-    columns = next(reader, [])
-    try:
-        for cells in reader:
-            if len(cells) == len(columns):
-                yield f"line {reader.line_num}", dict(zip(columns, cells, strict=True))
-            elif cells:
-                problem = f"{len(cells)} cells but the header names {len(columns)} columns"
-                yield f"line {reader.line_num}", problem
-    except csv.Error as e:
-        raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
 
 
 def extra_column(extras: list[dict]) -> pa.StructArray:

@@ -25,7 +25,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from errors import need
+from errors import need, plug_in
 from prepare_data import MARK, Raw, TaskConfig, table_rows
 from reward import (
     MAX_ANSWER_CHARS,
@@ -39,7 +39,7 @@ from reward import (
     weighted,
 )
 from sources.images import read_file
-from sources.tables import data_files, download
+from sources.tables import data_files
 from tasks import _math_verify
 from tasks.shapes import ANGLES, COLOURS, SALT, SIDE, Scene, boxed, draw_angle, in_split, in_turn, png
 
@@ -66,7 +66,8 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     """Geometry3K: the original folders, parquet shards, or a hub id (by default hiyouga/geometry3k)."""
     inputs = cfg.input or ("hiyouga/geometry3k",)
     if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
-        inputs = (download(inputs[0], cfg.split),)
+        remote = plug_in("sources.remote", f"--input {inputs[0]}", "give files of this machine")
+        inputs = (remote.download(inputs[0], cfg.split),)
     folder = Path(inputs[0])
     folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
     problems = sorted((d for d in folder.glob("*") if d.name.isdecimal()), key=lambda d: int(d.name))

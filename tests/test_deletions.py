@@ -27,6 +27,7 @@ DELETIONS = {
     "tasks": (TASKS, {"--env calculator": "--env calculator builds on a file"}),
     "tensor parallelism": (["parallel/tensor_parallel.py"], {}),
     "sampling ahead": (["engines/ahead.py"], {}),
+    "sources": ([f"sources/{name}.py" for name in ("fetch", "remote", "text", "look")], {}),
 }
 EVERYTHING = [name for names, _ in DELETIONS.values() for name in names] + ["engines/common.py"]
 

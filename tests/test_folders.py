@@ -24,6 +24,7 @@ from report.page.plots import watch
 from reward import RewardConfig, checked
 from settings import parts_of
 from sources import tables
+from sources import text as texts
 from tasks.shapes import shapes_rows
 
 # --- what run.json may bring along ------------------------------------------------------------------------------------
@@ -209,14 +210,15 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
 
 
 def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 100_000, raising=False)
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 100_000)
+    monkeypatch.setattr(texts, "MAX_ROW_BYTES", 100_000)
     file = shapes_file(tmp_path / "x.parquet", 3, data_source="x" * 200_000)
     examples, bad = read_examples(file, ReadingConfig(bad_rows="skip"))
     assert len(examples) == 2 and len(bad) == 1 and "row 1: " in bad[0] and "bytes of memory" in bad[0]
     lines = [json.dumps({"prompt": "p", "answer": "x" * n}) for n in (1, 200_000)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "x.csv").write_text(f"prompt,answer\np,1\np,{'x' * 200_000}\n")
-    for name, read in (("x.jsonl", tables.jsonl_records), ("x.csv", tables.csv_records)):
+    for name, read in (("x.jsonl", texts.jsonl_records), ("x.csv", texts.csv_records)):
         with pytest.raises(UserError, match=f"{name} line [23]: "):
             list(read(tmp_path / name))
 

@@ -1,0 +1,56 @@
+"""Rows of text files, jsonl and csv, as found. A row that cannot be read is a text that says why."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from errors import UserError, need, refusing
+from sources.paths import File
+from sources.remote import RemoteFile, refusing_remote
+from sources.tables import MAX_ROW_BYTES, Record
+
+
+def text_lines(file: File) -> Iterator[str]:
+    """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
+    how = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with refusing(OSError, f"--input {file}"):
+        lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
+    with lines, refusing_remote(f"--input {file}"):
+        for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
+            need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
+            yield line
+
+
+def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
+    """The place and the row of each line that is not blank."""
+    for line, text in enumerate(text_lines(file), 1):
+        array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
+        told = f"{file} is one JSON array; write an object with prompt, images and answer on each line"
+        need(not array, f"{told}, as by: jq -c '.[]' {file} > rows.jsonl")
+        if text.strip():
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as e:
+                row = f"not valid JSON: {e}"
+            else:
+                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
+            yield f"line {line}", row
+
+
+def csv_records(file: File) -> Iterator[tuple[str, Record]]:
+    """The place and the row of each line that is not blank, after the header that names the columns."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # base64 cells
+    reader = csv.reader(text_lines(file))
+    columns = next(reader, [])
+    try:
+        for cells in reader:
+            if len(cells) == len(columns):
+                yield f"line {reader.line_num}", dict(zip(columns, cells, strict=True))
+            elif cells:
+                problem = f"{len(cells)} cells but the header names {len(columns)} columns"
+                yield f"line {reader.line_num}", problem
+    except csv.Error as e:
+        raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e
