@@ -431,12 +431,12 @@ def main(cfg: Config) -> None:
         # 8. metrics, evaluation, checkpoint; then samples and pages, whose failure is a warning
         row = metrics.rollout_metrics(pool, grader.pop_counts()) | meter.reduce(ctx) | sent
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
-        state = run.saver.state = next_state(state, pool, batches.curriculum, row, cfg)
+        state = run.saver.reached(next_state(state, pool, batches.curriculum, row, cfg))
         row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)
         models.after_step(state.step, algo.ref_every)
         if run.evaluation.due(cfg.run, state.step):
             row |= run.evaluation.run(run.log, timer, state.step)
-            state = run.saver.state = replace(state, eval_due=run.evaluation.cut_at)
+            state = run.saver.reached(replace(state, eval_due=run.evaluation.cut_at))
         run.log.step(state.step, row | timer.pop())
         run.skipped.report(state.step, run.saver.save)
         run.saver.after_step()

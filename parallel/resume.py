@@ -164,6 +164,11 @@ class Saver:
         self.state = state  # of the last whole step
         checkpoint.check_room(self.out, cfg.keep + cfg.keep_best, models.saved)
 
+    def reached(self, state: Any) -> Any:
+        """Take over the state after a whole step, which a checkpoint from now on holds, and return it."""
+        self.state = state
+        return state
+
     def save(self) -> Path | None:
         """A checkpoint, unless there is one; the newest."""
         if self.state.step > self.saved:
