@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import demo  # noqa: E402
 import model as M  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
+from envs import Environment, Observation  # noqa: E402
 from envs._load import Environments  # noqa: E402
 from envs._play import Episodes  # noqa: E402
 from prepare_data import Example  # noqa: E402
-from rollout import EnvConfig, Environment, Observation, Sampling, make_prompts  # noqa: E402
+from rollout import EnvConfig, Sampling, make_prompts  # noqa: E402
 from tasks.shapes import png  # noqa: E402
 
 TURNS, ASLEEP = 4, "u0"

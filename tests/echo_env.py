@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from rollout import Environment, Observation
+from envs import Environment, Observation
 
 
 class Echo(Environment):

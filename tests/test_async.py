@@ -363,5 +363,5 @@ def test_a_penalty_in_the_reward_is_of_the_same_old_policy():
 @pytest.mark.parametrize("more", [{"tis_cap": 2.0}, {"tis_mask": "0.5,2"}, {"loss": "reinforce"}])
 def test_what_would_weigh_by_staleness_twice_or_not_at_all_is_refused(more):
     Algorithm(**more).check()
-    with pytest.raises(UserError, match="--algo-args old_policy=rollout"):
+    with pytest.raises(UserError, match="old_policy=rollout"):
         Algorithm(old_policy="rollout", **more).check()

@@ -74,7 +74,7 @@ def parse(*flags):
 def make_batch(rollouts, cfg, models, processor, ctx):
     """One micro-batch, up to where the update begins."""
     pool = GroupPool(cfg.algo, replace(cfg.rollout, prompts_per_step=2), 0, ctx)
-    pool.add(rollouts, [r.rewards for r in rollouts])
+    pool.add(rollouts, [{"reward": r.task_reward} for r in rollouts])
     packer = Packer(8192, processor.image_token_id, rates=FlopRates(1.0, 0.1, 1.0, 1.0, 0.0, 0.0, 0))
     batch = train.make_batch(pool, cfg, packer, ctx, Meter())
     assert len(batch.minibatches[0]) == 1

@@ -15,12 +15,12 @@ from PIL import Image
 from test_docs import ROOT, SCRIPTS, commands, sections, write_files
 
 import eval as evaluate
-from envs._load import load_environments
+from envs import Environment, Observation
 from envs._play import PATIENCE
 from envs._threads import THREADS
 from prepare_data import ReadingConfig, read_examples
 from rewards.grade import score
-from rollout import ENDS, EnvConfig, Environment, Observation
+from rollout import ENDS, EnvConfig, load_environments
 
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 OWN = sections(PAGE)["Write your own"]

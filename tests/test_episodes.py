@@ -18,10 +18,10 @@ import envs._play
 import envs._threads
 import grpo
 import model as M
-import reward
 import rollout
 from engines.hf import HFEngine
-from envs._load import Environments, load_environments
+from envs import Environment, Observation
+from envs._load import Environments
 from envs._play import Episodes
 from errors import UserError
 from packing import Packer, token_batch, turns_of
@@ -31,13 +31,13 @@ from rewards.grade import Grader
 from rollout import (
     Engine,
     EnvConfig,
-    Environment,
-    Observation,
     Prompt,
     Rollout,
     Sampling,
     Turn,
     add_response,
+    give_rewards,
+    load_environments,
     make_prompts,
 )
 from tasks.shapes import png
@@ -251,7 +251,7 @@ def test_thoughts_that_the_template_drops_count_against_the_limit(loaded):
     ends = collections.Counter()
     for limit in range(40, 120, 16):
         rollouts = Episodes(HFEngine(hf, processor, CPU), envs, processor).generate(prompts, 2, Sampling(limit, seed=1))
-        reward.give_rewards(rollouts, [{"reward": 1.0}] * 6, grpo.Algorithm(truncated="penalise"), limit)
+        give_rewards(rollouts, [{"reward": 1.0}] * 6, grpo.Algorithm(truncated="penalise"), limit)
         for r in rollouts:
             ends[r.ended_by] += 1
             assert len(r.response) <= limit and r.response_mask[-1]

@@ -32,9 +32,9 @@ PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
 NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 389, "errors.py": 101, "eval.py": 368, "grpo.py": 437, "kernels.py": 432, "merge_lora.py": 138,
-    "model.py": 500, "packing.py": 386, "prepare_data.py": 478, "reward.py": 258, "rollout.py": 370, "train.py": 325,
-    "settings.py": 175, "utils.py": 214,
+    "demo.py": 388, "errors.py": 99, "eval.py": 368, "grpo.py": 426, "kernels.py": 382, "merge_lora.py": 137,
+    "model.py": 485, "packing.py": 381, "prepare_data.py": 479, "reward.py": 195, "rollout.py": 370, "train.py": 327,
+    "settings.py": 169, "utils.py": 214,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +45,6 @@ from report.records import encode_image
 from report.samples import best_and_worst, shortened, show, telling
 from report.summary import best_evaluation, run_summary
 from report.warnings import Warnings
-from rewards.grade import Grader, response_to
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import png, shapes_rows
 from utils import Context, Meter
@@ -416,16 +414,6 @@ def test_progress_of_a_part_that_raises_ends_with_it():
         assert showing()
         raise ZeroDivisionError
     assert not showing()
-
-
-def test_graded_responses_are_those_without_an_open_call():
-    rollouts = [response_to(None, text) for text in "abcd"]
-    done, waiting = Future(), Future()
-    done.set_result(([], {}))
-    grader = Grader()
-    for r, of in zip(rollouts, ({"": done}, {"": waiting}, {"": done, "judge": waiting}, {}), strict=True):
-        grader.submitted[r] = {key: (future, 0) for key, future in of.items()}
-    assert grader.answered(rollouts) == 2  # the first, and the fourth, which nobody grades
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

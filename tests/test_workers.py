@@ -153,7 +153,6 @@ def test_batches_under_way_together_do_not_mix(make, size):
     for r in chain(*zip(*batches, strict=True)):
         grader.submit(r)
     for step in (1, 0, 2):
-        assert grader.answered(batches[step]) <= 30
         results = grader.collect(batches[step])
         for i, (result, r) in enumerate(zip(results, batches[step], strict=True)):
             n, worth = len(r.text), r.prompt.example.extra["worth"]
