@@ -23,6 +23,7 @@ from typing import Any
 
 from PIL import Image
 
+from envs import Observation
 from envs._load import NO_IMAGE, Environments, check_marks, checked_messages, checked_start, copied, decoded, encoded
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
@@ -31,7 +32,6 @@ from reward import checked
 from rollout import (
     Engine,
     EngineWrapper,
-    Observation,
     OnRollout,
     Prompt,
     Responses,

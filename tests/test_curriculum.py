@@ -46,7 +46,7 @@ def test_without_a_file_batches_are_as_they_were_and_rewards_are_told_nothing(ca
         assert uids(plain.batch(step, step, 0, {})) == [f"u{i}" for i in batch_of(step, 40, 4, seed=3)]
     assert plain.stage(0) == last_stage(None, [])[1] == Stage() and plain.metrics(0, {}) == {}
     assert capsys.readouterr().out == ""
-    assert plain.after_step({}, 0, 1, {"u1": 1.0}) == {"began": 0}
+    assert plain.after_step({}, 0, 1, {"u1": 1.0}) == {}
 
 
 def test_stages_filter_and_are_a_function_of_the_step(tmp_path, capsys):
