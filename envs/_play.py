@@ -246,7 +246,7 @@ class Play(Responses):
 
     def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""
-        need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected a rollout.Observation")
+        need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected an envs.Observation")
         messages, images = checked_messages(said.messages, said.images) if said.messages or not said.done else ([], ())
         given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
         rewards = checked(given, episode.rollout.prompt.uid, episode.rollout.text)
