@@ -41,8 +41,9 @@ from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, Example, decode_image, find_tasks
+from prepare_data import MARK, Example, decode_image
 from report.writer import find_drawing
+from reward import find_tasks
 from rollout import WAIT, Engine, EnvConfig, Responses, Rollout, Sampling, add_response, make_prompts, written
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import zlib
 from collections import deque
@@ -28,7 +27,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from glob import escape
 from pathlib import Path
-from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +34,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from errors import Note, UserError, check_writable, existing, need, plug_in, printable, refusing, writing
-from reward import TASKS, load_tasks, task_name, unwrap_truth
+from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
@@ -561,16 +559,6 @@ TABLES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the co
     "csv": (partial(text_records, kind="csv"), "answer", "A header line first; images in a cell as a JSON list."),
     "parquet": (parquet_records, TRUTH, "Any layout; columns without a meaning here go to extra_info."),
 }
-
-
-def find_tasks() -> dict[str, ModuleType]:
-    """The files of tasks/ and envs/ by the names that they register. Such a file may have
-
-    toy(n, split, seed) -> rows, dicts by column;   rows(cfg: TaskConfig) -> Raws, of files;
-    DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for (`register`).
-    """
-    load_tasks()
-    return {name: sys.modules[TASKS[name].reward.__module__] for name in sorted(TASKS)}
 
 
 def instruction_of(text: str) -> str:

@@ -15,6 +15,7 @@ rewards/grade.py calls rewards, in processes of their own.
 import importlib
 import re
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from functools import cache
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from errors import UserError, describe_error, printable, users_traceback
@@ -130,6 +132,16 @@ def load_tasks() -> None:
             except ModuleNotFoundError as error:  # builds on a task that a fork has deleted
                 if not (error.name or "").startswith("tasks."):
                     raise
+
+
+def find_tasks() -> dict[str, ModuleType]:
+    """The files of tasks/ and envs/ by the names that they register. Such a file may have
+
+    toy(n, split, seed) -> rows, dicts by column;   rows(cfg: TaskConfig) -> Raws, of files;
+    DEFAULTS, settings of its own;   INSTRUCTION, what `--instruction` with one of its names stands for (`register`).
+    """
+    load_tasks()
+    return {name: sys.modules[TASKS[name].reward.__module__] for name in sorted(TASKS)}
 
 
 def task_name(data_source: str) -> str:

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from errors import nearest_path, need, refusing
-from prepare_data import Example
 from reward import Stage, task_name
 from rewards.order import Memory, batch_of
 from utils import derive_seed, print0
@@ -63,7 +62,7 @@ class StageSpec:
         column = self.order.lstrip("-")
         return [column] if column not in ("", SOLVED) else []
 
-    def takes(self, example: Example) -> bool:
+    def takes(self, example: Any) -> bool:
         """Is an example one of this stage's?"""
         return all(fits(column_of(example, column), wanted) for column, wanted in self.where.items())
 
@@ -121,7 +120,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def column_of(example: Example, name: str) -> Any:
+def column_of(example: Any, name: str) -> Any:
     return task_name(example.data_source) if name == "data_source" else example.extra.get(name)
 
 
@@ -141,7 +140,7 @@ def parts_of(total: int, shares: Mapping[str, float]) -> dict[str, int]:
 class Curriculum:
     """The stages of a run over its examples. UserError for a stage that has too few."""
 
-    def __init__(self, specs: Sequence[StageSpec], examples: Sequence[Example], per_step: int, seed: int):
+    def __init__(self, specs: Sequence[StageSpec], examples: Sequence[Any], per_step: int, seed: int):
         self.examples = examples
         self.seed = seed
         self.specs = specs
@@ -204,7 +203,7 @@ class Curriculum:
 
     def batch(
         self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
-    ) -> list[Example]:
+    ) -> list[Any]:
         """The examples of a round of a step that began at a position of the data. `ahead`: where rounds are begun
         before the rates of earlier ones are known, uids that are being sampled; by rates they come last."""
         number = self.number(step)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from errors import need, plug_in
-from prepare_data import Example, find_tasks
-from reward import Stage, task_name
+from reward import Stage, find_tasks, task_name
 from utils import derive_seed
 
 # What a curriculum carries from step to step, as checkpoints keep it: "began", the position of the data where the stage
@@ -30,7 +29,7 @@ def batch_of(position: int, n_examples: int, per_step: int, seed: int) -> list[i
 class DataOrder:
     """A run without stages. rewards.curriculum.Curriculum has the same methods."""
 
-    def __init__(self, examples: Sequence[Example], per_step: int, seed: int):
+    def __init__(self, examples: Sequence[Any], per_step: int, seed: int):
         self.examples = examples
         self.per_step = per_step
         self.seed = seed
@@ -46,7 +45,7 @@ class DataOrder:
 
     def batch(
         self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
-    ) -> list[Example]:
+    ) -> list[Any]:
         chosen = batch_of(position + round, len(self.examples), self.per_step, self.seed)
         return [self.examples[i] for i in chosen]
 
@@ -57,7 +56,7 @@ class DataOrder:
         return {}
 
 
-def find_stages(file: str | None, examples: Sequence[Example]) -> tuple[ModuleType | None, Any]:
+def find_stages(file: str | None, examples: Sequence[Any]) -> tuple[ModuleType | None, Any]:
     """Return rewards/curriculum.py and the stages of --curriculum, or else those of the only task of these examples
     that has some; (None, None) without any."""
     if file == "none":
@@ -76,13 +75,13 @@ def find_stages(file: str | None, examples: Sequence[Example]) -> tuple[ModuleTy
     return curriculum, curriculum.specs_of(found[own[0]], f"the curriculum of task {own[0]}")
 
 
-def make_order(file: str | None, examples: Sequence[Example], per_step: int, seed: int) -> Any:
+def make_order(file: str | None, examples: Sequence[Any], per_step: int, seed: int) -> Any:
     """Return a DataOrder, or the Curriculum of --curriculum or of the examples' task."""
     curriculum, specs = find_stages(file, examples)
     return curriculum.Curriculum(specs, examples, per_step, seed) if curriculum else DataOrder(examples, per_step, seed)
 
 
-def last_stage(file: str | None, examples: Sequence[Example]) -> tuple[int, Stage]:
+def last_stage(file: str | None, examples: Sequence[Any]) -> tuple[int, Stage]:
     """Return the first step of the last stage, and that stage: evaluations grade for it, so that their figures
     compare."""
     curriculum, specs = find_stages(file, examples)

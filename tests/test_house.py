@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 # What is imported when a file is, comes from a lower level, or from the same folder
 LEVELS = {
     "errors": 0, "kernels": 1, "settings": 1, "utils": 1, "layers": 2, "sources": 2, "grpo": 2, "packing": 2,
-    "reward": 3, "rewards": 4, "prepare_data": 5, "model": 5, "rewards.curriculum": 6, "rollout": 6, "report": 7,
+    "reward": 3, "rewards": 4, "prepare_data": 5, "model": 5, "rollout": 6, "report": 7,
     "parallel": 8, "tasks": 8, "envs": 8, "engines": 9, "eval": 9, "merge_lora": 9, "demo": 9, "train": 10,
 }
 PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
@@ -33,7 +33,7 @@ NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play"
 
 CODE_LINES = {  # each file's size when this was written, and a few percent
     "demo.py": 388, "errors.py": 99, "eval.py": 368, "grpo.py": 426, "kernels.py": 382, "merge_lora.py": 137,
-    "model.py": 485, "packing.py": 381, "prepare_data.py": 479, "reward.py": 195, "rollout.py": 370, "train.py": 327,
+    "model.py": 485, "packing.py": 381, "prepare_data.py": 474, "reward.py": 200, "rollout.py": 370, "train.py": 327,
     "settings.py": 169, "utils.py": 214,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
@@ -60,11 +60,6 @@ def imports(name):
 
 def room(name):
     return name.removesuffix(".py").replace("/", ".").split(".")[0]
-
-
-def level(module):
-    """Of a module with dots, or of its folder."""
-    return LEVELS.get(module, LEVELS[room(module)])
 
 
 def code_lines(path, first=0, last=10**9):
@@ -95,7 +90,7 @@ def test_readme_maps_every_script_and_folder():
 def test_imports_run_one_way(name):
     at_once, later = imports(name)
     for other in at_once:
-        lower = level(other) < level(name.removesuffix(".py").replace("/", "."))
+        lower = LEVELS[room(other)] < LEVELS[room(name)]
         if other in NO_PLUG_INS:
             assert name in ("train.py", "eval.py", "engines/serve.py") or lower or room(other) == room(name)
         elif room(other) in PLUG_INS and other != "envs":  # which says what an environment is
@@ -103,18 +98,17 @@ def test_imports_run_one_way(name):
             assert allowed, f"{name} imports {other} at once"
         else:
             assert lower or room(other) == room(name) or other == "envs", f"{name} imports {other}"
-    # by prepare_data.py inspect, which counts tokens with it; with --judge-url
-    for other in later - {"model", "rewards.judge"}:
+    for other in later - {"model"}:  # by prepare_data.py inspect, which counts tokens with it
         assert room(other) in PLUG_INS or LEVELS[room(other)] < LEVELS[room(name)], f"{name} imports {other}"
     if name in ("grpo.py", "packing.py", "reward.py", "kernels.py"):
         assert not {room(other) for other in at_once | later} & {"model", "rollout", "engines"}
 
 
-def test_rewards_are_in_no_import_cycle():
+def test_no_file_is_in_an_import_cycle():
     """Not even by way of imports inside functions."""
     modules = {name.removesuffix(".py").replace("/", "."): name for name in OURS}
     arrows = {module: {m for m in set.union(*imports(name)) if m in modules} for module, name in modules.items()}
-    for start in [module for module in modules if room(module) in ("reward", "rewards")]:
+    for start in modules:
         reached, new = set(), {start}
         while new:
             new = set().union(*(arrows[module] for module in new)) - reached
