@@ -15,13 +15,13 @@ from torch import nn
 
 import eval as E
 import train
-from envs import EnvConfig
 from errors import UserError
 from layers.lora import read_adapter
 from parallel import checkpoint
 from prepare_data import FileConfig, ReadingConfig, read_examples, table_rows, write_examples
 from report.page.plots import watch
 from reward import RewardConfig, checked
+from rollout import EnvConfig
 from settings import parts_of
 from sources import tables
 from sources import text as texts
