@@ -15,8 +15,8 @@ What is replaced or left out:
 - Random numbers come from a CPU generator with the same seed.
 - Collectives of one process are copies, which nccl.c makes. There is no second process.
 
-An operation without a CPU kernel is an error. If NULL_GPU_VALUES_MIB sets a limit, its output is garbage instead, and
-`garbage` counts it by name.
+An operation without a CPU kernel is an error, unless it is in UNREAD. If NULL_GPU_VALUES_MIB sets a limit, its output
+is garbage, and `garbage` counts it by name.
 """
 
 import ctypes
@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 garbage: Counter[str] = Counter()
+UNREAD: set[str] = set()  # operations whose output nothing reads that computes: garbage is no error
 cudart = ctypes.CDLL(None)
 cudart.null_gpu_synchronizations.restype = ctypes.c_long
 
@@ -114,7 +115,7 @@ class Values(TorchDispatchMode):
             values = self._compute(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             unknown = isinstance(error, NotImplementedError) or "not implemented for" in str(error)
-            if not unknown or self.limit == float("inf"):
+            if not unknown or (self.limit == float("inf") and name not in UNREAD):
                 raise
             garbage[name] += 1
             return results
@@ -392,6 +393,7 @@ def add_vllm_kernels(vllm: Any) -> None:
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
     KERNELS.update(kernels.REPLACED)
+    UNREAD.update(kernels.UNREAD)
 
 
 def find_null_gpu(system_utils: Any) -> None:

@@ -73,3 +73,4 @@ REPLACED = {
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache,
     "_vllm_fa3_C::fwd": flash_attention_3,
 }
+UNREAD = {"_vllm_fa3_C::get_scheduler_metadata"}
