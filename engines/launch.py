@@ -92,6 +92,8 @@ def check_engine(
 ) -> None:
     """Raise UserError for settings of --rollout that contradict each other, and unless what it needs is there: files of
     ours, an installed vLLM, servers that answer. Call it before a model loads."""
+    if servers.async_steps:
+        plug_in("engines.ahead", f"--async-steps {servers.async_steps}")
     servers.check(engine, vllm, model)
     installed = vllm_is_installed()
     if engine == "vllm":

@@ -3,12 +3,12 @@
 import importlib
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from warm import run_command
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -308,5 +308,5 @@ def test_mistakes_name_the_flag(flags, told):
 
 def test_the_script_starts():
     command = [sys.executable, "benchmarks/async.py", "--gpus", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_command(command)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

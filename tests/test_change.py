@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from warm import run_command
 
 from tasks.shapes import shapes_rows
 from train import parse_args
@@ -66,7 +67,7 @@ def train(copy, model, data, *more, kernel="torch", fails=False):
     command += ["--micro-tokens", 120, "--lr", "1e-3"]
     command += ["--reward", f"{data / 'reward.py'}:score", "--no-self-test", "--kernel", kernel, *more]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(list(map(str, command)), cwd=copy, env=env, capture_output=True, text=True, timeout=300)
+    done = run_command(command, copy, env)
     if fails:
         assert done.returncode != 0
         return done.stderr
@@ -194,7 +195,7 @@ def train_on(copy, model, file, *more):
         "--no-self-test",
     ]
     command += ["--prompts-per-step", 4, "--group-size", 3, "--max-new-tokens", 4, "--micro-tokens", 120, *more]
-    done = subprocess.run(list(map(str, command)), cwd=copy, capture_output=True, text=True, timeout=300)
+    done = run_command(command, copy)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
 

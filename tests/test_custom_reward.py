@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import complete
 from test_train import TORCHRUN, flags, rows, run, write_parquet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +110,7 @@ def test_keyword_arguments_get_everything(load):
     assert grade(load("whatever"), "a", step=1234)[0].keys() == {"finish_reason", "step", "stage", "reward"}
 
 
+@complete
 def test_each_task_has_its_own_function_beside_built_in_ones(load):
     grader = load("parts", "geo3k=number", "Some/Go=all_of_them")
     sources = ["chess", "hiyouga/geometry3k", "go", "go"]
@@ -159,7 +161,10 @@ def test_paths_are_kept_absolute(load, monkeypatch):
         (["{dir}/mine.py:value"], "value is not a function"),
         (["{dir}/mine.py:three"], r"three must take .response, example. or .responses, examples., .*'other'"),
         (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "another one of all tasks, .*mine.py:number; drop one"),
-        (["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "another one of the task 'geo3k'"),
+        pytest.param(
+            ["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "another one of the task 'geo3k'",
+            marks=complete,
+        ),
     ],
 )
 def test_a_function_that_cannot_be_called_is_told_at_once(load, specs, message):

@@ -2,40 +2,41 @@
 
 pytest tests/test_deletions.py"""
 
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+from conftest import DELETABLE, complete
 from test_train import ROOT, flags, write_parquet
+from warm import run_command
 
 from errors import UserError, in_copy, plug_in
 from tasks.shapes import shapes_rows
 
-SERVERS = [f"engines/{name}.py" for name in "server client vllm_client sglang_client sync worker local serve".split()]
-VLLM = [f"engines/{name}.py" for name in "vllm vllm_cpu vllm_weights vllm_ban".split()]
-TASKS = [f"tasks/{path.name}" for path in (ROOT / "tasks").glob("*.py") if path.stem not in ("__init__", "shapes")]
+pytestmark = complete  # in a copy that lacks something, the table is not what can be deleted
 
-# What is deleted, and flags that need it with the file that is then named
-DELETIONS = {
-    "envs": (["envs"], {"--env calculator": "envs/_load"}),
-    "servers": (SERVERS, {"--rollout server --servers http://127.0.0.1:1": "engines/server"}),
-    "vllm": (VLLM, {"--rollout vllm": "engines/vllm"}),
-    "judge": (["rewards/judge.py", "rewards/judge.txt"], {"--judge-url http://127.0.0.1:1": "rewards/judge"}),
-    "curriculum": (["rewards/curriculum.py"], {"--curriculum stages.toml": "rewards/curriculum"}),
-    "pages": (["report/page"], {"--track tensorboard": "report/page/trackers"}),
-    "tasks": (TASKS, {"--env calculator": "--env calculator builds on a file"}),
-    "tensor parallelism": (["parallel/tensor_parallel.py"], {}),
-    "sampling ahead": (["engines/ahead.py"], {}),
-    "sources": ([f"sources/{name}.py" for name in ("fetch", "remote", "text", "look")], {}),
+# Flags that need what is deleted, with the file that is then named
+REFUSED = {
+    "envs": {"--env calculator": "envs/_load"},
+    "servers": {"--rollout server --servers http://127.0.0.1:1": "engines/server"},
+    "vllm": {"--rollout vllm": "engines/vllm"},
+    "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},
+    "curriculum": {"--curriculum stages.toml": "rewards/curriculum"},
+    "pages": {"--track tensorboard": "report/page/trackers"},
+    "tasks": {"--env calculator": "--env calculator builds on a file"},
+    "tensor parallelism": {},
+    "sampling ahead": {"--async-steps 1": "engines/ahead"},
+    "sources": {},
 }
-EVERYTHING = [name for names, _ in DELETIONS.values() for name in names] + ["engines/common.py"]
+EVERYTHING = [name for names in DELETABLE.values() for name in names] + ["engines/common.py"]
+UNCOPIED = (".venv*", ".git", ".*_cache", "demo", "out", "__pycache__")
 
 
 def copy_without(names, folder):
     """A copy of the product, what is named deleted."""
-    skipped = (".*", "runs", "benchmarks", "tests", "docs", "assets", "demo", "out", "__pycache__")
-    copy = shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*skipped))
+    copy = shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*UNCOPIED))
     for name in names:
         path = copy / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=name.endswith(".txt"))
@@ -47,8 +48,7 @@ def check(names, refused, toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
 
     def run(*command):
-        command = [sys.executable, *map(str, command)]
-        return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+        return run_command([sys.executable, *command], copy)
 
     train = ["train.py", *flags(toys["qwen2_5_vl"], data, out, "--steps", 2, "--no-self-test")]
     for flag, file in refused.items():
@@ -76,9 +76,9 @@ def check_no_pages(train, evaluated, run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", DELETIONS)
+@pytest.mark.parametrize("what", DELETABLE)
 def test_a_copy_without_it_trains_and_evaluates(what, toys, tmp_path):
-    train, evaluated, run = check(*DELETIONS[what], toys, tmp_path)
+    train, evaluated, run = check(DELETABLE[what], REFUSED[what], toys, tmp_path)
     if what == "pages":
         check_no_pages(train, evaluated, run, tmp_path)
     if what == "tensor parallelism":
@@ -87,10 +87,20 @@ def test_a_copy_without_it_trains_and_evaluates(what, toys, tmp_path):
 
 
 def test_a_copy_without_all_of_it_trains_and_evaluates(toys, tmp_path):
-    refused = {flag: file for _, flags in DELETIONS.values() for flag, file in flags.items()}
-    refused["--env calculator"] = "envs/_load"
-    picked = ["--env calculator", "--rollout vllm"]  # one that is asked for at once, and one that comes late
-    check_no_pages(*check(EVERYTHING, {flag: refused[flag] for flag in picked}, toys, tmp_path), tmp_path)
+    refused = REFUSED["envs"] | REFUSED["vllm"]  # one of the loop, and one of the engine
+    check_no_pages(*check(EVERYTHING, refused, toys, tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_demo_and_the_remaining_tests_pass_without_all_of_it(tmp_path):
+    copy, out = copy_without(EVERYTHING, tmp_path), tmp_path / "demo"
+    done = run_command([sys.executable, "demo.py", "run", "--short", "--out", out], copy, timeout=600)
+    assert done.returncode == 0 and (out / "summary.json").exists(), done.stderr[-3000:]
+    selected = "not slow and not vllm and not sglang and not cuda_paths and not vllm_cuda"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "-m", selected]
+    tests = subprocess.run([*command, "--basetemp", tmp_path / "tests"], cwd=copy, capture_output=True, text=True)
+    assert tests.returncode == 0, tests.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", tests.stdout)[1]) > 1000
 
 
 def test_what_can_be_deleted_is_imported_by_name():

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import complete
 
 import demo
 import eval as evaluate
@@ -19,6 +20,7 @@ import merge_lora
 import prepare_data
 import train
 
+pytestmark = complete
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 SCRIPTS = {"demo.py": demo, "eval.py": evaluate, "merge_lora.py": merge_lora}

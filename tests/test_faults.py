@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import complete
 from test_train import rows, run, without_time, write_parquet
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -459,6 +460,7 @@ def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_
     assert [row["kl/coef"] for row in logged] == [0.1] * 3 and {row["update/steps"] for row in logged} == {0}
 
 
+@complete
 def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
     """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that nobody stopped."""
     train_data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))

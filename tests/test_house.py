@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from conftest import complete
 from test_train import ROOT, flags, rows, run, write_parquet
 
 import train
@@ -163,6 +164,7 @@ def test_few_flags_and_the_docs_list_what_is_none():
     assert keys == {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} and len(keys) > 15
 
 
+@complete
 def test_every_setting_has_help_and_is_used():
     settings = [field for group in fields(train.Config) for field in fields(group.type)]
     names = [field.name for field in settings]

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm import ROOT, TORCHRUN, forked, run_command, running
 
 import demo
 import engines.launch
@@ -38,12 +38,9 @@ from settings import add_origins
 from tasks.shapes import shapes_rows
 from utils import Meter
 
-ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
 
 def run(command, check=True, **extra):
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, **extra)
+    done = run_command(command, **extra)
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -299,17 +296,17 @@ def descendants(pid):
 
 def kill_after(command, out, step):
     """SIGKILL every process of the run once `step` is logged."""
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 200
-    while time.time() < deadline and process.poll() is None:
-        path = Path(out) / "metrics.jsonl"
-        if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()):
-            break
-        time.sleep(0.02)
-    assert process.poll() is None, "the run ended before it could be killed"
-    for pid in descendants(process.pid):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
+    log = Path(out).parent / "killed.log"
+    with forked(list(map(str, command)), ROOT, log, log) as processes:
+        deadline = time.time() + 200
+        while time.time() < deadline and len(running(processes)) == len(processes):
+            path = Path(out) / "metrics.jsonl"
+            if path.exists() and any(f'"step": {step},' in line for line in path.read_text().splitlines()):
+                break
+            time.sleep(0.02)
+        assert len(running(processes)) == len(processes), "the run ended before it could be killed"
+        for pid in chain.from_iterable(descendants(process.pid) for process in processes):
+            os.kill(pid, signal.SIGKILL)
 
 
 def often_ending(model):
@@ -519,10 +516,7 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
     anew = ["--resume", "auto", "--steps", 3, "--lr", 2e-3]
     # and from another folder
     program = [sys.executable, ROOT / "train.py"]
-    done = subprocess.run(
-        list(map(str, [*program, "--out", tmp_path / "r", *anew, *reward])),
-        cwd=tmp_path, capture_output=True, text=True,
-    )
+    done = run_command([*program, "--out", tmp_path / "r", *anew, *reward], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = sorted(line for line in done.stdout.splitlines() if "changed since" in line)
     assert told == ["changed since: --lr 0.001 -> 0.002", "changed since: --steps 2 -> 3"]

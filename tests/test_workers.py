@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import complete
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -112,6 +113,7 @@ def kinds(grader):
 # --- the number of processes does not matter ------------------------------------------------------------------------
 
 
+@complete
 def test_results_depend_on_no_number_of_workers_and_no_order(make):
     rng = random.Random(0)
     rows = [row(n, source, "5\\sqrt{3}") for n, source in enumerate(["mine", "several", "slow", "geo3k"] * 5)]
@@ -161,6 +163,7 @@ def test_batches_under_way_together_do_not_mix(make, size):
     assert not grader.submitted
 
 
+@complete
 @pytest.mark.parametrize("size", [0, 2])
 def test_a_batch_s_counts_are_its_own(make, size):
     """What is graded meanwhile for another batch, or for an evaluation, is counted where that is collected."""
@@ -324,6 +327,7 @@ def test_an_error_of_ours_ends_the_run(make):
 HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 
+@complete
 def test_math_verify_keeps_its_own_time_in_a_worker(make):
     """Its three seconds are not the call's one; what is late is wrong, not failed."""
     grader = make(reward_workers=1, reward_timeout=1.0)
