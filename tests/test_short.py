@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm import run_command
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "runs").glob("*.sh")])
@@ -20,7 +20,7 @@ def run(script: Path, out: Path) -> str:
     flags = [] if script.name == "size.py" else ["--short", *MORE.get(script.name, [])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "OUT": str(out), "PYTHON": sys.executable}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = subprocess.run([*python, script, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    done = run_command([*python, script, *flags], env=env, timeout=500)
     logs = "".join(log.read_text()[-2000:] for log in sorted(out.rglob("*.log")))
     assert done.returncode == 0, f"{script.name}: {done.stdout[-2000:]}{done.stderr[-3000:]}{logs}"
     return done.stdout

@@ -297,7 +297,7 @@ def descendants(pid):
 def kill_after(command, out, step):
     """SIGKILL every process of the run once `step` is logged."""
     log = Path(out).parent / "killed.log"
-    with forked(list(map(str, command)), ROOT, log, log) as processes:
+    with forked(list(map(str, command)), ROOT, None, log, log) as processes:
         deadline = time.time() + 200
         while time.time() < deadline and len(running(processes)) == len(processes):
             path = Path(out) / "metrics.jsonl"
