@@ -31,6 +31,15 @@ def without_images(record: dict) -> dict:
     return record | {"samples": samples}
 
 
+def columns_of(records: Sequence[dict]) -> dict[str, list[str]]:
+    """Return what records may be told apart by: column -> the value of each."""
+    columns = {name: [str(record[place]) for record in records] for name, place in PLACES.items()}
+    if columns["source"] == columns["task"]:
+        del columns["source"]
+    groups = [record.get("groups", {}) for record in records]
+    return columns | {name: [of.get(name, "") for of in groups] for of in groups for name in of}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a record tells
 

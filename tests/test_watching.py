@@ -38,7 +38,7 @@ from parallel.models import build_models
 from prepare_data import Example
 from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
-from report.page.plots import band_of, grouped, run_curves, smoothed, thinned, watch
+from report.page.plots import Line, group_by_settings, mean_line, run_curves, smooth, thin_curve, watch
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, following, sampling
 from report.records import encode_image
@@ -512,8 +512,8 @@ ASYNC = {"async/staleness": 0.8, "async/staleness_max": 2.0, "async/trainer_idle
 @pytest.mark.parametrize("more", [{}, ASYNC])
 def test_panels_are_svgs_that_need_nothing(more):
     curves = run_curves(run_rows(40, **more))
-    titles = ["Reward", "Evaluation", "Entropy", "KL", "Response length", "Gradient norm", "Time"]
-    titles[6:6] = ["Staleness"] if more else []
+    titles = ["Reward", "Evaluation", "Entropy", "KL", "Response length", "Truncated", "Gradient norm", "Time"]
+    titles[7:7] = ["Staleness", "Idle"] if more else []
     assert [curve.title for curve in curves] == titles and all(len(curve.note) > 40 for curve in curves)
     for curve in curves:
         root = ET.fromstring(curve.image)
@@ -528,22 +528,24 @@ def test_panels_are_svgs_that_need_nothing(more):
 def test_what_was_not_measured_has_no_panel():
     assert run_curves([]) == [] and run_curves([{"step": 0}]) == []
     assert [c.title for c in run_curves([{"step": 1, "reward/mean": 0.1, "policy/entropy": None}])] == ["Reward"]
-    none = [{"step": 1, "rollout/kl": 0.0, "response/tokens": 0.0}]  # no KL above 0: a logarithm has no place for it
-    assert [c.title for c in run_curves(none)] == ["Response length"]
+    none = [{"step": 1, "rollout/kl": 0.0}, {"step": 2, "rollout/kl": 1e-9}, {"step": 3, "rollout/kl": 1.0}]
+    assert [c.title for c in run_curves(none)] == ["KL"]  # a logarithm has no place for the first
 
 
 def test_means_of_curves():
-    assert thinned(([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 9.0]), 3) == ([1.5, 3.5, 5], [2.0, 6.0, 9.0])
+    assert thin_curve(([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, 7.0, 9.0]), 3) == [[1.5, 3.5, 5], [2.0, 6.0, 9.0]]
     line = [float(i) for i in range(100)]
-    assert smoothed(line) == pytest.approx(line)  # a running mean of a straight line is that line
-    jump = smoothed([0.0] * 50 + [1.0] * 50)
+    assert smooth(line) == pytest.approx(line)  # a running mean of a straight line is that line
+    jump = smooth([0.0] * 50 + [1.0] * 50)
     assert jump[0] == 0 and jump[-1] == 1 and 0 < jump[50] < 1
-    assert band_of([{1: 1.0, 2: 4.0, 3: 9.0}, {1: 3.0, 2: 0.0}]) == [(1, 2.0, 1.0, 3.0), (2, 2.0, 0.0, 4.0)]
+    runs = [[{"step": s, "m": m} for s, m in of] for of in (((1, 1.0), (2, 4.0), (3, 9.0)), ((1, 3.0), (2, 0.0)))]
+    assert mean_line("x", "m", runs) == Line("x", [1, 2], [2.0, 2.0], [1.0, 0.0], [3.0, 4.0])
+    assert mean_line("x", "m", runs[:1]) == Line("x", [1, 2, 3], [1.0, 4.0, 9.0])
 
 
 def write_run(folder, **args):
     folder.mkdir(parents=True)
-    settings = {"lr": 1e-3, "seed": 0, "out": str(folder), "data": str(folder.parent / "train.parquet")} | args
+    settings = {"lr": 1e-3, "seed": 0, "out": str(folder), "data": "train.parquet"} | args
     (folder / "run.json").write_text(json.dumps({"args": settings}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run_rows(20)))
     return folder
@@ -555,14 +557,12 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     watch(made, tmp_path / "out")
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("--lr 0.001 (3 seeds): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
-    assert "band: the lowest to the highest" in told[2] and min(Image.open(tmp_path / "out" / "curves.png").size) > 800
+    assert "a band from the lowest to the highest" in told[2]
+    assert min(Image.open(tmp_path / "out" / "curves.png").size) > 800
     apart = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
-    assert [*map(len, grouped(apart, {}).values())] == [1] * 4  # also where names are shortened to the same
-    same = {Path(f"/{end}/run"): {"data": f"/{end}/train.parquet"} for end in "abc"}  # files of their own
-    assert [*map(len, grouped(same, {path: i for i, path in enumerate(same)}).values())] == [3]
-    assert [*map(len, grouped(same, dict.fromkeys(same, 0)).values())] == [1] * 3  # one seed: other data
+    assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
     watch([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
-    assert "seeds" not in capsys.readouterr().out
+    assert "(2 seeds)" not in capsys.readouterr().out
     with pytest.raises(UserError, match="--watch .*/none: no run is there"):
         watch([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')

@@ -7,7 +7,6 @@ reward, and refuse names that are not defined. Only what we made, MathML and SVG
 
 import base64
 import hashlib
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from markupsafe import Markup
 
 from report.files import read_rows, write_text
 from report.page.gallery import PER_PAGE, Gallery
-from report.page.plots import Curve, draw_grid, panels, run_curves
+from report.page.plots import Curve, draw_grid, measured_panels, run_curves
 from report.records import choose
 from report.summary import IMAGES
 from report.writer import Shown
@@ -35,8 +34,8 @@ def write_samples(path: Path, shown: Shown) -> None:
 def write_report(out: Path, shown: Shown | None) -> None:
     """Draw OUT/curves.png from metrics.jsonl, if matplotlib is installed, and write OUT/report.html."""
     rows = read_rows(out / "metrics.jsonl")
-    if importlib.util.find_spec("matplotlib"):
-        draw_grid(panels(rows), out / "curves.png")
+    if found := measured_panels(rows):
+        draw_grid(found, out / "curves.png")
     if shown or not (out / "report.html").exists():  # else keep the page from before the interruption
         write_pages(out / "report.html", shown or Shown(out.name), run_curves(rows))
 
