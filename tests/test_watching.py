@@ -42,7 +42,7 @@ from report.page.plots import Line, group_by_settings, mean_line, run_curves, sm
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, following, sampling
 from report.records import encode_image
-from report.samples import best_and_worst, shortened, show, telling
+from report.samples import most_varied_group, shorten, show
 from report.summary import best_evaluation, run_summary
 from report.warnings import Warnings
 from rollout import Prompt, Rollout, RolloutCounter
@@ -377,7 +377,7 @@ def test_values_of_nothing_are_left_out():
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr(report.progress, "SILENCE", 0.1)
+    monkeypatch.setattr(report.progress, "LINE_EVERY_SECONDS", 0.1)
     finished = RolloutCounter()
     with sampling(lambda: finished, 80):
         for n in (3, 4):
@@ -400,8 +400,7 @@ class Terminal(io.StringIO):
 
 
 def test_on_a_terminal_there_is_a_bar_that_goes(monkeypatch):
-    monkeypatch.setattr(report.progress, "SOON", 0.01)
-    monkeypatch.setattr(report.progress, "PERIOD", 0.02)
+    monkeypatch.setattr(report.progress, "REFRESH_SECONDS", 0.02)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     done = [item for item in following(range(4), "loading") if not time.sleep(0.05)]
     shown = terminal.getvalue()
@@ -427,12 +426,15 @@ def record(uid, *samples):
 
 def test_samples_are_chosen_to_show_what_is_learnt_from():
     flat, uneven = record("flat", ("x", 1.0), ("y", 1.0)), record("uneven", ("m", 0.5), ("b", 0.9), ("w", 0.1))
-    assert telling([flat, uneven]) is uneven and telling([flat]) is flat
-    assert [(which, s["text"]) for which, s in best_and_worst(uneven["samples"])] == [("best", "b"), ("worst", "w")]
-    assert [s["text"] for _, s in best_and_worst(flat["samples"])] == ["x", "y"]
     failed = record("failed", ("f", None), ("g", None))
-    assert telling([failed]) is failed and len(best_and_worst(failed["samples"])) == 2
-    assert best_and_worst(record("one", ("f", None))["samples"])[0][0] == "one"
+    assert most_varied_group([flat, uneven, failed]) is uneven
+    assert most_varied_group([flat]) is flat and most_varied_group([failed]) is failed
+    one = record("one", ("f", None))
+    for shown, texts in ((uneven, "bw"), (flat, "xy"), (failed, "fg"), (one, "f")):
+        prompt = Example(shown["uid"], "t", [], [], "1", {})
+        lines = show([shown], {shown["uid"]: prompt})[1:]
+        assert [line.split()[0] for line in lines] == ["best", "worst"][: len(texts)]
+        assert [line.split()[-1] for line in lines] == [repr(text) for text in texts]
 
 
 def test_long_texts_show_both_ends_and_nothing_acts_on_the_terminal():
@@ -441,7 +443,7 @@ def test_long_texts_show_both_ends_and_nothing_acts_on_the_terminal():
     lines = show([record("u\x1b", (text, 1.0), (text[::-1], 0.0))], {"u\x1b": example})
     assert "begin" in lines[1] and "end" in lines[1] and len(lines) == 3
     assert not re.search(r"[\x00-\x1f\x7f\u202e]", "".join(lines))
-    assert shortened("short") == "'short'" and len(shortened("y" * 10_000)) < 220
+    assert shorten("short") == "'short'" and len(shorten("y" * 10_000)) < 220
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------

@@ -23,15 +23,16 @@ ELEMENTS = frozenset(
     "math mrow mi mn mo mtext mspace msup msub msubsup mfrac msqrt mroot mover munder munderover mtable mtr mtd mstyle "
     "mpadded mphantom menclose mmultiscripts mprescripts none".split()
 )
-LENGTH = r"[+-]?(?:\d|\d?\.\d{1,4})(?:em|ex|mu)|[+-]?\d\d?(?:\.\d+)?(?:px|pt)|0|[01]?\d\d%"
-TRUTH, WORDS = "true|false", r"[a-z-]{1,20}(?: [a-z-]{1,20}){0,20}"
-ATTRIBUTES = {  # of MathML, with what may stand in them: nothing that links, runs, styles or covers other text
-    "display": "block|inline", "mathvariant": WORDS, "stretchy": TRUTH, "fence": TRUTH, "separator": TRUTH,
-    "accent": TRUTH, "accentunder": TRUTH, "movablelimits": TRUTH, "displaystyle": TRUTH, "largeop": TRUTH,
-    "form": "prefix|infix|postfix", "scriptlevel": r"[+-]?\d", "linethickness": LENGTH, "width": LENGTH,
-    "height": LENGTH, "depth": LENGTH, "voffset": LENGTH, "lspace": LENGTH, "rspace": LENGTH, "minsize": LENGTH,
-    "maxsize": LENGTH, "columnalign": WORDS, "columnlines": WORDS, "rowlines": WORDS, "notation": WORDS,
-}  # fmt: skip
+ATTRIBUTES = frozenset(
+    "display mathvariant stretchy fence separator accent accentunder movablelimits displaystyle largeop form "
+    "scriptlevel linethickness width height depth voffset lspace rspace minsize maxsize columnalign columnlines "
+    "rowlines notation".split()
+)
+# of attributes: words, a digit or a short length, so nothing that links, runs, styles or covers other text
+VALUE = re.compile(
+    r"[a-z-]{1,20}(?: [a-z-]{1,20}){0,20}|[+-]?\d"
+    r"|[+-]?(?:\d|\d?\.\d{1,4})(?:em|ex|mu)|[+-]?\d\d?(?:\.\d+)?(?:px|pt)|[01]?\d\d%"
+)
 
 
 class Part(NamedTuple):
@@ -138,10 +139,8 @@ def serialised(element: Element, depth: int = 0) -> str:
         raise NotShown(f"{element.tag} at depth {depth}")
     children = "".join(serialised(child, depth + 1) for child in element)
     inner = html.escape(html.unescape(element.text or ""), quote=False) + children
-    allowed = {k: v for k, v in element.attrib.items() if k in ATTRIBUTES and re.fullmatch(ATTRIBUTES[k], v)}
+    allowed = {k: v for k, v in element.attrib.items() if k in ATTRIBUTES and VALUE.fullmatch(v)}
     if element.tag == "mrow" and len(element) == 1 and not element.text:
         return inner
-    if allowed.get("display") == "inline":
-        del allowed["display"]
     attributes = "".join(f' {k}="{v}"' for k, v in allowed.items())
     return f"<{element.tag}{attributes}>{inner}</{element.tag}>"
