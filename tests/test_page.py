@@ -202,6 +202,7 @@ def test_what_is_no_formula_stays_as_it_is(text):
 @pytest.mark.parametrize(("text", "formulas"), [
     ("$x$", 1), ("$x$, $y$ and $5", 2), ("so $x = 5$.", 1), (r"\boxed{\frac{1}{2}}", 1), ("$$x$$", 1), (r"\(x\)", 1),
     (r"\[x\]", 1), (r"\boxed{x^{2}} or \boxed{3}", 2), (r"$\$5 + x$", 1), (r"\boxed{12 cm}", 1),
+    ("\n\n$$x$$\n\n$$y$$\n", 2), (r"$5 or so$x^2$", 1), (r"\boxed{\frac{\sqrt{x^{2}}}{\text{a\}b}}}", 1),
 ])  # fmt: skip
 def test_formulas_are_found(text, formulas):
     assert check_formulas(text).formulas == formulas

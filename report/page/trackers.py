@@ -132,9 +132,9 @@ class WandB:
             asked = list(map(self.wandb.Image, images_of(example.images)))
             for s in record["samples"]:
                 images = asked + list(map(self.wandb.Image, images_of(s.get("images", ()))))
-                row = {"uid": record["uid"], "prompt": question_of(example), "truth": record["ground_truth"],
-                       "response": said_in(s), "finish_reason": s["finish_reason"], "reward": s["rewards"].get("reward"),
-                       "rewards": json.dumps(s["rewards"]), "advantage": s["advantage"]}  # fmt: skip
+                row = {"uid": record["uid"], "prompt": question_of(example), "truth": record["ground_truth"]}
+                row |= {"response": said_in(s), "finish_reason": s["finish_reason"], "advantage": s["advantage"]}
+                row |= {"reward": s["rewards"].get("reward"), "rewards": json.dumps(s["rewards"])}
                 rows.append(row | {f"image {i}": image for i, image in enumerate(images, 1)})
         columns = list(dict.fromkeys(chain.from_iterable(rows)))  # prompts have different numbers of images
         data = [[row.get(name) for name in columns] for row in rows]
