@@ -145,7 +145,7 @@ class RunLog:
         self._write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
         if self.page:
-            self.writer.write(self.page.write_samples, stem.with_suffix(".html"), shown)
+            self.writer.write(self.page.write_pages, stem.with_suffix(".html"), shown)
         if self.trackers:
             self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:

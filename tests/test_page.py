@@ -411,16 +411,6 @@ def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_
         "<span class=images>", "<img"]  # fmt: skip
 
 
-def test_page_shows_under_each_image_what_samples_earned_for_it():
-    samples = []
-    for credit in ((0.5, 1.0), (0.0, 0.25)):
-        rewards = {"image_1": credit[0], "image_2": credit[1], "reward": 1.0}
-        samples.append({"text": "", "finish_reason": "stop", "tokens": 1, "rewards": rewards})
-    page = page_of([record("u", *samples)], images=[photo(), photo()])
-    _, first, second = page.split("<img ")
-    assert "image 1: credit 0.5, 0<" in first and "image 2: credit 1, 0.25<" in second and "image 3" not in page
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Images
 

@@ -703,7 +703,7 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     here = quick("--eval-data", test, "--eval-every", 1, out="here")
     monkeypatch.setattr(report.writer, "LARGE", -1)
-    for name in ("write_samples", "write_report", "draw_grid"):  # not in this process
+    for name in ("write_pages", "write_report", "draw_grid"):  # not in this process
         monkeypatch.setattr(getattr(report.page.page, name), "__code__", (lambda *_: None).__code__)
     there = quick("--eval-data", test, "--eval-every", 1, out="there")
     assert "report failure" not in capsys.readouterr().out
@@ -727,7 +727,7 @@ def test_what_cannot_be_given_to_another_process_is_a_warning(tmp_path, monkeypa
     for name in ("tempfile.TemporaryFile", "pickle.dump", "subprocess.Popen"):
         with monkeypatch.context() as patch:
             patch.setattr(f"report.writer.{name}", full)
-            writer.write(report.page.page.write_samples, tmp_path / "page.html", shown)
+            writer.write(report.page.page.write_pages, tmp_path / "page.html", shown)
     assert writer.failed == 3 and capsys.readouterr().out.count("warning: report failure") == 3
 
 

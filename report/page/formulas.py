@@ -18,7 +18,7 @@ for _ in range(5):
     INSIDE = rf"[^{{}}\\]|\\.|\{{(?:{INSIDE})*+\}}"
 FORMULA = re.compile(
     rf"""
-    (?:(?<!\n)\n++)? \$\$ (?!\$\$) (?P<block>.{{1,{MOST_CHARS}}}?) \$\$ \n*  # the empty lines around a block belong to it
+    (?:(?<!\n)\n++)? \$\$ (?!\$\$) (?P<block>.{{1,{MOST_CHARS}}}?) \$\$ \n*  # a block has the empty lines around it
     | (?:(?<!\n)\n++)? \\\[ (?!\\\]) (?P<bracket>.{{1,{MOST_CHARS}}}?) \\\] \n*
     | \\\( (?!\\\)) (?P<inline>.{{1,{MOST_INLINE}}}?) \\\)
     | \$ (?![\s$]) (?P<dollar>(?:[^$\\]|\\.){{1,{MOST_CHARS}}}?) (?<=\S) \$ (?!\d)

@@ -56,6 +56,11 @@ class Texts:
         return Markup("".join(pieces))
 
 
+def numbered(drawn: Iterator[Thumbnail | str], n: int) -> list[tuple[int, Thumbnail | str]]:
+    """Return the next n images with their numbers, also of those that are left out."""
+    return [(number, next(drawn, LEFT_OUT)) for number in range(1, n + 1)]
+
+
 class Gallery:
     """The prompts of a report. `cards` makes what one page shows of them."""
 
@@ -121,7 +126,7 @@ class Gallery:
         example, uid = self.examples[record["uid"]], record["uid"]
         about = [f"{name} {values[n]}" for name, values in self.groups.items() if values[n]]
         about += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
-        images = [self.image(drawn, record, i) for i in range(len(example.images))]
+        images = numbered(drawn, len(example.images))
         asked = [self.message(m["role"], m["content"], images) for m in example.messages[bool(self.same_system) :]]
         truth = self.texts.with_formulas(str(record["ground_truth"]))
         said = [self.sample(sample, drawn) for sample in record["samples"]]
@@ -129,11 +134,11 @@ class Gallery:
         place = {"n": n, "place": record.get("index", n), "uid": uid, "facts": self.facts[n]}
         return place | {"about": about, "asked": asked, "rest": images, "truth": truth, "said": said, "others": others}
 
-    def message(self, role: str, content: str, images: list[dict]) -> dict[str, Any]:
+    def message(self, role: str, content: str, images: list[tuple]) -> dict[str, Any]:
         """Return a role with its blocks: texts, and rows of images, which are taken from `images` at each mark."""
         pieces = content.split(MARK)
         blocks = [self.texts.show(pieces[0])] if pieces[0].strip() or len(pieces) == 1 else []
-        row: list[dict] = []  # images with no text between them
+        row: list[tuple] = []  # images with no text between them
         for piece in pieces[1:]:
             if images:
                 row.append(images.pop(0))
@@ -144,17 +149,10 @@ class Gallery:
                 row = []
         return {"role": role, "blocks": [block for block in [*blocks, row] if block]}
 
-    def image(self, drawn: Iterator[Thumbnail | str], record: dict, i: int) -> dict[str, Any]:
-        """Return the i-th image of a prompt, with what each sample earned for it, if its task's reward says."""
-        part = f"image_{i + 1}"
-        earned = [s["rewards"][part] for s in record["samples"] if part in s["rewards"]]
-        return {"number": i + 1, "thumbnail": next(drawn, LEFT_OUT), "earned": earned}
-
     def sample(self, sample: dict, drawn: Iterator[Thumbnail | str]) -> dict[str, Any]:
         """Return a response as one message without a role, or an episode turn by turn. A mark that the policy writes is
         text."""
-        numbers = range(1, 1 + len(sample.get("images", ())))
-        images = [{"number": i, "thumbnail": next(drawn, LEFT_OUT), "earned": []} for i in numbers]
+        images = numbered(drawn, len(sample.get("images", ())))
         said = []
         for message in sample.get("messages", [{"role": "", "content": sample["text"]}]):
             theirs = images if message["role"] not in ("", "assistant") else []

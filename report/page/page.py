@@ -26,11 +26,6 @@ from report.writer import Shown
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_samples(path: Path, shown: Shown) -> None:
-    """Write the pages of a training step's samples."""
-    write_pages(path, shown)
-
-
 def write_report(out: Path, shown: Shown | None) -> None:
     """Draw OUT/curves.png from metrics.jsonl, if matplotlib is installed, and write OUT/report.html."""
     rows = read_rows(out / "metrics.jsonl")
@@ -61,10 +56,10 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     style, script = ((TEMPLATES / f"page.{kind}").read_text() for kind in ("css", "js"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                       loader=FileSystemLoader(TEMPLATES))  # fmt: skip
-    env.filters |= {"number": number, "share": share, "interval": interval, "p_value": p_value, "query": query}
+    env.filters |= {"number": number, "share": share, "query": query}
     env.globals |= {"bar": bar, "scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
     env.globals |= {
-        "title": shown.title, "about": subtitle(shown.title, summary), "summary": summary,
+        "title": shown.title, "summary": summary,
         "facts": by_part(shown.facts),
         "passes": sorted(int(name[5:]) for name in summary if name.startswith("pass@") and name[5:].isdigit()),
         "curves": [(curve, Markup(curve.image)) for curve in curves], "style": Markup(style), "script": Markup(script),
@@ -101,14 +96,6 @@ def share(value: float | None, form: str = ".3f") -> str:
     return f"{value or 0:{form}}" if is_number(value) else "–"
 
 
-def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
-    return " to ".join(f"{x:{form}}" for x in ends or ())
-
-
-def p_value(p: float | None) -> str:
-    return "< 0.001" if is_number(p) and p < 0.001 else share(p)
-
-
 def bar(value: float | None, ends: Sequence[float] | None, low: float, high: float) -> list[tuple[str, float, float]]:
     """Return what draws a value and its interval on a scale from low to high: names, from where and how wide in %."""
     if not is_number(value):
@@ -122,13 +109,6 @@ def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:
     """Return the ends of a scale for a metric of groups and its intervals: 0 and 1, or what lies beyond."""
     found = [x for g in groups.values() for x in (g.get(metric), *(g.get(f"{metric}_ci95") or ())) if is_number(x)]
     return min([0.0, *found]), max([1.0, *found])
-
-
-def subtitle(title: str, summary: Mapping) -> dict[str, Any]:
-    """Return what an evaluation is of, except what the title says already."""
-    names = ("path", "checkpoint", "data", "n", "samples", "temperature")
-    found = {name: summary[name] for name in names if summary.get(name) is not None}
-    return {name: x for name, x in found.items() if name not in ("path", "data") or str(x) not in title}
 
 
 def by_part(facts: Mapping[str, Any] | None) -> dict[str, list[tuple[str, float]]]:
