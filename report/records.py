@@ -77,10 +77,9 @@ def choose(records: Sequence[dict], summary: Mapping | None = None) -> list[dict
     if len(records) <= MOST_PROMPTS:
         return list(records)
 
-    def rank(i: int) -> int:
+    def rank(i: int) -> list[bool]:
         found = marks(records[i], summary or {})
-        order = ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"}, found)
-        return next((k for k, wanted in enumerate(order) if found & wanted), len(order))
+        return [found.isdisjoint(of) for of in ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"})]
 
     kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]
     return [records[i] for i in sorted(kept)]

@@ -708,7 +708,7 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     there = quick("--eval-data", test, "--eval-every", 1, out="there")
     assert "report failure" not in capsys.readouterr().out
     for name in ("report.html", "rollouts/step_000001.html", "rollouts/step_000002.html"):
-        assert (there / name).stat().st_size == pytest.approx((here / name).stat().st_size, rel=0.02)
+        assert (there / name).stat().st_size == pytest.approx((here / name).stat().st_size, rel=0.05)
     assert (there / "curves.png").stat().st_size > 5_000
     (tmp_path / "broken" / "curves.png").mkdir(parents=True)
     quick("--eval-data", test, out="broken")

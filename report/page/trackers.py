@@ -71,8 +71,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else 0)
-        text = json.dumps(described, indent=2, default=str).replace("\n", "\n    ")
-        self.board.add_text("configuration", f"    {text}", start)  # indented: markdown shows it as it is
+        self.board.add_text("configuration", indented(json.dumps(described, indent=2, default=str)), start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -82,7 +81,8 @@ class TensorBoard:
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
         for place, record in enumerate(records):
             example = examples[record["uid"]]
-            self.board.add_text(f"samples/{place}", as_markdown(record, example), step)
+            texts = [f"{name}: {text}" for row in rows_of(record, example) for name, text in row.items()]
+            self.board.add_text(f"samples/{place}", indented("\n".join(texts)), step)
             # the prompt's, then each episode's
             files = chain(example.images, *(s.get("images", ()) for s in record["samples"]))
             for number, image in enumerate(images_of(files)):
@@ -130,11 +130,8 @@ class WandB:
         for record in records:
             example = examples[record["uid"]]
             asked = list(map(self.wandb.Image, images_of(example.images)))
-            for s in record["samples"]:
+            for row, s in zip(rows_of(record, example), record["samples"], strict=True):
                 images = asked + list(map(self.wandb.Image, images_of(s.get("images", ()))))
-                row = {"uid": record["uid"], "prompt": question_of(example), "truth": record["ground_truth"]}
-                row |= {"response": said_in(s), "finish_reason": s["finish_reason"], "advantage": s["advantage"]}
-                row |= {"reward": s["rewards"].get("reward"), "rewards": json.dumps(s["rewards"])}
                 rows.append(row | {f"image {i}": image for i, image in enumerate(images, 1)})
         columns = list(dict.fromkeys(chain.from_iterable(rows)))  # prompts have different numbers of images
         data = [[row.get(name) for name in columns] for row in rows]
@@ -164,20 +161,19 @@ def images_of(files: Iterable[bytes]) -> list[Image.Image]:
     return found
 
 
-def question_of(example: Example) -> str:
-    return "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-
-
-def said_in(sample: Mapping[str, Any]) -> str:
-    """The response, or an episode turn by turn."""
-    messages = sample.get("messages") or [{"role": "assistant", "content": sample["text"]}]
-    return "\n".join(m["content"] if len(messages) == 1 else f"{m['role']}: {m['content']}" for m in messages)
-
-
-def as_markdown(record: Mapping[str, Any], example: Example) -> str:
-    """Texts indented: they are shown as they are, and nothing in them is a mark-up."""
-    lines = [f"{record['uid']}\n{question_of(example)}\ntruth: {record['ground_truth']}"]
+def rows_of(record: Mapping[str, Any], example: Example) -> list[dict[str, Any]]:
+    """Return a row for each sample of a prompt: what was asked and said, episodes turn by turn, and what it earned."""
+    prompt = "\n".join(f"{m['role']}: {m['content']}" for m in example.messages)
+    rows = []
     for s in record["samples"]:
-        rewards = ", ".join(f"{name} {value:.3g}" for name, value in s["rewards"].items()) or "no reward"
-        lines.append(f"{said_in(s)}\n[{rewards}; advantage {s['advantage']:+.3f}; {s['finish_reason']}]")
-    return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in lines)
+        turns = [f"{m['role']}: {m['content']}" for m in s.get("messages", ())]
+        row = {"uid": record["uid"], "prompt": prompt, "truth": record["ground_truth"]}
+        row |= {"response": "\n".join(turns) or s["text"], "finish_reason": s["finish_reason"]}
+        row |= {"reward": s["rewards"].get("reward"), "rewards": json.dumps(s["rewards"]), "advantage": s["advantage"]}
+        rows.append(row)
+    return rows
+
+
+def indented(text: str) -> str:
+    """Return a text that markdown shows as it is."""
+    return "    " + text.replace("\n", "\n    ")
