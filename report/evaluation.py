@@ -47,15 +47,13 @@ def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
 
 
 def answer_type(example: Example) -> str:
-    """As text: data may name types by numbers, or by both."""
-    kind = example.extra.get("answer_type")
-    return "all" if kind is None or kind == "" else str(kind)
+    return group_of(example, "answer_type", "all")
 
 
-def group_of(example: Example, column: str) -> str:
-    """As text; a row without the column has none."""
+def group_of(example: Example, column: str, missing: str = "none") -> str:
+    """Return the value of a column as text: data may name types by numbers, or by both."""
     value = example.extra.get(column)
-    return "none" if value is None else str(value)
+    return missing if value is None or value == "" else str(value)
 
 
 def metric_of(records: Sequence[dict]) -> str:

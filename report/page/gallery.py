@@ -72,9 +72,6 @@ class Gallery:
         self.most_bytes = FULL_SIZE_BYTES // max(1, self.count_images(records))
         self.others = [(label, {r["uid"]: r for r in of}) for label, of in shown.others.items()]
         self.groups = {name: values for name, values in columns_of(records).items() if len(set(values)) > 1}
-        firsts = [self.examples[record["uid"]].messages[0] for record in records]
-        same = len(firsts) > 1 and firsts.count(firsts[0]) == len(firsts) and firsts[0]["role"] == "system"
-        self.same_system = firsts[0]["content"] if same and MARK not in firsts[0]["content"] else ""
         self.facts = [self.facts_of(n) for n in range(len(records))]
 
     def images_of(self, record: dict) -> list[Sequence[bytes]]:
@@ -90,9 +87,9 @@ class Gallery:
         facts = {
             "is": " ".join(sorted(marks(record, self.summary))),
             "tokens": max((s["tokens"] for s in record["samples"]), default=0),
-            "reward": f"{fmean(rewards):.6g}" if rewards else "",
-            "spread": f"{max(rewards) - min(rewards):.6g}" if rewards else "",
         }
+        if rewards:
+            facts |= {"reward": fmean(rewards), "spread": max(rewards) - min(rewards)}
         facts |= {f"g{i}": values[n] for i, values in enumerate(self.groups.values())}
         return {name: value for name, value in facts.items() if value != ""}
 
@@ -127,7 +124,7 @@ class Gallery:
         about = [f"{name} {values[n]}" for name, values in self.groups.items() if values[n]]
         about += [name for name in ("gained", "lost") if name in self.facts[n].get("is", "").split()]
         images = numbered(drawn, len(example.images))
-        asked = [self.message(m["role"], m["content"], images) for m in example.messages[bool(self.same_system) :]]
+        asked = [self.message(m["role"], m["content"], images) for m in example.messages]
         truth = self.texts.with_formulas(str(record["ground_truth"]))
         said = [self.sample(sample, drawn) for sample in record["samples"]]
         others = [self.other(label, of[uid]["samples"]) for label, of in self.others if uid in of]

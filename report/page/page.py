@@ -57,7 +57,7 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                       loader=FileSystemLoader(TEMPLATES))  # fmt: skip
     env.filters |= {"number": number, "share": share, "query": query}
-    env.globals |= {"bar": bar, "scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
+    env.globals |= {"scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
     env.globals |= {
         "title": shown.title, "summary": summary,
         "facts": by_part(shown.facts),
@@ -94,15 +94,6 @@ def number(value: object) -> str:
 
 def share(value: float | None, form: str = ".3f") -> str:
     return f"{value or 0:{form}}" if is_number(value) else "–"
-
-
-def bar(value: float | None, ends: Sequence[float] | None, low: float, high: float) -> list[tuple[str, float, float]]:
-    """Return what draws a value and its interval on a scale from low to high: names, from where and how wide in %."""
-    if not is_number(value):
-        return []
-    zero, at, *whisker = (100 * (min(max(x, low), high) - low) / (high - low) for x in (0.0, value, *(ends or ())))
-    drawn = [("fill", min(zero, at), abs(at - zero))]
-    return [*drawn, ("whisker", whisker[0], whisker[1] - whisker[0])] if whisker else drawn
 
 
 def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:

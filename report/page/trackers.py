@@ -17,7 +17,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from errors import describe_error, need
-from prepare_data import IMAGE_ERRORS, Example, decode_image
+from prepare_data import Example, decode_image
 
 PROMPTS = 8  # of a table of samples
 LONGEST = 512  # pixels of an image's longer side there
@@ -149,16 +149,11 @@ TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB}  # --tr
 
 
 def images_of(files: Iterable[bytes]) -> list[Image.Image]:
-    """As the model saw them, at most LONGEST pixels; one that cannot be read is a grey square."""
-    found = []
-    for data in files:
-        try:
-            image = decode_image(data)
-        except IMAGE_ERRORS:
-            image = Image.new("RGB", (32, 32), "grey")
+    """Return images as the model saw them, at most LONGEST pixels."""
+    images = list(map(decode_image, files))
+    for image in images:
         image.thumbnail((LONGEST, LONGEST))
-        found.append(image)
-    return found
+    return images
 
 
 def rows_of(record: Mapping[str, Any], example: Example) -> list[dict[str, Any]]:
