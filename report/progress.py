@@ -31,8 +31,8 @@ class Progress:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
-    def add(self, n: int = 1) -> None:
-        self.done += n
+    def add(self) -> None:
+        self.done += 1
 
     def __enter__(self) -> "Progress":
         self.began = time.time()

@@ -53,8 +53,7 @@ def is_right(sample: dict, summary: Mapping) -> bool | None:
 
 
 def rewards_of(record: dict) -> list[float]:
-    earned = [s["rewards"].get("reward", s["rewards"].get("accuracy")) for s in record["samples"]]
-    return [float(x) for x in earned if x is not None]
+    return [s["rewards"]["reward"] for s in record["samples"] if "reward" in s["rewards"]]
 
 
 def marks(record: dict, summary: Mapping) -> set[str]:
@@ -72,13 +71,13 @@ def marks(record: dict, summary: Mapping) -> set[str]:
     return found
 
 
-def choose(records: Sequence[dict], summary: Mapping | None = None) -> list[dict]:
+def choose(records: Sequence[dict], summary: Mapping) -> list[dict]:
     """Return the records that a page shows, in order; if there are too many, those that tell most."""
     if len(records) <= MOST_PROMPTS:
         return list(records)
 
     def rank(i: int) -> list[bool]:
-        found = marks(records[i], summary or {})
+        found = marks(records[i], summary)
         return [found.isdisjoint(of) for of in ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"})]
 
     kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]

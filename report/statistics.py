@@ -76,10 +76,9 @@ def mcnemar(gained: int, lost: int) -> float:
 def same_answer(text: str) -> str:
     """A form in which answers are counted: numbers by value, else without case, spaces, dollar signs and a last dot."""
     plain = re.sub(r"[\s$]|\\[,;!]", "", text).rstrip(".").casefold()
-    number = plain.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", plain) else plain
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,4})?", number) or len(number) > 25:
+    if not re.fullmatch(r"[+-]?((\d+|\d{1,3}(,\d{3})+)(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", plain) or len(plain) > 25:
         return plain
-    value = Decimal(number)
+    value = Decimal(plain.replace(",", ""))
     return str(value.normalize() if value else 0)
 
 

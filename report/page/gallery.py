@@ -27,8 +27,8 @@ class Texts:
     """How the texts of a page are shown: long ones by their beginning and end, formulas while there is room."""
 
     def __init__(self, n: int):
-        self.limit = PAGE_CHARS // max(1, n)
-        self.share = FORMULA_CHARS // max(1, n)
+        self.limit = PAGE_CHARS // n
+        self.share = FORMULA_CHARS // n
         self.room = 0  # for formulas, in characters: each text's share, and what those before it left
         self.clipped = 0
         self.left_as_source = 0
@@ -67,7 +67,7 @@ class Gallery:
     def __init__(self, shown: Shown, records: Sequence[dict]):
         self.records = records
         self.examples = shown.examples
-        self.summary = shown.summary or {}
+        self.summary = shown.summary
         self.folder = shown.folder
         self.most_bytes = FULL_SIZE_BYTES // max(1, self.count_images(records))
         self.others = [(label, {r["uid"]: r for r in of}) for label, of in shown.others.items()]
@@ -98,7 +98,7 @@ class Gallery:
         records = self.records[start : start + PER_PAGE]
         n_texts = sum(1 + sum(s.get("turns", 1) for s in record["samples"]) for record in records)
         self.texts = Texts(n_texts * (1 + len(self.others)))
-        room = PAGE_IMAGES // max(1, len(records))
+        room = PAGE_IMAGES // len(records)
 
         def draw(record: dict) -> list[Thumbnail | str]:
             files = islice(chain.from_iterable(self.images_of(record)), room)

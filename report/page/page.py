@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -50,7 +49,7 @@ def page_name(stem: str, n: int) -> str:
 
 def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> Iterator[str]:
     """Yield the pages of a report. Numbers and curves are on the first."""
-    summary = shown.summary or {}
+    summary = shown.summary
     records = choose(shown.records, summary)
     gallery = Gallery(shown, records)
     style, script = ((TEMPLATES / f"page.{kind}").read_text() for kind in ("css", "js"))
@@ -60,8 +59,8 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     env.globals |= {"scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
     env.globals |= {
         "title": shown.title, "summary": summary,
-        "facts": by_part(shown.facts),
-        "passes": sorted(int(name[5:]) for name in summary if name.startswith("pass@") and name[5:].isdigit()),
+        "facts": [(*name.rpartition("/"), value) for name, value in shown.facts.items() if is_number(value)],
+        "passes": [name for name in summary if name.startswith("pass@")],
         "curves": [(curve, Markup(curve.image)) for curve in curves], "style": Markup(style), "script": Markup(script),
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "gallery": gallery, "n_shown": len(records), "n_records": len(shown.records),
@@ -71,7 +70,7 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     facts = {k: gallery.facts[start : start + PER_PAGE] for k, start in enumerate(starts, 1)}
     template = env.get_template("page.html")
     for k, start in enumerate(starts, 1):
-        cards, notes = gallery.cards(start)
+        cards, notes = gallery.cards(start) if records else ([], [])
         others = {other: of for other, of in facts.items() if other != k}  # for the filters, which count them
         text = template.render(page=k, names=names, others=others, start=start, cards=cards, notes=notes)
         yield text.encode(errors="replace").decode()  # half a surrogate pair, which JSON may bring, is in no file
@@ -100,16 +99,6 @@ def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:
     """Return the ends of a scale for a metric of groups and its intervals: 0 and 1, or what lies beyond."""
     found = [x for g in groups.values() for x in (g.get(metric), *(g.get(f"{metric}_ci95") or ())) if is_number(x)]
     return min([0.0, *found]), max([1.0, *found])
-
-
-def by_part(facts: Mapping[str, Any] | None) -> dict[str, list[tuple[str, float]]]:
-    """Return the metrics of a training step by the first part of their names."""
-    found: dict[str, list[tuple[str, float]]] = {}
-    for name, value in (facts or {}).items():
-        if is_number(value):
-            part, _, rest = name.rpartition("/")
-            found.setdefault(part, []).append((rest, value))
-    return dict(sorted(found.items()))
 
 
 def query(text: object) -> str:

@@ -21,6 +21,7 @@ SMOOTH = 25  # a running mean is over so many parts of a run; with fewer points 
 COLOURS = ("#1f5fa8", "#d9822b", "#2e9e5b", "#8e5bb5", "#c0392b", "#17a2b8", "#8c6d46", "#d16ba5", "#7f8c9b", "#a5b53a")
 IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
+SVG_METADATA = ("Creator", "Date", "Format", "Type")  # which pages do not need
 NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # no named rewards, or of another scale
 
 Rows = Sequence[Mapping[str, Any]]
@@ -188,10 +189,9 @@ def run_curves(rows: Rows) -> list[Curve]:
         draw_lines(axes, lines, panel.log)
         if len(lines) > 1:
             add_legend(axes)
-        figure.savefig(file := io.StringIO(), format="svg")
-        svg = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
-        svg = re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :])
-        curves.append(Curve(panel.title, svg, panel.note))
+        figure.savefig(file := io.StringIO(), format="svg", metadata=dict.fromkeys(SVG_METADATA))
+        svg = file.getvalue()
+        curves.append(Curve(panel.title, svg[svg.index("<svg") :], panel.note))
     return curves
 
 
