@@ -285,9 +285,12 @@ class Skipped:
 
 def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
-    preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
-    other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
-    known = {f.name: f for f in fields(algo)}
-    given = [f"{typed(known[name], value)} instead of {preset[name]}" for name, value in other.items()]
-    named = ", ".join(typed(known[name], value) for name, value in PRESETS[algo.algo].items()) or "the defaults"
-    return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")
+    given, preset = asdict(algo), asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
+    named, other = [], []
+    for f in fields(algo):
+        if f.name in PRESETS[algo.algo]:
+            named.append(typed(f, preset[f.name]))
+        if given[f.name] != preset[f.name]:
+            other.append(f"{typed(f, given[f.name])} instead of {preset[f.name]}")
+    told = f"algorithm {algo.algo}: {', '.join(named) or 'the defaults'}"
+    return f"{told}; but {', '.join(other)}" if other else told

@@ -494,7 +494,7 @@ def test_filters_go_along_to_other_pages(opened, tmp_path):
     counts = browser.evaluate("[...document.querySelectorAll('#bar .count')].map((x) => x.textContent)")
     assert counts[:3] == ["450", "150", "300"]  # on all pages
     browser.press("w")
-    choose(browser, "g", "1")
+    choose(browser, "by.g", "1")
     links = "[...document.querySelector('.pages').querySelectorAll('a')].map((x) => x.textContent)"
     assert browser.evaluate(VISIBLE) == [] and browser.evaluate(links) == ["2 (50)", "3 (25)"]
     before = browser.loaded
@@ -704,7 +704,7 @@ def test_filters_show_what_they_say(opened):
     assert browser.evaluate(VISIBLE) == SHOWN["w"]
     browser.evaluate("document.querySelector('a[href=\"#show=gained\"]').click()")  # in the table of baselines
     assert browser.evaluate(f"new Promise((done) => setTimeout(() => done({VISIBLE}), 100))") == ["gained"]
-    browser.evaluate("document.querySelector('a[href=\"#level=1\"]').click()")  # in the table by level
+    browser.evaluate("document.querySelector('a[href=\"#by.level=1\"]').click()")  # in the table by level
     assert browser.evaluate(f"new Promise((done) => setTimeout(() => done({VISIBLE}), 100))") == ["mixed", "lost"]
 
 
@@ -720,17 +720,17 @@ def choose(browser, name, value):
 @needs_browser
 def test_selects_search_and_order(opened):
     browser = opened(page_of(MIXED, summary=MIXED_SUMMARY))
-    choose(browser, "level", "1")
+    choose(browser, "by.level", "1")
     assert browser.evaluate(VISIBLE) == ["mixed", "lost"]
     browser.press("w")
     assert browser.evaluate(VISIBLE) == ["lost"]
     browser.press("a")
-    choose(browser, "level", "a 'b' \"c\" & </option>")
+    choose(browser, "by.level", "a 'b' \"c\" & </option>")
     assert browser.evaluate(VISIBLE) == ["failed"]
-    choose(browser, "level", "")
-    choose(browser, "answer_type", "colour")
+    choose(browser, "by.level", "")
+    choose(browser, "by.answer_type", "colour")
     assert browser.evaluate(VISIBLE) == ["wrong"]
-    choose(browser, "answer_type", "")
+    choose(browser, "by.answer_type", "")
     for order, first in (("tokens", ["cut", "wrong"]), ("reward", ["wrong", "cut"]), ("spread", ["mixed", "right"])):
         choose(browser, "sort", order)
         assert browser.evaluate(VISIBLE)[:2] == first, order
@@ -750,18 +750,18 @@ def test_state_is_in_the_address(opened):
     browser.press("w", "s", "/", *"a b")
     browser.evaluate("new Promise((done) => setTimeout(done, 400))")
     browser.press("Escape")
-    choose(browser, "level", "a 'b' \"c\" & </option>")
+    choose(browser, "by.level", "a 'b' \"c\" & </option>")
     state = parse_qs(browser.evaluate("location.hash.slice(1)"))
-    assert state == {"show": ["wrong"], "sort": ["tokens"], "q": ["a b"], "level": ["a 'b' \"c\" & </option>"]}
-    choose(browser, "level", "")
+    assert state == {"show": ["wrong"], "sort": ["tokens"], "q": ["a b"], "by.level": ["a 'b' \"c\" & </option>"]}
+    choose(browser, "by.level", "")
     browser.evaluate("document.getElementById('search').value = 'half'")
-    choose(browser, "level", "1")
+    choose(browser, "by.level", "1")
     browser.go("Page.reload")
     assert (
         browser.evaluate(VISIBLE) == ["lost"] and browser.evaluate("document.getElementById('sort').value") == "tokens"
     )
     assert browser.evaluate("document.querySelector('[aria-pressed=true]').dataset.show") == "wrong"
-    for unknown in ("#show=nothing&level=9&sort=constructor", "#%", "#p999", "#p1'", "#show=constructor"):
+    for unknown in ("#show=nothing&by.level=9&sort=constructor", "#%", "#p999", "#p1'", "#show=constructor"):
         browser = opened(page_of(MIXED, summary=MIXED_SUMMARY), unknown)
         assert browser.evaluate(VISIBLE) == SHOWN["a"], unknown
     browser = opened(page_of(MIXED, summary=MIXED_SUMMARY), "#p2")
@@ -774,7 +774,7 @@ def test_a_group_may_have_the_name_of_another_part_of_the_state(opened):
     records = [record(str(i), groups={name: f"{name}{i}" for name in names}) for i in range(3)]
     browser = opened(page_of(records))
     for name in names:
-        choose(browser, P.state_name(name), f"{name}1")
+        choose(browser, f"by.{name}", f"{name}1")
     assert browser.evaluate(VISIBLE) == ["1"]
     browser.press("r", "s")
     browser.press("s")

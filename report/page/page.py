@@ -56,7 +56,7 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                       loader=FileSystemLoader(TEMPLATES))  # fmt: skip
     env.filters |= {"number": number, "share": share, "query": query}
-    env.globals |= {"scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
+    env.globals |= {"scale": scale, "is_number": is_number, "IMAGES": IMAGES}
     env.globals |= {
         "title": shown.title, "summary": summary,
         "facts": [(*name.rpartition("/"), value) for name, value in shown.facts.items() if is_number(value)],
@@ -103,8 +103,3 @@ def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:
 
 def query(text: object) -> str:
     return quote(str(text), safe="", errors="replace")
-
-
-def state_name(group: str) -> str:
-    """Return the name of a group in the page's address, where three names are taken."""
-    return f"{group}." if group in ("show", "sort", "q") else group
