@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from prepare_data import Example
-from report.records import SIDE, columns_of, encode_image
+from report.records import columns_of, encode_image
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from report.summary import IMAGES
 from reward import extract_boxed, task_name
@@ -41,7 +41,7 @@ def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
     """A response, or an episode."""
     sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
     if r.is_episode:
-        images = [encode_image(image.image, SIDE) for image in r.images]
+        images = [encode_image(image.image) for image in r.images]
         sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
     return sample
 

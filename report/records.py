@@ -16,10 +16,10 @@ MOST_PROMPTS = 1000  # in one report
 PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
 
 
-def encode_image(image: Image.Image, side: int) -> bytes:
-    """Return an image as a WEBP file of at most `side` pixels; without loss if it is tiny or has few colours."""
+def encode_image(image: Image.Image) -> bytes:
+    """Return an image as a WEBP file of at most SIDE pixels; without loss if it is tiny or has few colours."""
     image = image.convert("RGB")
-    image.thumbnail((side, side))
+    image.thumbnail((SIDE, SIDE))
     lossless = max(image.size) <= 128 or image.getcolors(256) is not None
     image.save(file := io.BytesIO(), format="WEBP", quality=60, lossless=lossless, method=3)
     return file.getvalue()

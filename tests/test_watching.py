@@ -157,7 +157,7 @@ def test_trackers_get_the_images_that_came_in_episodes(tmp_path):
     red, blue, white = (Image.new("RGB", (56, 56), colour) for colour in colours)
     example = SimpleNamespace(images=[png(red)], messages=[{"role": "user", "content": "<image>?"}])
     of = {"text": "x", "finish_reason": "stop", "rewards": {"reward": 1.0}, "advantage": 0.5}
-    episodes = [of | {"images": [encode_image(blue, 56), encode_image(white, 56)]}, of | {"images": []}]
+    episodes = [of | {"images": [encode_image(blue), encode_image(white)]}, of | {"images": []}]
     asked = (1, [{"uid": "u", "ground_truth": "1", "samples": episodes}], {"u": example})
     shown, logged = [], []
 

@@ -281,8 +281,8 @@ def draw_curve(run: Path, blank: float, out: Path, task: str, metric: str) -> No
     rows = read_rows(run / "metrics.jsonl")
     figure = new_figure(7.2, 3.8)
     axes = add_axes(figure, title=task.replace("$", r"\$"))
+    axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank images")
     draw_lines(axes, [Line(f"greedy {metric}, unseen images", *series(rows, f"eval/{metric}")),
                       Line("reward of the step's samples", *series(rows, "reward/mean"))])  # fmt: skip
-    axes.axhline(blank, color="#c0392b", linestyle="--", linewidth=1.2, label="the same model, blank images")
     add_legend(axes)
     figure.savefig(out, dpi=120)

@@ -39,7 +39,7 @@ def make_thumbnail(data: bytes, folder: Path | None, most_bytes: int) -> Thumbna
     if folder and max(size) > SIDE and len(data) <= most_bytes:
         file = keep_file(data, folder, kind.lower())
     if max(size) > SIDE or kind not in SHOWN_IN or len(data) > 20_000:
-        data, kind = encode_image(image, SIDE), "webp"
+        data, kind = encode_image(image), "webp"
     uri = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
     return Thumbnail(uri, image.size, full_size, file)
 
