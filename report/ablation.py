@@ -5,7 +5,6 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from PIL import Image
@@ -14,8 +13,6 @@ from errors import need
 from prepare_data import MARK, Example, decode_image
 from rollout import StartOf, as_given
 from utils import derive_seed
-
-TRIES = 100  # before all images are gone through in order
 
 
 class Ablation:
@@ -43,9 +40,8 @@ class Ablation:
         order = list(self.places)
         seen = {pixels(image) for image in example.pil_images}  # the same image may be another file elsewhere
         for i, size in enumerate(example.image_sizes):
-            rng = random.Random(derive_seed(self.seed, "shuffled", example.uid, i))
-            keys = chain((rng.choice(order) for _ in range(TRIES)), order)
-            places = (self.places[key] for key in keys if key not in own)
+            start = random.Random(derive_seed(self.seed, "shuffled", example.uid, i)).randrange(len(order))
+            places = (self.places[key] for key in order[start:] + order[:start] if key not in own)
             others = (decode_image(found.images[place]) for found, place in places)
             other = next((image for image in others if pixels(image) not in seen), None)
             need(other is not None, told)

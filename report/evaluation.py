@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from prepare_data import Example
-from report.records import PLACES, SIDE, encode_image
+from report.records import columns_of, encode_image
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
 from report.summary import IMAGES
 from reward import extract_boxed, task_name
@@ -41,21 +41,19 @@ def sample_record(r: Rollout, rewards: dict[str, float]) -> dict:
     """A response, or an episode."""
     sample = {"text": r.text, "finish_reason": r.finish_reason, "tokens": sum(r.response_mask), "rewards": rewards}
     if r.is_episode:
-        images = [encode_image(image.image, SIDE) for image in r.images]
+        images = [encode_image(image.image) for image in r.images]
         sample |= {"turns": r.turns, "ended_by": r.ended_by, "messages": r.messages, "images": images}
     return sample
 
 
 def answer_type(example: Example) -> str:
-    """As text: data may name types by numbers, or by both."""
-    kind = example.extra.get("answer_type")
-    return "all" if kind is None or kind == "" else str(kind)
+    return group_of(example, "answer_type", "all")
 
 
-def group_of(example: Example, column: str) -> str:
-    """As text; a row without the column has none."""
+def group_of(example: Example, column: str, missing: str = "none") -> str:
+    """Return the value of a column as text: data may name types by numbers, or by both."""
     value = example.extra.get(column)
-    return "none" if value is None else str(value)
+    return missing if value is None or value == "" else str(value)
 
 
 def metric_of(records: Sequence[dict]) -> str:
@@ -140,13 +138,11 @@ def of_several(records: Sequence[dict], metric: str) -> dict[str, float]:
 def by_group(records: Sequence[dict], metric: str) -> dict[str, dict]:
     """Return `by_answer_type`, and `by_*` of all else in which the records differ or that was asked for; over several
     tasks the mean of their figures, whatever their sizes."""
-    columns = {name: [str(r[place]) for r in records] for name, place in PLACES.items()}
-    columns = {name: values for name, values in columns.items() if name == "answer_type" or len(set(values)) > 1}
-    if columns.get("source") == columns.get("task"):
-        columns.pop("source", None)
-    columns |= {name: [r["groups"][name] for r in records] for name in records[0]["groups"]}
+    asked = {"answer_type", *records[0]["groups"]}
     found = {}
-    for column, values in columns.items():
+    for column, values in columns_of(records).items():
+        if column not in asked and len(set(values)) == 1:
+            continue
         members = defaultdict(list)
         for value, record in zip(values, records, strict=True):
             members[value].append(record)

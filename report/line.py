@@ -86,5 +86,5 @@ def fit(x: float | None, width: int, places: int) -> str:
     if x is None:
         return "-".rjust(width)
     texts = [f"{x:.{n}f}" for n in range(places, -1, -1)]
-    texts += [f"{x / 1e3:.1f}k", f"{x / 1e3:.0f}k", f"{x:.1e}".replace("e+0", "e"), f"{x:.0e}".replace("e+0", "e")]
-    return next((text for text in texts if len(text) <= width), texts[-1].replace("e+", "e")).rjust(width)
+    texts += [f"{x / 1e3:.1f}k", f"{x / 1e3:.0f}k", f"{x:.0e}".replace("e+0", "e"), f"{x:.0e}".replace("e+", "e")]
+    return next((text for text in texts if len(text) <= width), texts[-1]).rjust(width)

@@ -50,6 +50,19 @@ def check_trackers(names: Sequence[str]) -> None:
         plug_in("report.page.trackers", "--track").check_trackers(names)
 
 
+def describe_run(cfg: Any, ctx: Context) -> dict:
+    """Return what it takes to run it again."""
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "args": cfg.flat(),
+        "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+        "world": ctx.world,
+    }
+
+
 class RunLog:
     """run.json, metrics.jsonl, samples, curves, a page, trackers and the terminal. Only rank 0 writes."""
 
@@ -61,14 +74,14 @@ class RunLog:
         self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
         self.start = start
         self.shown: Shown | None = None
-        self.drawn = -1  # how many rows report.html and curves.png have
+        self.undrawn = True  # are there rows that report.html and curves.png do not have?
         self.writer = Writer()
         self.reporting = 0.0  # seconds that this process spent on reports since the last row
         if not ctx.main:
             return
-        described = self._described()
+        self.described = describe_run(cfg, ctx)
         if start == 0:
-            self._describe(described)
+            self._write_run_json()
         # A run that was cut off may have logged steps after its newest checkpoint; they are about to happen again.
         rows = [row for row in read_rows(self.path) if start and row["step"] <= start]
         write_rows(self.path, rows)
@@ -77,10 +90,12 @@ class RunLog:
         for row in rows:
             self.warnings.feed(row)
         self.page = find_drawing("page")
+        if self.page and not importlib.util.find_spec("matplotlib"):
+            tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.trackers = None
         if cfg.run.track:
             trackers = plug_in("report.page.trackers", "--track")
-            self.trackers = trackers.Trackers(cfg.run.track, self.out, described, start)
+            self.trackers = trackers.Trackers(cfg.run.track, self.out, self.described, start)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.began = self.step_began = time.perf_counter()
 
@@ -145,7 +160,7 @@ class RunLog:
         self._write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
         if self.page:
-            self.writer.write(self.page.write_samples, stem.with_suffix(".html"), shown)
+            self.writer.write(self.page.write_pages, stem.with_suffix(".html"), shown)
         if self.trackers:
             self.trackers.samples(step, records, examples)
         if not self.cfg.data.eval_data:
@@ -159,12 +174,10 @@ class RunLog:
         metrics = metrics | {"time/step": now - self.step_began}
         metrics |= {"time/report": self.reporting} if self.reporting else {}
         self.step_began, self.reporting = now, 0.0
-        device = None
-        if self.ctx.device.type == "cuda":
-            device = torch.cuda.get_device_name()
+        device = torch.cuda.get_device_name() if self.ctx.device.type == "cuda" else None
         metrics |= speeds(metrics, self.ctx.world, device)
         if self.start and step == self.start + 1:
-            self._describe(self._described())
+            self._write_run_json()
         self._write(step, metrics)
         eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
         if (step - self.start - 1) % HEAD_EVERY == 0:
@@ -173,27 +186,15 @@ class RunLog:
         for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
             tqdm.write(line)
 
-    def _described(self) -> dict:
-        """What it takes to run it again."""
-        cpu = f"{platform.machine()}, {os.cpu_count()} cores"
-        versions = {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)}
-        return {
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "args": self.cfg.flat(),
-            "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
-            "versions": versions,
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-            "world": self.ctx.world,
-        }
-
-    def _describe(self, described: dict) -> None:
-        """run.json. A run that goes on has its settings there once they have made a step: a start that fails leaves
-        those before it."""
-        write_text(self.out / "run.json", json.dumps(described, indent=2) + "\n")
+    def _write_run_json(self) -> None:
+        """A run that goes on has its settings there once they have made a step: a start that fails leaves those before
+        it."""
+        write_text(self.out / "run.json", json.dumps(self.described, indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         with writing(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
+        self.undrawn = True
         self._track(step, metrics)
 
     def _track(self, step: int, metrics: dict[str, float]) -> None:
@@ -205,13 +206,9 @@ class RunLog:
 
     def _draw(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
-        n_rows = len(read_rows(self.path))
-        if n_rows == self.drawn or not self.page:
-            return
-        if self.drawn < 0 and not importlib.util.find_spec("matplotlib"):
-            tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
-        self.drawn = n_rows
-        self.writer.write(self.page.write_report, self.out, self.shown)
+        if self.page and self.undrawn:
+            self.undrawn = False
+            self.writer.write(self.page.write_report, self.out, self.shown)
 
     def end(self) -> None:
         """Also of a run that was asked to end before its last step."""
@@ -288,9 +285,12 @@ class Skipped:
 
 def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
-    preset = asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
-    other = {name: value for name, value in asdict(algo).items() if value != preset[name]}
-    known = {f.name: f for f in fields(algo)}
-    given = [f"{typed(known[name], value)} instead of {preset[name]}" for name, value in other.items()]
-    named = ", ".join(typed(known[name], value) for name, value in PRESETS[algo.algo].items()) or "the defaults"
-    return f"algorithm {algo.algo}: {named}" + (f"; but {', '.join(given)}" if given else "")
+    given, preset = asdict(algo), asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
+    named, other = [], []
+    for f in fields(algo):
+        if f.name in PRESETS[algo.algo]:
+            named.append(typed(f, preset[f.name]))
+        if given[f.name] != preset[f.name]:
+            other.append(f"{typed(f, given[f.name])} instead of {preset[f.name]}")
+    told = f"algorithm {algo.algo}: {', '.join(named) or 'the defaults'}"
+    return f"{told}; but {', '.join(other)}" if other else told

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from tqdm import tqdm
 
-SOON = 1.0  # seconds before a bar comes: what is shorter would only flicker
-PERIOD = 0.5  # seconds between its changes
-SILENCE = 60.0  # seconds between lines where there is no terminal
+REFRESH_SECONDS = 0.5  # of a bar; what is shorter shows none
+LINE_EVERY_SECONDS = 60.0  # where there is no terminal
 T = TypeVar("T")
 
 
@@ -22,11 +21,7 @@ class Progress:
     main thread waits."""
 
     def __init__(
-        self,
-        what: str,
-        total: int | None = None,
-        count: Callable[[], float] | None = None,
-        tokens: Callable[[], int] = lambda: 0,
+        self, what: str, total: int, count: Callable[[], float] | None = None, tokens: Callable[[], int] = lambda: 0
     ):
         self.what = what
         self.total = total
@@ -36,8 +31,8 @@ class Progress:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
-    def add(self, n: int = 1) -> None:
-        self.done += n
+    def add(self) -> None:
+        self.done += 1
 
     def __enter__(self) -> "Progress":
         self.began = time.time()
@@ -51,35 +46,21 @@ class Progress:
             self.thread.join()
 
     def _show(self) -> None:
-        terminal = sys.stderr.isatty()
-        if self.over.wait(SOON if terminal else SILENCE):
-            return
-        if not terminal:
-            while not self.over.is_set():
-                tqdm.write(self.line(time.time() - self.began))
-                self.over.wait(SILENCE)
-            return
-        shape = "{desc} {n:.0f}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-        shape = shape if self.total else "{desc} {n:.0f} {elapsed}{postfix}"
-        bar = tqdm(total=self.total, desc=f"  {self.what}", leave=False, dynamic_ncols=True, bar_format=shape)
-        bar.start_t = self.began
-        while not self.over.is_set():
-            bar.n = self._done()
-            tokens = self.tokens()
-            bar.set_postfix_str(f"{tokens:,} tokens" if tokens else "", refresh=False)
-            bar.refresh()
-            self.over.wait(PERIOD)
-        bar.close()
-
-    def _done(self) -> float:
-        done = self.count()
-        return done if self.total is None else min(done, self.total)
-
-    def line(self, seconds: float) -> str:
-        """Where there is no terminal."""
-        of, tokens = f" of {self.total:,}" if self.total is not None else "", self.tokens()
-        tokens = f", {tokens:,} tokens" if tokens else ""
-        return f"  {self.what}: {self._done():,.0f}{of}{tokens} after {tqdm.format_interval(seconds)}"
+        terminal, bar = sys.stderr.isatty(), None
+        while not self.over.wait(REFRESH_SECONDS if terminal else LINE_EVERY_SECONDS):
+            done, tokens = min(self.count(), self.total), self.tokens()
+            said = f", {tokens:,} tokens" if tokens else ""
+            if not terminal:
+                seconds = tqdm.format_interval(time.time() - self.began)
+                tqdm.write(f"  {self.what}: {done:,.0f} of {self.total:,}{said} after {seconds}")
+                continue
+            shape = "{desc} {n:.0f}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+            if bar is None:
+                bar = tqdm(total=self.total, desc=f"  {self.what}", leave=False, dynamic_ncols=True, bar_format=shape)
+            bar.start_t, bar.n = self.began, done
+            bar.set_postfix_str(said.removeprefix(", "))
+        if bar is not None:
+            bar.close()
 
 
 def following(items: Sequence[T], what: str) -> Iterator[T]:

@@ -16,10 +16,10 @@ MOST_PROMPTS = 1000  # in one report
 PLACES = {"answer_type": "answer_type", "task": "task", "source": "source", "images": "n_images"}  # of a by_* table
 
 
-def encode_image(image: Image.Image, side: int) -> bytes:
-    """Return an image as a WEBP file of at most `side` pixels; without loss if it is tiny or has few colours."""
+def encode_image(image: Image.Image) -> bytes:
+    """Return an image as a WEBP file of at most SIDE pixels; without loss if it is tiny or has few colours."""
     image = image.convert("RGB")
-    image.thumbnail((side, side))
+    image.thumbnail((SIDE, SIDE))
     lossless = max(image.size) <= 128 or image.getcolors(256) is not None
     image.save(file := io.BytesIO(), format="WEBP", quality=60, lossless=lossless, method=3)
     return file.getvalue()
@@ -29,6 +29,15 @@ def without_images(record: dict) -> dict:
     """Return a record as JSON can have it: without the images of its episodes."""
     samples = [{name: value for name, value in s.items() if name != "images"} for s in record["samples"]]
     return record | {"samples": samples}
+
+
+def columns_of(records: Sequence[dict]) -> dict[str, list[str]]:
+    """Return what records may be told apart by: column -> the value of each."""
+    columns = {name: [str(record[place]) for record in records] for name, place in PLACES.items()}
+    if columns["source"] == columns["task"]:
+        del columns["source"]
+    groups = [record.get("groups", {}) for record in records]
+    return columns | {name: [of.get(name, "") for of in groups] for of in groups for name in of}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -44,8 +53,7 @@ def is_right(sample: dict, summary: Mapping) -> bool | None:
 
 
 def rewards_of(record: dict) -> list[float]:
-    earned = [s["rewards"].get("reward", s["rewards"].get("accuracy")) for s in record["samples"]]
-    return [float(x) for x in earned if x is not None]
+    return [s["rewards"]["reward"] for s in record["samples"] if "reward" in s["rewards"]]
 
 
 def marks(record: dict, summary: Mapping) -> set[str]:
@@ -63,15 +71,14 @@ def marks(record: dict, summary: Mapping) -> set[str]:
     return found
 
 
-def choose(records: Sequence[dict], summary: Mapping | None = None) -> list[dict]:
+def choose(records: Sequence[dict], summary: Mapping) -> list[dict]:
     """Return the records that a page shows, in order; if there are too many, those that tell most."""
     if len(records) <= MOST_PROMPTS:
         return list(records)
 
-    def rank(i: int) -> int:
-        found = marks(records[i], summary or {})
-        order = ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"}, found)
-        return next((k for k, wanted in enumerate(order) if found & wanted), len(order))
+    def rank(i: int) -> list[bool]:
+        found = marks(records[i], summary)
+        return [found.isdisjoint(of) for of in ({"gained", "lost"}, {"failed", "cut"}, {"wrong", "disagree"})]
 
     kept = sorted(range(len(records)), key=rank)[:MOST_PROMPTS]
     return [records[i] for i in sorted(kept)]

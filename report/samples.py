@@ -8,6 +8,7 @@ import torch
 
 from prepare_data import Example
 from report.evaluation import about, sample_record
+from report.records import rewards_of
 from utils import Context
 
 SHOWN = 160  # characters of a text on the terminal; of a longer one its beginning and its end
@@ -38,51 +39,40 @@ def sample_records(batch: Any) -> list[dict]:
 # On the terminal
 
 
-def reward_of(sample: Mapping[str, Any]) -> float:
-    """NaN if its reward failed."""
-    return sample["rewards"].get("reward", math.nan)
+def sample_reward(sample: Mapping[str, Any]) -> float:
+    """Return the reward of a sample; if it failed, what sorts below all others."""
+    return sample["rewards"].get("reward", -math.inf)
 
 
-def spread(record: Mapping[str, Any]) -> float:
-    """Between the best and the worst reward of a group."""
-    rewards = [x for x in map(reward_of, record["samples"]) if not math.isnan(x)]
-    return max(rewards) - min(rewards) if rewards else 0.0
+def most_varied_group(records: Sequence[dict]) -> dict:
+    """Return the first group of the widest range of rewards: where there is one, it shows what the policy learns
+    from."""
+
+    def reward_range(record: dict) -> float:
+        rewards = rewards_of(record)
+        return max(rewards) - min(rewards) if rewards else 0.0
+
+    return max(records, key=reward_range)
 
 
-def telling(records: Sequence[dict]) -> dict:
-    """The first group of the widest spread of rewards: where there is one, it shows what the policy learns from."""
-    return max(records, key=spread)
-
-
-def best_and_worst(samples: Sequence[dict]) -> list[tuple[str, dict]]:
-    """Of unequal rewards the first best and the first worst; else the first, and the next that says something else."""
-    graded = [s for s in samples if not math.isnan(reward_of(s))]
-    if graded and reward_of(max(graded, key=reward_of)) > reward_of(min(graded, key=reward_of)):
-        return [("best", max(graded, key=reward_of)), ("worst", min(graded, key=reward_of))]
-    other = [s for s in samples if s["text"] != samples[0]["text"]]
-    return [("one", samples[0]), *(("other", s) for s in other[:1])]
-
-
-def shortened(text: str, most: int = SHOWN) -> str:
-    """On one line, as Python writes it, so that no character acts on the terminal; of a long text both ends."""
+def shorten(text: str, most: int = SHOWN) -> str:
+    """Return a text on one line, as Python writes it, so that no character acts on the terminal; of a long one both
+    ends."""
     if len(text) <= most:
         return repr(text)
     first = most * 5 // 8
-    last = most - first
-    return f"{text[:first]!r} [... {len(text) - most} characters ...] {text[-last:]!r}"
+    return f"{text[:first]!r} [... {len(text) - most} characters ...] {text[first - most :]!r}"
 
 
 def show(records: Sequence[dict], examples: Mapping[str, Example]) -> list[str]:
-    """Lines on a prompt and two of its responses."""
-    record = telling(records)
-    example = examples[record["uid"]]
-    question = " / ".join(message["content"] for message in example.messages if message["role"] == "user")
-    truth = shortened(str(record["ground_truth"]), 60)
-    lines = [f"  prompt {record['uid']!r}: {shortened(question)}  truth {truth}"]
-    for which, s in best_and_worst(record["samples"]):
-        messages = s.get("messages", [])
-        said = [shortened(message["content"], 80) for message in messages] or [shortened(s["text"])]
+    """Return lines on a prompt with its best and its worst response."""
+    record = most_varied_group(records)
+    question = " / ".join(m["content"] for m in examples[record["uid"]].messages if m["role"] == "user")
+    lines = [f"  prompt {record['uid']!r}: {shorten(question)}  truth {shorten(str(record['ground_truth']), 60)}"]
+    best, *others = sorted(record["samples"], key=sample_reward, reverse=True)
+    for which, s in (("best", best), *(("worst", s) for s in others[-1:])):
+        said = [shorten(message["content"], 80) for message in s.get("messages", ())] or [shorten(s["text"])]
         cut = ", cut" if s["finish_reason"] == "length" else ""
-        earned = f"reward {reward_of(s):.2f}, advantage {s['advantage']:+.2f}, {s['tokens']} tokens{cut}"
+        earned = f"reward {sample_reward(s):.2f}, advantage {s['advantage']:+.2f}, {s['tokens']} tokens{cut}"
         lines.append(f"    {which:<5} ({earned}): {' -> '.join(said)}")
     return lines

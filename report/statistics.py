@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 RESAMPLES = 10_000
-CHUNK = 10_000_000  # numbers that a bootstrap holds at a time
+AT_A_TIME = 100  # of these; divides them
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
@@ -36,18 +36,15 @@ def bootstrap(*groups: Sequence[float], ends: Sequence[float] = (), seed: int = 
     in none of so few examples: else 3 gained of 3 would be a difference of 1 for certain. For differences of
     proportions this is the adjustment of Bonett and Price 2012."""
     rng = np.random.default_rng(seed)
-    means = np.zeros(RESAMPLES)
+    means = []
     for values in groups:
-        values = [*values, *ends]
+        values = np.array([*values, *ends], dtype=np.float64)
         # n draws with replacement take each distinct value as often as a multinomial says: no draw need be made
-        distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
+        distinct, counts = np.unique(values, return_counts=True)
         share = counts / len(values)
-        at_a_time = max(1, CHUNK // len(distinct))
-        for start in range(0, RESAMPLES, at_a_time):
-            size = min(at_a_time, RESAMPLES - start)
-            drawn = rng.multinomial(len(values), share, size=size)
-            means[start : start + size] += drawn @ distinct / len(values)
-    low, high = np.quantile(means / len(groups), (0.025, 0.975))
+        draws = (rng.multinomial(len(values), share, AT_A_TIME) for _ in range(RESAMPLES // AT_A_TIME))
+        means.append(np.concatenate([drawn @ distinct for drawn in draws]) / len(values))
+    low, high = np.quantile(np.mean(means, axis=0), (0.025, 0.975))
     return float(low), float(high)
 
 
@@ -79,10 +76,9 @@ def mcnemar(gained: int, lost: int) -> float:
 def same_answer(text: str) -> str:
     """A form in which answers are counted: numbers by value, else without case, spaces, dollar signs and a last dot."""
     plain = re.sub(r"[\s$]|\\[,;!]", "", text).rstrip(".").casefold()
-    number = plain.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", plain) else plain
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,4})?", number) or len(number) > 25:
+    if not re.fullmatch(r"[+-]?((\d+|\d{1,3}(,\d{3})+)(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", plain) or len(plain) > 25:
         return plain
-    value = Decimal(number)
+    value = Decimal(plain.replace(",", ""))
     return str(value.normalize() if value else 0)
 
 

@@ -31,8 +31,8 @@ class Shown(NamedTuple):
     title: str
     records: Sequence[dict] = ()
     examples: Mapping[str, Example] = {}  # by uid, as the model saw them: those of `choose(records, summary)`
-    summary: dict | None = None
-    facts: dict | None = None
+    summary: dict = {}
+    facts: dict = {}
     others: Mapping[str, Sequence[dict]] = {}  # what other models, or this one without images, said: by their labels
     folder: Path | None = None  # next to the pages, for images in full size
 

@@ -11,11 +11,22 @@ from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 MOST_CHARS = 1500  # of a formula's source; longer ones stay as they are
+MOST_INLINE = 500  # of one in \( \), whose end is searched for at each beginning
 MOST_DEPTH = 24  # of nested elements: a browser's layout takes a time that grows with a power of it
-OPENERS = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\[|\\boxed\s*\{")
-INLINE = re.compile(rf"\$(?=\S)((?:[^$\\]|\\.){{1,{MOST_CHARS}}}?)(?<=\S)\$(?!\d)", re.DOTALL)
-CLOSERS = {"$$": "$$", r"\(": r"\)", r"\[": r"\]"}
-LINES = re.compile(r"\n*")
+INSIDE = r"[^{}\\]|\\."  # of braces, which may be nested
+for _ in range(5):
+    INSIDE = rf"[^{{}}\\]|\\.|\{{(?:{INSIDE})*+\}}"
+FORMULA = re.compile(
+    rf"""
+    (?:(?<!\n)\n++)? \$\$ (?!\$\$) (?P<block>.{{1,{MOST_CHARS}}}?) \$\$ \n*  # a block has the empty lines around it
+    | (?:(?<!\n)\n++)? \\\[ (?!\\\]) (?P<bracket>.{{1,{MOST_CHARS}}}?) \\\] \n*
+    | \\\( (?!\\\)) (?P<inline>.{{1,{MOST_INLINE}}}?) \\\)
+    | \$ (?![\s$]) (?P<dollar>(?:[^$\\]|\\.){{1,{MOST_CHARS}}}?) (?<=\S) \$ (?!\d)
+    | \\boxed\s* \{{ (?P<boxed>(?:{INSIDE}){{1,{MOST_CHARS}}}+) \}}
+    | \\\\ | \\\$ | \$\$  # the end of a line, an escaped dollar, one without its end: no formulas
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 TEX = re.compile(r"[\\^_{}=<>+*/|]")  # in a formula; words without any are no formula
 MACROS = re.compile(r"\\(?:def|edef|gdef|let|(?:re)?newcommand|providecommand|(?:re)?newenvironment|Declare)")
 
@@ -23,15 +34,16 @@ ELEMENTS = frozenset(
     "math mrow mi mn mo mtext mspace msup msub msubsup mfrac msqrt mroot mover munder munderover mtable mtr mtd mstyle "
     "mpadded mphantom menclose mmultiscripts mprescripts none".split()
 )
-LENGTH = r"[+-]?(?:\d|\d?\.\d{1,4})(?:em|ex|mu)|[+-]?\d\d?(?:\.\d+)?(?:px|pt)|0|[01]?\d\d%"
-TRUTH, WORDS = "true|false", r"[a-z-]{1,20}(?: [a-z-]{1,20}){0,20}"
-ATTRIBUTES = {  # of MathML, with what may stand in them: nothing that links, runs, styles or covers other text
-    "display": "block|inline", "mathvariant": WORDS, "stretchy": TRUTH, "fence": TRUTH, "separator": TRUTH,
-    "accent": TRUTH, "accentunder": TRUTH, "movablelimits": TRUTH, "displaystyle": TRUTH, "largeop": TRUTH,
-    "form": "prefix|infix|postfix", "scriptlevel": r"[+-]?\d", "linethickness": LENGTH, "width": LENGTH,
-    "height": LENGTH, "depth": LENGTH, "voffset": LENGTH, "lspace": LENGTH, "rspace": LENGTH, "minsize": LENGTH,
-    "maxsize": LENGTH, "columnalign": WORDS, "columnlines": WORDS, "rowlines": WORDS, "notation": WORDS,
-}  # fmt: skip
+ATTRIBUTES = frozenset(
+    "display mathvariant stretchy fence separator accent accentunder movablelimits displaystyle largeop form "
+    "scriptlevel linethickness width height depth voffset lspace rspace minsize maxsize columnalign columnlines "
+    "rowlines notation".split()
+)
+# of attributes: words, a digit or a short length, so nothing that links, runs, styles or covers other text
+VALUE = re.compile(
+    r"[a-z-]{1,20}(?: [a-z-]{1,20}){0,20}|[+-]?\d"
+    r"|[+-]?(?:\d|\d?\.\d{1,4})(?:em|ex|mu)|[+-]?\d\d?(?:\.\d+)?(?:px|pt)|[01]?\d\d%"
+)
 
 
 class Part(NamedTuple):
@@ -48,55 +60,27 @@ class NotShown(Exception):
 
 
 def parts(text: str) -> Iterator[Part]:
-    """The text in pieces, whose sources joined are the text."""
+    """Yield the text in pieces, whose sources joined are the text."""
     done = at = 0
-    while opened := OPENERS.search(text, at):
-        at = opened.end()
-        if found := formula_at(text, opened):
-            start, end = opened.start(), opened.start() + len(found.source)
-            if found.block:  # it has lines of its own: those that are empty around it belong to it
-                start = done + len(text[done:start].rstrip("\n"))
-                end = LINES.match(text, end).end()
-            if start > done:
-                yield Part(text[done:start])
-            yield found._replace(source=text[start:end])
-            done = at = end
+    while found := FORMULA.search(text, at):
+        at, kind = found.end(), found.lastgroup
+        if kind is None:
+            continue
+        latex = found[kind].strip()
+        if not latex or (kind == "dollar" and is_words(latex)):
+            at = found.start() + 1
+            continue
+        if found.start() > done:
+            yield Part(text[done : found.start()])
+        yield Part(found[0], latex, kind in ("block", "bracket"), kind == "boxed")
+        done = at
     if done < len(text):
         yield Part(text[done:])
-
-
-def formula_at(text: str, opened: re.Match) -> Part | None:
-    """The formula that begins there, if one does."""
-    start, kind = opened.start(), opened[0]
-    if kind == "$":
-        found = INLINE.match(text, start)
-        return Part(found[0], found[1]) if found and not is_words(found[1]) else None
-    if kind in CLOSERS:
-        end = text.find(CLOSERS[kind], opened.end(), opened.end() + MOST_CHARS)
-        latex = text[opened.end() : end].strip()
-        return Part(text[start : end + 2], latex, kind != r"\(") if end >= 0 and latex else None
-    if kind.startswith(r"\boxed"):
-        end = closing_brace(text, opened.end())
-        latex = text[opened.end() : end - 1]
-        return Part(text[start:end], latex, boxed=True) if end and latex.strip() else None
-    return None  # an escaped dollar, or the end of a line
 
 
 def is_words(latex: str) -> bool:
     """Between two dollars that are money rather than a formula's: "5 or 6", "5.\n\nIt has"."""
     return "\n\n" in latex or (not TEX.search(latex) and bool(re.search(r"[A-Za-z]{2}.*\s|\s.*[A-Za-z]{2}", latex)))
-
-
-def closing_brace(text: str, start: int) -> int:
-    """The place after the brace that closes the one before `start`, 0 without one."""
-    depth, end = 1, min(len(text), start + MOST_CHARS)
-    at = start
-    while at < end:
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        at += 2 if text[at] == "\\" else 1
-        if not depth:
-            return at
-    return 0
 
 
 def shown(part: Part) -> str:
@@ -138,10 +122,8 @@ def serialised(element: Element, depth: int = 0) -> str:
         raise NotShown(f"{element.tag} at depth {depth}")
     children = "".join(serialised(child, depth + 1) for child in element)
     inner = html.escape(html.unescape(element.text or ""), quote=False) + children
-    allowed = {k: v for k, v in element.attrib.items() if k in ATTRIBUTES and re.fullmatch(ATTRIBUTES[k], v)}
+    allowed = {k: v for k, v in element.attrib.items() if k in ATTRIBUTES and VALUE.fullmatch(v)}
     if element.tag == "mrow" and len(element) == 1 and not element.text:
         return inner
-    if allowed.get("display") == "inline":
-        del allowed["display"]
     attributes = "".join(f' {k}="{v}"' for k, v in allowed.items())
     return f"<{element.tag}{attributes}>{inner}</{element.tag}>"

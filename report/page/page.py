@@ -7,11 +7,9 @@ reward, and refuse names that are not defined. Only what we made, MathML and SVG
 
 import base64
 import hashlib
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,7 +17,7 @@ from markupsafe import Markup
 
 from report.files import read_rows, write_text
 from report.page.gallery import PER_PAGE, Gallery
-from report.page.plots import Curve, draw_grid, panels, run_curves
+from report.page.plots import Curve, draw_grid, measured_panels, run_curves
 from report.records import choose
 from report.summary import IMAGES
 from report.writer import Shown
@@ -27,16 +25,11 @@ from report.writer import Shown
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_samples(path: Path, shown: Shown) -> None:
-    """Write the pages of a training step's samples."""
-    write_pages(path, shown)
-
-
 def write_report(out: Path, shown: Shown | None) -> None:
     """Draw OUT/curves.png from metrics.jsonl, if matplotlib is installed, and write OUT/report.html."""
     rows = read_rows(out / "metrics.jsonl")
-    if importlib.util.find_spec("matplotlib"):
-        draw_grid(panels(rows), out / "curves.png")
+    if found := measured_panels(rows):
+        draw_grid(found, out / "curves.png")
     if shown or not (out / "report.html").exists():  # else keep the page from before the interruption
         write_pages(out / "report.html", shown or Shown(out.name), run_curves(rows))
 
@@ -56,18 +49,18 @@ def page_name(stem: str, n: int) -> str:
 
 def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> Iterator[str]:
     """Yield the pages of a report. Numbers and curves are on the first."""
-    summary = shown.summary or {}
+    summary = shown.summary
     records = choose(shown.records, summary)
     gallery = Gallery(shown, records)
     style, script = ((TEMPLATES / f"page.{kind}").read_text() for kind in ("css", "js"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                       loader=FileSystemLoader(TEMPLATES))  # fmt: skip
-    env.filters |= {"number": number, "share": share, "interval": interval, "p_value": p_value, "query": query}
-    env.globals |= {"bar": bar, "scale": scale, "state_name": state_name, "is_number": is_number, "IMAGES": IMAGES}
+    env.filters |= {"number": number, "share": share, "query": query}
+    env.globals |= {"scale": scale, "is_number": is_number, "IMAGES": IMAGES}
     env.globals |= {
-        "title": shown.title, "about": subtitle(shown.title, summary), "summary": summary,
-        "facts": by_part(shown.facts),
-        "passes": sorted(int(name[5:]) for name in summary if name.startswith("pass@") and name[5:].isdigit()),
+        "title": shown.title, "summary": summary,
+        "facts": [(*name.rpartition("/"), value) for name, value in shown.facts.items() if is_number(value)],
+        "passes": [name for name in summary if name.startswith("pass@")],
         "curves": [(curve, Markup(curve.image)) for curve in curves], "style": Markup(style), "script": Markup(script),
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "gallery": gallery, "n_shown": len(records), "n_records": len(shown.records),
@@ -77,7 +70,7 @@ def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> I
     facts = {k: gallery.facts[start : start + PER_PAGE] for k, start in enumerate(starts, 1)}
     template = env.get_template("page.html")
     for k, start in enumerate(starts, 1):
-        cards, notes = gallery.cards(start)
+        cards, notes = gallery.cards(start) if records else ([], [])
         others = {other: of for other, of in facts.items() if other != k}  # for the filters, which count them
         text = template.render(page=k, names=names, others=others, start=start, cards=cards, notes=notes)
         yield text.encode(errors="replace").decode()  # half a surrogate pair, which JSON may bring, is in no file
@@ -102,50 +95,11 @@ def share(value: float | None, form: str = ".3f") -> str:
     return f"{value or 0:{form}}" if is_number(value) else "–"
 
 
-def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
-    return " to ".join(f"{x:{form}}" for x in ends or ())
-
-
-def p_value(p: float | None) -> str:
-    return "< 0.001" if is_number(p) and p < 0.001 else share(p)
-
-
-def bar(value: float | None, ends: Sequence[float] | None, low: float, high: float) -> list[tuple[str, float, float]]:
-    """Return what draws a value and its interval on a scale from low to high: names, from where and how wide in %."""
-    if not is_number(value):
-        return []
-    zero, at, *whisker = (100 * (min(max(x, low), high) - low) / (high - low) for x in (0.0, value, *(ends or ())))
-    drawn = [("fill", min(zero, at), abs(at - zero))]
-    return [*drawn, ("whisker", whisker[0], whisker[1] - whisker[0])] if whisker else drawn
-
-
 def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:
     """Return the ends of a scale for a metric of groups and its intervals: 0 and 1, or what lies beyond."""
     found = [x for g in groups.values() for x in (g.get(metric), *(g.get(f"{metric}_ci95") or ())) if is_number(x)]
     return min([0.0, *found]), max([1.0, *found])
 
 
-def subtitle(title: str, summary: Mapping) -> dict[str, Any]:
-    """Return what an evaluation is of, except what the title says already."""
-    names = ("path", "checkpoint", "data", "n", "samples", "temperature")
-    found = {name: summary[name] for name in names if summary.get(name) is not None}
-    return {name: x for name, x in found.items() if name not in ("path", "data") or str(x) not in title}
-
-
-def by_part(facts: Mapping[str, Any] | None) -> dict[str, list[tuple[str, float]]]:
-    """Return the metrics of a training step by the first part of their names."""
-    found: dict[str, list[tuple[str, float]]] = {}
-    for name, value in (facts or {}).items():
-        if is_number(value):
-            part, _, rest = name.rpartition("/")
-            found.setdefault(part, []).append((rest, value))
-    return dict(sorted(found.items()))
-
-
 def query(text: object) -> str:
     return quote(str(text), safe="", errors="replace")
-
-
-def state_name(group: str) -> str:
-    """Return the name of a group in the page's address, where three names are taken."""
-    return f"{group}." if group in ("show", "sort", "q") else group

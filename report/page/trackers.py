@@ -7,33 +7,22 @@ never stop a run: one that fails is told of once and switched off.
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from errors import need
-from prepare_data import IMAGE_ERRORS, Example, decode_image
+from errors import describe_error, need
+from prepare_data import Example, decode_image
 
 PROMPTS = 8  # of a table of samples
 LONGEST = 512  # pixels of an image's longer side there
 INIT_SECONDS = 60.0  # that wandb may take to begin, before it is given up
 FINISH_SECONDS = 300.0  # and to send what is left; what is not sent by then is on the disk (wandb sync)
-
-
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of metrics.jsonl, or what comes to one later; only what is a number."""
-
-    def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
-        """Of a step (see report/samples.py), with what their prompts showed, by uid."""
-
-    def close(self) -> None: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -49,38 +38,30 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], out: Path, described: Mapping[str, Any], start: int):
         """`described`: what run.json has. `start`: the step that the run goes on after."""
-        self.active: dict[str, Tracker] = {}
-        self.failed: dict[str, str] = {}  # name -> what it failed with
-        for name in dict.fromkeys(names):
-            with self._guard(name):
-                self.active[name] = TRACKERS[name](out, described, start)
+        self.active: dict[str, Any] = dict.fromkeys(names)
+        self._each(lambda name: self.active.update({name: TRACKERS[name](out, described, start)}))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Tell a row of metrics.jsonl, or what comes to one later; only what is a number."""
         numbers = {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
-        self._each(lambda tracker: tracker.log(step, numbers))
+        self._each(lambda name: self.active[name].log(step, numbers))
 
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
-        self._each(lambda tracker: tracker.samples(step, records[:PROMPTS], examples))
+        """Tell the samples of a step (see report/samples.py), with what their prompts showed, by uid."""
+        self._each(lambda name: self.active[name].samples(step, records[:PROMPTS], examples))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
-        self.active.clear()
+        self._each(lambda name: self.active.pop(name).close())
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self.active.items()):
-            with self._guard(name):
-                do(tracker)
-
-    @contextmanager
-    def _guard(self, name: str) -> Iterator[None]:
+    def _each(self, do: Callable[[str], None]) -> None:
         """Turn whatever a tracker raises into a warning, and switch the tracker off."""
-        try:
-            yield
-        except Exception as error:  # whatever a service or its client comes up with: the run is worth more
-            self.active.pop(name, None)
-            self.failed[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            told = "it gets nothing more of this run, which goes on; metrics.jsonl has everything"
-            tqdm.write(f"warning: --track {name} failed ({self.failed[name]}); {told}")
+        for name in list(self.active):
+            try:
+                do(name)
+            except Exception as error:  # whatever a service or its client comes up with: the run is worth more
+                self.active.pop(name, None)
+                tqdm.write(f"warning: --track {name} failed ({describe_error(error)}); it gets nothing more of this "
+                           "run, which goes on; metrics.jsonl has everything")  # fmt: skip
 
 
 class TensorBoard:
@@ -90,8 +71,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else 0)
-        text = json.dumps(described, indent=2, default=str).replace("\n", "\n    ")
-        self.board.add_text("configuration", f"    {text}", start)  # indented: markdown shows it as it is
+        self.board.add_text("configuration", indented(json.dumps(described, indent=2, default=str)), start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -101,7 +81,8 @@ class TensorBoard:
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
         for place, record in enumerate(records):
             example = examples[record["uid"]]
-            self.board.add_text(f"samples/{place}", as_markdown(record, example), step)
+            texts = [f"{name}: {text}" for row in rows_of(record, example) for name, text in row.items()]
+            self.board.add_text(f"samples/{place}", indented("\n".join(texts)), step)
             # the prompt's, then each episode's
             files = chain(example.images, *(s.get("images", ()) for s in record["samples"]))
             for number, image in enumerate(images_of(files)):
@@ -121,15 +102,14 @@ class WandB:
         folder = out.absolute()
         os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))  # where images wait until they are sent
         kept = out / "wandb_id"
-        known = kept.is_file() and start > 0
         self.wandb = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or folder.parent.name or "runs",
             name=folder.name,
-            id=kept.read_text().strip() if known else None,
+            id=kept.read_text().strip() if start and kept.is_file() else None,
             resume="allow",
             dir=str(out),
-            config=described["args"] | {name: x for name, x in described.items() if name != "args"},
+            config={**described, **described["args"]},
             settings=wandb.Settings(
                 init_timeout=INIT_SECONDS,
                 login_timeout=int(INIT_SECONDS),
@@ -146,28 +126,22 @@ class WandB:
         self.run.log({"step": step, **metrics})
 
     def samples(self, step: int, records: Sequence[dict], examples: Mapping[str, Example]) -> None:
-        counts = [len(examples[r["uid"]].images) + len(s.get("images", ())) for r in records for s in r["samples"]]
-        most = max(counts, default=0)
-        numbered = [f"image {i + 1}" for i in range(most)]
-        columns = ["uid", "prompt", *numbered, "truth", "response", "finish_reason", "reward", "rewards", "advantage"]
-        table = self.wandb.Table(columns=columns)
+        rows = []
         for record in records:
             example = examples[record["uid"]]
             asked = list(map(self.wandb.Image, images_of(example.images)))
-            for s in record["samples"]:
+            for row, s in zip(rows_of(record, example), record["samples"], strict=True):
                 images = asked + list(map(self.wandb.Image, images_of(s.get("images", ()))))
-                images += [None] * (most - len(images))
-                table.add_data(
-                    record["uid"], question_of(example), *images, record["ground_truth"], said_in(s),
-                    s["finish_reason"], s["rewards"].get("reward"), json.dumps(s["rewards"]), s.get("advantage"),
-                )  # fmt: skip
-        self.run.log({"step": step, "samples": table})
+                rows.append(row | {f"image {i}": image for i, image in enumerate(images, 1)})
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))  # prompts have different numbers of images
+        data = [[row.get(name) for name in columns] for row in rows]
+        self.run.log({"step": step, "samples": self.wandb.Table(columns, data)})
 
     def close(self) -> None:
         self.run.finish()
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}  # --track NAME, also pip's name
+TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB}  # --track NAME, also pip's name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,32 +149,26 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB
 
 
 def images_of(files: Iterable[bytes]) -> list[Image.Image]:
-    """As the model saw them, at most LONGEST pixels; one that cannot be read is a grey square."""
-    found = []
-    for data in files:
-        try:
-            image = decode_image(data)
-        except IMAGE_ERRORS:
-            image = Image.new("RGB", (32, 32), "grey")
+    """Return images as the model saw them, at most LONGEST pixels."""
+    images = list(map(decode_image, files))
+    for image in images:
         image.thumbnail((LONGEST, LONGEST))
-        found.append(image)
-    return found
+    return images
 
 
-def question_of(example: Example) -> str:
-    return "\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-
-
-def said_in(sample: Mapping[str, Any]) -> str:
-    """The response, or an episode turn by turn."""
-    messages = sample.get("messages") or [{"role": "assistant", "content": sample["text"]}]
-    return "\n".join(m["content"] if len(messages) == 1 else f"{m['role']}: {m['content']}" for m in messages)
-
-
-def as_markdown(record: Mapping[str, Any], example: Example) -> str:
-    """Texts indented: they are shown as they are, and nothing in them is a mark-up."""
-    lines = [f"{record['uid']}\n{question_of(example)}\ntruth: {record['ground_truth']}"]
+def rows_of(record: Mapping[str, Any], example: Example) -> list[dict[str, Any]]:
+    """Return a row for each sample of a prompt: what was asked and said, episodes turn by turn, and what it earned."""
+    prompt = "\n".join(f"{m['role']}: {m['content']}" for m in example.messages)
+    rows = []
     for s in record["samples"]:
-        rewards = ", ".join(f"{name} {value:.3g}" for name, value in s["rewards"].items()) or "no reward"
-        lines.append(f"{said_in(s)}\n[{rewards}; advantage {s.get('advantage', 0.0):+.3f}; {s['finish_reason']}]")
-    return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in lines)
+        turns = [f"{m['role']}: {m['content']}" for m in s.get("messages", ())]
+        row = {"uid": record["uid"], "prompt": prompt, "truth": record["ground_truth"]}
+        row |= {"response": "\n".join(turns) or s["text"], "finish_reason": s["finish_reason"]}
+        row |= {"reward": s["rewards"].get("reward"), "rewards": json.dumps(s["rewards"]), "advantage": s["advantage"]}
+        rows.append(row)
+    return rows
+
+
+def indented(text: str) -> str:
+    """Return a text that markdown shows as it is."""
+    return "    " + text.replace("\n", "\n    ")
