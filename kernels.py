@@ -105,13 +105,11 @@ def fused_policy_loss(
 
 
 def _check(name: str, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
-    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or targets.shape != hidden.shape[:1]:
-        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
-        raise ValueError(f"{name}: {shapes} disagree")
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"{name}: hidden is {hidden.dtype}, weight is {weight.dtype}; cast one of them")
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature must be > 0, got {temperature}")
+    agree = weight.shape[1:] == hidden.shape[1:] and targets.shape == hidden.shape[:1] and hidden.dtype == weight.dtype
+    if not (agree and temperature > 0):
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, targets))
+        raise ValueError(f"{name}: got hidden, weight and targets {got}, temperature {temperature}; need (K, H) and "
+                         "(V, H) of one dtype, (K,), and a number above 0")
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -190,8 +188,8 @@ class TangentLoss:
 
     per_token = True
 
-    def __call__(self, logp_R: Tensor, entropy_R: Tensor, tangent_R3: Tensor) -> tuple[Tensor]:
-        constant_R, logp_slope_R, entropy_slope_R = tangent_R3.unbind(1)
+    def __call__(self, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor]:
+        constant_R, logp_slope_R, entropy_slope_R = tokens_R.tangents.unbind(1)
         return (constant_R + logp_slope_R * logp_R + entropy_slope_R * entropy_R,)
 
 
