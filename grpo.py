@@ -7,7 +7,6 @@ Axes: P prompts, G samples per prompt, B responses, T their tokens, K trained to
 rows of a packing.TokenBatch).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from errors import UserError, need
+from errors import need, refusing
 from settings import setting
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,18 +33,19 @@ class Advantage:
     needs_values: bool = False  # of a critic
 
 
-ADVANTAGES: dict[str, Advantage] = {}
+def register(table: dict[str, Any], kind: type, name: str, **properties: Any) -> Callable:
+    """Decorator: put a function with its properties, as a `kind`, into a table under a name."""
 
-
-def advantage(name: str, norm_std: str, **properties: bool) -> Callable:
-    """Decorator: --adv NAME computes this, with these properties of `Advantage`."""
-
-    def register(function: Callable) -> Callable:
-        assert name not in ADVANTAGES, f"advantage {name!r} is there already"
-        ADVANTAGES[name] = Advantage(function, norm_std, **properties)
+    def add(function: Callable) -> Callable:
+        assert name not in table, f"{kind.__name__} {name!r} is there already"
+        table[name] = kind(function, **properties)
         return function
 
-    return register
+    return add
+
+
+ADVANTAGES: dict[str, Advantage] = {}
+advantage = partial(register, ADVANTAGES, Advantage)  # `@advantage("name", norm_std=...)`: what --adv NAME computes
 
 
 @advantage("grpo", norm_std="group")
@@ -130,8 +130,6 @@ def group_advantages(
     A group whose rewards are all equal gets exactly 0. That is decided by comparing the rewards, because r - mean(r) of
     equal floats need not be 0 and dividing by a tiny std would blow it up.
     """
-    if rewards_PG.ndim != 2:
-        raise ValueError(f"group_advantages: rewards must be (P, G), got shape {tuple(rewards_PG.shape)}")
     known = {name: how for name, how in ADVANTAGES.items() if not how.needs_values}
     if method not in known:
         raise ValueError(f"group_advantages: unknown method {method!r}; known: {', '.join(known)}")
@@ -156,8 +154,6 @@ def group_advantages(
         mean, std = moments(difference[graded_PG])
         # differences within groups have mean 0; subtracting its rounding would give constant groups an advantage
         difference = whiten(difference, 0.0 if how.grouped else mean, std)
-    elif norm_std != "none":
-        raise ValueError(f"group_advantages: unknown norm_std {norm_std!r}; known: {', '.join(NORM_STD)}")
     return difference.masked_fill(~graded_PG, 0.0)
 
 
@@ -176,11 +172,10 @@ def of_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Ten
     return out_PG
 
 
-def constant_groups(rewards_PG: torch.Tensor, graded_PG: torch.Tensor | None = None) -> torch.Tensor:
+def constant_groups(rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
     """(P, 1) bool: groups whose rewards are all equal. Compared with each other, their samples teach nothing."""
-    others_PG = torch.zeros_like(rewards_PG, dtype=torch.bool) if graded_PG is None else ~graded_PG
-    highest = rewards_PG.masked_fill(others_PG, -torch.inf).amax(dim=1, keepdim=True)
-    return highest <= rewards_PG.masked_fill(others_PG, torch.inf).amin(dim=1, keepdim=True)
+    highest = rewards_PG.masked_fill(~graded_PG, -torch.inf).amax(dim=1, keepdim=True)
+    return highest <= rewards_PG.masked_fill(~graded_PG, torch.inf).amin(dim=1, keepdim=True)
 
 
 def whiten(x: torch.Tensor, mean: float, std: float) -> torch.Tensor:
@@ -214,13 +209,14 @@ def advantages(
     how = ADVANTAGES[algo.adv]
     counts = torch.bincount(tokens.rollout, minlength=rewards_PG.numel())
     penalties_N = torch.zeros(len(tokens.rollout), dtype=torch.float64)
-    if kl_coef > 0 and algo.kl_in == "reward":
+    penalised = kl_coef > 0 and algo.kl_in == "reward"
+    if penalised:
         penalties_N = kl_coef * kl(tokens.old_logps.double(), tokens.ref_logps.double(), algo.kl)
     graded_PG = ~rewards_PG.isnan()
     without = torch.zeros_like(rewards_PG[:, :1], dtype=torch.bool)
     if algo.sample_rounds > 1:  # groups kept for want of others: that their lengths differ is no signal
         without = constant_groups(task_rewards_PG, graded_PG)
-    if algo.std == "batch" and kl_coef > 0 and algo.kl_in == "reward" and not how.needs_values:
+    if algo.std == "batch" and penalised and not how.needs_values:
         # where the rewards tell nothing apart only penalties differ; divided by their own std each would be large
         said = rewards_PG.flatten()[counted_B]
         if how.grouped:
@@ -259,9 +255,10 @@ def with_std_one(moments: Moments) -> Moments:
     return lambda x: (moments(x)[0], 1.0)
 
 
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft penalty of a long response, in [-1, 0]: 0 up to max_length - buffer tokens, then linearly down to -1
+def overlong_penalty(length: int, max_length: int) -> float:
+    """DAPO's soft penalty of a long response, in [-1, 0]: 0 up to four fifths of max_length, then linearly down to -1
     at max_length.                                                                     arXiv:2503.14476, equation 13"""
+    buffer = max(1, max_length // 5)
     return min(0.0, max(-1.0, (max_length - buffer - length) / buffer))
 
 
@@ -309,17 +306,7 @@ class Loss:
 
 
 LOSSES: dict[str, Loss] = {}
-
-
-def loss(name: str, **properties: bool) -> Callable:
-    """Decorator: --loss NAME minimises this, with these properties of `Loss`."""
-
-    def register(function: Callable) -> Callable:
-        assert name not in LOSSES, f"loss {name!r} is there already"
-        LOSSES[name] = Loss(function, **properties)
-        return function
-
-    return register
+loss = partial(register, LOSSES, Loss)  # `@loss("name")`: what --loss NAME minimises
 
 
 @loss("clip")
@@ -503,21 +490,19 @@ def token_weights(
     """
     used = [n for n, counted in zip(n_tokens_B, counted_B, strict=True) if counted]
     total = all_sum({"tokens": float(sum(used)), "responses": float(len(used))})
-    weights = {
-        "token": lambda n: 1.0 / total["tokens"],
-        "seq": lambda n: 1.0 / (total["responses"] * n),
-        "const": lambda n: 1.0 / (total["responses"] * constant),
-    }
-    if how not in weights:
-        raise UserError(f"--loss-agg {how!r}: known are {', '.join(weights)}")
-    return [weights[how](n) if counted else 0.0 for n, counted in zip(n_tokens_B, counted_B, strict=True)]
+    share = {
+        "token": lambda n: total["tokens"],
+        "seq": lambda n: total["responses"] * n,
+        "const": lambda n: total["responses"] * constant,
+    }[how]
+    return [1.0 / share(n) if counted else 0.0 for n, counted in zip(n_tokens_B, counted_B, strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings
 
 NORM_STD = ("group", "batch", "none")
-key = partial(setting, key_of="algo_args")  # for what few change
+key = partial(setting, key=True)  # for what few change
 PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the defaults of Algorithm
     "grpo": {},
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
@@ -655,11 +640,9 @@ class Algorithm:
              f"--algo-args dual_clip={self.dual_clip}: --loss {self.loss} is not bounded by it; use --loss clip or "
              "gspo")
         if self.tis_mask is not None:
-            try:
+            with refusing(ValueError, f"--algo-args tis_mask={self.tis_mask}: give LOW,HIGH around 1, such as 0.5,2"):
                 low, high = self.tis_bounds
-            except ValueError:
-                low, high = math.nan, math.nan
-            need(0 <= low < 1 < high, f"--algo-args tis_mask={self.tis_mask}: give LOW,HIGH around 1, such as 0.5,2")
+                need(0 <= low < 1 < high, f"1 is not between {low} and {high}")
 
 
 def may_train(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:

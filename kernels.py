@@ -13,9 +13,8 @@ the logits, in their place -> the products. Three in all, two where the head is 
 without gradient. Nothing here knows which loss it is.
 
 What happens to a block of logits is written twice: as plain torch (_PlainHead), which is the definition and what a CPU
-runs, and as Triton kernels, a program per row (_TritonHead). A third kernel makes the product itself and never stores a
-logit (_logprob_kernel): for log-probabilities without gradient. Nothing uses atomics or picks its launch configuration
-at run time, so results repeat bit for bit. Sums are fp32, also those of 16-bit inputs.
+runs, and as Triton kernels, a program per row (_TritonHead). Nothing uses atomics or picks its launch configuration at
+run time, so results repeat bit for bit. Sums are fp32, also those of 16-bit inputs.
 
 Axes: K tokens, H hidden size, V vocabulary; R rows (tokens) of a block, N of them with a gradient; C columns of a tile.
 """
@@ -36,7 +35,6 @@ from errors import need
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # a CPU needs none of it
     triton = None
 
@@ -107,13 +105,11 @@ def fused_policy_loss(
 
 
 def _check(name: str, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
-    if hidden.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or targets.shape != hidden.shape[:1]:
-        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
-        raise ValueError(f"{name}: {shapes} disagree")
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"{name}: hidden is {hidden.dtype}, weight is {weight.dtype}; cast one of them")
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature must be > 0, got {temperature}")
+    agree = weight.shape[1:] == hidden.shape[1:] and targets.shape == hidden.shape[:1] and hidden.dtype == weight.dtype
+    if not (agree and temperature > 0):
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, targets))
+        raise ValueError(f"{name}: got hidden, weight and targets {got}, temperature {temperature}; need (K, H) and "
+                         "(V, H) of one dtype, (K,), and a number above 0")
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -121,8 +117,6 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(ctx, hidden_KH, weight_VH, targets_K, temperature, banned, kernel):
         ctx.save_for_backward(hidden_KH, weight_VH, targets_K)
         ctx.options = kernel, temperature, banned
-        if kernel == "triton" and fits_descriptors(hidden_KH, weight_VH):
-            return triton_logprob(hidden_KH, weight_VH, targets_K, temperature, banned)
         head = HEADS[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
         logp_K, entropy_K = hidden_KH.new_empty((2, len(targets_K)), dtype=torch.float32)
         for rows in head.blocks():
@@ -194,8 +188,8 @@ class TangentLoss:
 
     per_token = True
 
-    def __call__(self, logp_R: Tensor, entropy_R: Tensor, tangent_R3: Tensor) -> tuple[Tensor]:
-        constant_R, logp_slope_R, entropy_slope_R = tangent_R3.unbind(1)
+    def __call__(self, logp_R: Tensor, entropy_R: Tensor, tokens_R: Any) -> tuple[Tensor]:
+        constant_R, logp_slope_R, entropy_slope_R = tokens_R.tangents.unbind(1)
         return (constant_R + logp_slope_R * logp_R + entropy_slope_R * entropy_R,)
 
 
@@ -366,7 +360,7 @@ class _PlainHead(_Head):
 # ----------------------------------------------------------------------------------------------------------------------
 # A block of logits: its Triton twin. Inside, logits are in units of ln 2, since a GPU has exp2
 
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+LOG2E = math.log2(math.e)
 _jit = triton.jit if triton is not None else lambda function: function
 
 
@@ -377,25 +371,22 @@ def _load_logits(z_row, columns, V, scale, allowed):
 
 
 @_jit
-def _fold(top, total, weighted, z, axis: tl.constexpr):
-    """Add logits to running statistics: top = max z, total = sum 2^(z - top), weighted = sum 2^(z - top) (z - top)."""
-    new = tl.maximum(top, tl.max(z, axis))
-    fall = top - new
-    decay = tl.exp2(fall)
-    d = z - tl.expand_dims(new, axis)
-    e = tl.exp2(d)
-    return new, total * decay + tl.sum(e, axis), (weighted + fall * total) * decay + tl.sum(e * d, axis)
-
-
-@_jit
 def _statistics_kernel(z, stride, V, scale, targets, allowed, lse_R, entropy_R, logp_R, BLOCK: tl.constexpr):
-    """In one pass over a row: lse, log2 of the sum of exponentials; logp and entropy in nats."""
+    """In one pass over a row: lse, log2 of the sum of exponentials; logp and entropy in nats. Running over its logits:
+    top = max z, total = sum 2^(z - top), weighted = sum 2^(z - top) (z - top)."""
     row = tl.program_id(0).to(tl.int64)
     z_row = z + row * stride
     top, total, weighted = -1e30, 0.0, 0.0
     for start in range(0, V, BLOCK):
         logits = _load_logits(z_row, start + tl.arange(0, BLOCK), V, scale, allowed)
-        top, total, weighted = _fold(top, total, weighted, logits, 0)
+        new = tl.maximum(top, tl.max(logits, 0))
+        fall = top - new
+        decay = tl.exp2(fall)
+        d = logits - new
+        e = tl.exp2(d)
+        weighted = (weighted + fall * total) * decay + tl.sum(e * d, 0)
+        total = total * decay + tl.sum(e, 0)
+        top = new
     log_total = tl.log2(total)
     target = tl.load(targets + row)
     target_z = tl.where(tl.load(allowed + target) != 0, tl.load(z_row + target) * scale, -float("inf"))
@@ -432,7 +423,8 @@ class _TritonHead(_Head):
         buffer = self.hidden_KH.new_empty((self.block_rows, width), dtype=torch.float32)
         self.z_RV = buffer[:, : self.vocab]
         self.dz_RV = buffer.view(self.hidden_KH.dtype)[:, : self.vocab]  # its rows begin where those of z do
-        self.allowed_V = _allowed(self.banned, self.vocab)
+        self.allowed_V = torch.ones(self.vocab, dtype=torch.uint8, device=self.banned.device)
+        self.allowed_V[self.banned] = 0
         block = min(4096, triton.next_power_of_2(self.vocab))
         self.launch = {"BLOCK": block, "num_warps": 8 if block == 4096 else 4}
 
@@ -453,102 +445,3 @@ class _TritonHead(_Head):
 
 
 HEADS = {"torch": _PlainHead, "triton": _TritonHead}
-
-
-def _allowed(banned: Tensor, vocab: int) -> Tensor:
-    """(V,) uint8: 0 at banned ids, else 1."""
-    return torch.ones(vocab, dtype=torch.uint8, device=banned.device).index_fill_(0, banned, 0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Log-probabilities without logits: the product and the statistics in one Triton kernel
-
-
-@_jit
-def _logprob_kernel(
-    hidden, weight, targets, allowed, partial, K, V, H, scale, splits, split_tiles, PROGRAMS: tl.constexpr
-):
-    """Each program takes (row block, vocabulary split) after (row block, vocabulary split): BM rows by split_tiles * BN
-    ids. Writes partial (4, splits, K): top, total, weighted (see _fold) and the target's logit.
-
-    At any time the programs work on GROUP row blocks and a few splits, so that those rows stay in the L2 cache and the
-    weight is read from memory only K / (GROUP * BM) times.
-    """
-    GROUP: tl.constexpr = 32
-    BM: tl.constexpr = hidden.block_shape[0]
-    BN: tl.constexpr = weight.block_shape[0]
-    BK: tl.constexpr = weight.block_shape[1]
-    row_blocks = tl.cdiv(K, BM)
-    for item in tl.range(tl.program_id(0), row_blocks * splits, PROGRAMS):
-        first = item // (GROUP * splits) * GROUP
-        height = tl.minimum(row_blocks - first, GROUP)
-        split = (item - first * splits) // height
-        row = (first + (item - first * splits) % height) * BM
-        rows = row + tl.arange(0, BM)
-        target = tl.load(targets + rows, mask=rows < K, other=-1).to(tl.int32)
-        top = tl.full((BM,), -1e30, tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        weighted = tl.zeros((BM,), tl.float32)
-        target_z = tl.full((BM,), -float("inf"), tl.float32)
-        for column in range(split * split_tiles * BN, tl.minimum((split + 1) * split_tiles * BN, V), BN):
-            product = tl.zeros((BM, BN), tl.float32)
-            for k in range(0, H, BK):
-                product = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, product, input_precision="ieee")
-            # Half the tile at a time: the whole of it and its exponentials would not fit the registers.
-            low, high = product.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-            for half in tl.static_range(2):
-                begin = column + half * (BN // 2)
-                columns = begin + tl.arange(0, BN // 2)
-                keep = tl.load(allowed + columns, mask=columns < V, other=0) != 0
-                z = tl.where(keep[None, :], (low if half == 0 else high) * scale, -1e30)  # NEVER
-                top, total, weighted = _fold(top, total, weighted, z, 1)
-                here = (target >= begin) & (target < begin + BN // 2)
-                if tl.max(here.to(tl.int32), 0) > 0:  # few tiles hold a target
-                    found = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1)
-                    target_z = tl.where(here, found, target_z)
-        at = partial + split.to(tl.int64) * K + rows
-        size = splits.to(tl.int64) * K
-        tl.store(at, top, mask=rows < K)
-        tl.store(at + size, total, mask=rows < K)
-        tl.store(at + 2 * size, weighted, mask=rows < K)
-        tl.store(at + 3 * size, target_z, mask=rows < K)
-
-
-def fits_descriptors(hidden_KH: Tensor, weight_VH: Tensor) -> bool:
-    """Whether _logprob_kernel can read these: tensor descriptors want rows, and 16-byte steps between them."""
-    return len(hidden_KH) > 0 and all(
-        x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-        for x in (hidden_KH, weight_VH)
-    )
-
-
-def triton_logprob(
-    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, banned: Tensor | None, tile=None
-) -> tuple[Tensor, Tensor]:
-    """logp_K and entropy_K by _logprob_kernel; `tile` is (BM, BN, BK)."""
-    (n, hidden), vocab = hidden_KH.shape, len(weight_VH)
-    wide = hidden_KH.element_size() == 2
-    bm, bn, bk = tile or ((128, 256, 64) if wide else (64, 128, 32))
-    programs = 3
-    if hidden_KH.is_cuda:
-        programs = torch.cuda.get_device_properties(hidden_KH.device).multi_processor_count
-    tiles = -(-vocab // bn)
-    # Enough splits for every program to have work, and a quarter of the programs where that makes whole waves.
-    split_tiles = -(-tiles // min(tiles, max(programs // 4, -(-programs // -(-n // bm)))))
-    splits = -(-tiles // split_tiles)
-    partial = hidden_KH.new_empty((4, splits, n), dtype=torch.float32)
-    allowed_V = _allowed(targets_K[:0] if banned is None else banned, vocab)
-    rows, columns = TensorDescriptor.from_tensor(hidden_KH, [bm, bk]), TensorDescriptor.from_tensor(weight_VH, [bn, bk])
-    sizes = n, vocab, hidden, LOG2E / temperature, splits, split_tiles
-    launch = {"PROGRAMS": programs, "num_warps": 8, "num_stages": 4 if wide else 2}
-    _logprob_kernel[(programs,)](rows, columns, targets_K, allowed_V, partial, *sizes, **launch)
-    top_SK, total_SK, weighted_SK, target_SK = partial
-    top_K = top_SK.amax(0)
-    fall_SK = top_SK - top_K
-    decay_SK = fall_SK.exp2()
-    total_K = (total_SK * decay_SK).sum(0)
-    weighted_K = ((weighted_SK + fall_SK * total_SK) * decay_SK).sum(0)
-    log_total_K = total_K.log2()
-    target_K = target_SK.amax(0)
-    logp_K = ((target_K - top_K - log_total_K) * LN2).masked_fill(target_K == NEVER, -torch.inf)
-    return logp_K, (log_total_K - weighted_K / total_K) * LN2

@@ -8,7 +8,6 @@
 
 import copy
 import json
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from PIL import Image, ImageDraw
 from torch import nn
 from transformers.utils import cached_file
 
-from errors import nearest_path, need, refusing
+from errors import nearest_path, need
 from layers.lora import lora_layers, merge_lora, write_adapter
-from model import ModelConfig, Policy, Processor, load_hf
+from model import Policy, Processor, load_hf
 from parallel.checkpoint import load_trained, locate
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from rollout import written as written_response
+from rollout import Prompt
 from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import run_script
 
@@ -40,8 +39,7 @@ class MergeConfig:
     out: str = setting(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
     dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
-    push: str | None = setting(None, "also upload to this repository of the hub (needs a login)", metavar="REPO")
-    tolerance: float | None = setting(None, "how far log-probabilities may be off (default: fp32's rounding)", least=0)
+    tolerance: float = setting(1e-4, "how far log-probabilities may be off, over 1 + the largest one", least=0)
 
 
 def parse_args(argv: list[str] | None = None) -> MergeConfig:
@@ -52,34 +50,27 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 def main(cfg: MergeConfig) -> None:
     files = ("run.json", "trainer.json", "adapter_config.json")
-    others = f"nor a complete checkpoint (trainer.json) nor a PEFT adapter (adapter_config.json){nearest_path(cfg.run)}"
     need(any(Path(cfg.run, name).is_file() for name in files),
-         f"{cfg.run!r} is neither a run directory (run.json) {others}")
+         f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it has none of "
+         f"{', '.join(files)}{nearest_path(cfg.run)}")
     base, _, run = locate(cfg.run, "RUN")
     out = Path(cfg.out)
     check_new_folder(out)
-    adapted = not run or run.get("lora_rank")
-    told = f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out"
-    need(adapted or not cfg.adapter, told)
-    if cfg.push:
-        open_repository(cfg.push)
+    need(not cfg.adapter or not run or run.get("lora_rank"),
+         f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out")
     processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
     hf = load_trained(cfg.run)
     with whole_folder(out) as folder:
         if cfg.adapter:
             write_adapter(hf, base, folder)
         else:
-            moved = write_merged(hf, folder, base, processor, run, cfg)
-            print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
-    if cfg.push:
-        push(cfg.push, out)
+            write_merged(hf, folder, base, processor, run, cfg)
     print(f"wrote {'the adapter ' if cfg.adapter else ''}{out} from {hf.loaded_from} (base {base})")
 
 
-def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, run: dict, cfg: MergeConfig) -> float:
+def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, run: dict, cfg: MergeConfig) -> None:
     """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what
-    was to be written, and what the folder as a whole says about an image. -> the largest difference from the run, which
-    is rounding alone."""
+    was to be written, and what the folder as a whole says about an image."""
     dtype = getattr(torch, cfg.dtype)
     trained = probe_logprobs(hf, processor)
     merge_checked(hf)
@@ -88,7 +79,7 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     rounded = probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
-    written = load_hf(str(folder), paths=read_settings(ModelConfig, {"model": base} | run).family_paths)
+    written = load_hf(str(folder), paths=run.get("family_paths", ()))
     check_weights(written, hf)
     reader = Processor(str(folder))
     if reader.image_processor.size != processor.image_processor.size:
@@ -96,10 +87,12 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
         raise RuntimeError(f"the written folder sees images at {sizes}; it was not kept")
     logprobs = probe_logprobs(written, reader)
     gap = (logprobs - rounded).abs().max().item()
-    allowed = rounding(hf, rounded) if cfg.tolerance is None else cfg.tolerance
-    told = f"--out {cfg.out}: its log-probabilities differ from those of its weights in memory by {gap:.2e}"
-    need(gap <= allowed, f"{told}, over {allowed:.1e} (--tolerance); it was not kept. Raise that only if you know why")
-    return (logprobs - trained).abs().max().item()
+    allowed = cfg.tolerance * (1 + rounded.abs().max().item())
+    need(gap <= allowed,
+         f"--out {cfg.out}: its log-probabilities differ from those of its weights in memory by {gap:.2e}, over "
+         f"{allowed:.1e} (--tolerance); it was not kept. Raise that only if you know why")
+    moved = (logprobs - trained).abs().max().item()
+    print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
 
 
 def save_processor(base: str, processor: Processor, folder: Path) -> None:
@@ -129,10 +122,9 @@ def probe_logprobs(hf: nn.Module, processor: Processor) -> torch.Tensor:
     image = Image.new("RGB", (112, 84), "white")
     ImageDraw.Draw(image).ellipse((20, 10, 80, 70), fill="red")
     images = [processor.image("probe", image)]
-    prompt = processor.encode([{"role": "user", "content": "<image>What is this?"}], images)
+    ids = processor.encode([{"role": "user", "content": "<image>What is this?"}], images)
     answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
-    probe = written_response("probe", prompt, answer, images)
-    return Policy(hf.eval(), processor).plain_logprobs(probe.prompt, answer, temperature=1.0)
+    return Policy(hf.eval(), processor).plain_logprobs(Prompt("probe", ids, images, None, []), answer, temperature=1.0)
 
 
 @torch.no_grad()
@@ -161,36 +153,8 @@ def check_weights(written: nn.Module, hf: nn.Module) -> None:
     wrong = sorted(theirs.keys() ^ ours.keys())
     wrong = wrong or [name for name in ours if not torch.equal(theirs[name], ours[name].float())]
     if wrong:
-        told = f"{len(wrong)} tensors of the written folder are not the run's: {', '.join(wrong[:3])}"
-        raise RuntimeError(f"{told}; it was not kept")
-
-
-def rounding(hf: nn.Module, logprobs: torch.Tensor) -> float:
-    """What fp32 may round off log-probabilities: an error per addend of a sum and layer, in random directions."""
-    text = hf.config.get_text_config()
-    errors = math.sqrt(text.hidden_size * text.num_hidden_layers)
-    return torch.finfo(torch.float32).eps * errors * (1 + logprobs.abs().max().item())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The hub
-
-
-def open_repository(name: str) -> None:
-    """Make sure, before any work, that --push can be done; a private repository is made if there is none."""
-    from huggingface_hub import HfApi, get_token
-
-    need(get_token(), f"--push {name}: not logged in to the hub; run `hf auth login`, set HF_TOKEN or leave it out")
-    with refusing(OSError, f"--push {name}: the hub gives no such repository to write to"):
-        HfApi().create_repo(name, private=True, exist_ok=True)
-
-
-def push(name: str, folder: Path) -> None:
-    from huggingface_hub import HfApi
-
-    with refusing(OSError, f"--push {name}: {folder} is complete, and stays, but the hub refused it"):
-        HfApi().upload_folder(repo_id=name, folder_path=folder)
-    print(f"uploaded {folder} to {name}")
+        names = ", ".join(wrong[:3])
+        raise RuntimeError(f"{len(wrong)} tensors of the written folder are not the run's: {names}; it was not kept")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ Axes: T packed tokens, K trained tokens, H hidden size, V vocabulary, I image to
 
 import copy
 import json
+import math
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -32,15 +32,16 @@ from kernels import KERNELS, fused_policy_loss, linear_logprob, resolve_kernel
 from layers.attention import ATTENTION, PackedAttention, register_attention, resolve_attention
 from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
+from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
 from settings import REQUIRED, setting
 from utils import copy_together
 
 IMAGE_MARK = "<image>"
-ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-RECURRENT_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "out_proj")  # of gated delta nets
-ALL_PROJECTIONS = ATTENTION_PROJECTIONS + MLP_PROJECTIONS + RECURRENT_PROJECTIONS
+# Linear layers of attention, of MLPs and of gated delta nets. Experts are one tensor, not linear layers
+PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj"
+)  # fmt: skip
 # Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
 PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -54,20 +55,18 @@ class Family:
     model_class: str  # in transformers
     vision: str = "model.visual"
     language: str = "model.language_model"
-    mergers: tuple[str, ...] = ("merger",)  # below vision: what turns patches into the language model's tokens
     vision_blocks: str = "blocks"  # below vision
     blocks: str = "layers"  # below language
-    lora_targets: tuple[str, ...] = ATTENTION_PROJECTIONS + MLP_PROJECTIONS  # last names of linear layers of the blocks
+    lora_targets: tuple[str, ...] = PROJECTIONS  # last names of linear layers of the language blocks; none given: all
 
 
 FAMILIES = {  # by config.model_type
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
-    # experts are one tensor, not linear layers: LoRA adapts attention, and the MLPs that every token passes
-    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration", mergers=("merger", "deepstack_merger_list")),
-    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
-    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration", lora_targets=ALL_PROJECTIONS),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration"),
 }
 LIKE_OURS = (
     "supported are models that see images as Qwen-VL does: Qwen2VLImageProcessor, get_image_features with "
@@ -191,66 +190,19 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
     features = getattr(hf.model, "get_image_features", None)
     like_ours = features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters
     need(like_ours, f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
-    blocks: dict[str, str] = {}  # by dotted path of a part, the name of its list of blocks
-    for name, module in hf.named_modules():
-        part, _, last = name.rpartition(".")
-        if isinstance(module, nn.ModuleList) and len(module):
-            blocks.setdefault(part, last)
+    lists = [name for name, part in hf.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    parents = [name.rpartition(".")[0] for name in lists]
+    some = ", ".join([*dict.fromkeys(parents)][:4])
+    vision_blocks = next((name for name in lists if name.startswith(f"{vision}.")), "")
+    need(vision_blocks, f"--family-paths {vision!r}: no list of blocks there; there are in {some}")
+    need(language in parents, f"--family-paths {language!r}: no list of blocks there; there are in {some}")
     tower = ".".join(vision.split(".")[:2])  # the whole tower, even if a part of it is named
-    inner = next((part for part in blocks if f"{part}.".startswith(f"{vision}.")), vision)
-    for dotted in (inner, language):
-        there = f"no list of blocks there; there are in {', '.join(list(blocks)[:4])}"
-        need(dotted in blocks, f"--family-paths {dotted!r}: {there}")
-    vision, vision_blocks = tower, f"{inner}.{blocks[inner]}".removeprefix(f"{tower}.")
-    mergers = tuple(name for name, _ in hf.get_submodule(vision).named_children() if "merger" in name)
-    inside = hf.get_submodule(f"{language}.{blocks[language]}").named_modules()
-    linear = {name.rpartition(".")[2] for name, layer in inside if isinstance(layer, nn.Linear)}
-    return Family(type(hf).__name__, vision, language, mergers, vision_blocks, blocks[language], tuple(sorted(linear)))
+    blocks = lists[parents.index(language)].removeprefix(f"{language}.")
+    return Family(type(hf).__name__, tower, language, vision_blocks.removeprefix(f"{tower}."), blocks, lora_targets=())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Processor: messages and images to token ids and patches
-
-
-@dataclass(frozen=True, eq=False)
-class Patcher:
-    """Makes patches of images at their final size, on any device, with exactly the values of the model's own image
-    processor: it looks up each byte in a table."""
-
-    table_CB: Tensor  # (channels, 256) fp32, see Processor._make_patcher
-    patch: int  # pixels on a side
-    merge: int  # patches on a side of an image token
-    frames: int  # copies of an image in each of its patches
-
-    def __call__(self, image: Image.Image, device: torch.device | str = "cpu") -> Tensor:
-        """Return the patches of an RGB image, (patches, channels * frames * patch * patch) fp32."""
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(-1, len(self.table_CB))
-        pixels, table_CB = copy_together([pixels, self.table_CB], torch.device(device))
-        planes = [row_B.index_select(0, pixels[:, c].int()) for c, row_B in enumerate(table_CB)]
-        rows, columns = (n // (self.patch * self.merge) for n in (image.height, image.width))
-        inner = (self.merge, self.patch)
-        patches = torch.stack(planes).view(len(planes), rows, *inner, columns, *inner).permute(1, 4, 2, 5, 0, 3, 6)
-        patches = patches.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
-        return patches.reshape(rows * columns * self.merge**2, -1)
-
-
-@dataclass(eq=False)
-class ImageInput:
-    """One image at the size the model sees. `key` identifies its content.
-
-    Patches are eight times as large as the image. So they are not kept, but made whenever the vision tower runs, on its
-    device. That is rare for a frozen tower, whose features are cached.
-    """
-
-    key: str
-    image: Image.Image  # RGB
-    grid_thw: tuple[int, int, int]  # in patches
-    n_tokens: int  # image tokens of the language model
-    patcher: Callable[[Image.Image, torch.device | str], Tensor]
-
-    def pixel_values(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the patches that the vision tower reads, (patches, patch dim) fp32."""
-        return self.patcher(self.image, device)
 
 
 class Processor:
@@ -277,7 +229,9 @@ class Processor:
         placeholders = [getattr(config, name, None) for name in PLACEHOLDERS]
         self.image_token_id = placeholders[0]
         need(self.image_token_id is not None, f"--model {path!r}: its config names no image_token_id")
-        eos = generation_eos(path) or self.tokenizer.eos_token_id
+        eos = self.tokenizer.eos_token_id
+        with suppress(OSError):  # the file is optional; what it lists is what vLLM stops at
+            eos = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id or eos
         self.eos_ids = sorted(eos) if isinstance(eos, list) else [eos]
         self.special_tokens = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         banned = [*placeholders, *map(self.tokenizer.convert_tokens_to_ids, VISION_TOKENS)]
@@ -285,18 +239,15 @@ class Processor:
 
     def _make_patcher(self, path: str) -> Patcher:
         """Return a Patcher with the image processor's values; raise UserError if it does more than look up bytes."""
-        processor, channels = self.image_processor, 3
-        shape = (processor.patch_size, self.merge_size, processor.temporal_patch_size)
-        size = [n * processor.patch_size * self.merge_size for n in (6, 8)]
-        noise = np.random.default_rng(0).integers(0, 256, (2, *size, channels), dtype=np.uint8)  # has every byte
-        images = [Image.fromarray(x) for x in noise]
-        theirs = [processor(images=[x], return_tensors="pt", do_resize=False)["pixel_values"] for x in images]
-        read = Patcher(torch.arange(256.0).repeat(channels, 1), *shape)(images[0]).long()
-        table_CB = theirs[0].new_zeros(channels, 256)
-        for row_B, bytes_, values in zip(table_CB, *(x.chunk(channels, dim=1) for x in (read, theirs[0])), strict=True):
-            row_B[bytes_] = values
-        patcher = Patcher(table_CB, *shape)
-        same = torch.equal(patcher(images[1]), theirs[1])
+        processor, merge = self.image_processor, self.merge_size
+        side = processor.patch_size * merge
+        noise = np.random.default_rng(0).integers(0, 256, (6 * side, 8 * side, 3), dtype=np.uint8)
+        images = [*(Image.new("RGB", (side, side), (byte,) * 3) for byte in range(256)), Image.fromarray(noise)]
+        theirs = processor(images=images, return_tensors="pt", do_resize=False)["pixel_values"]
+        plain, theirs = theirs.split([256 * merge**2, len(theirs) - 256 * merge**2])
+        table_CB = plain[:: merge**2].unflatten(1, (3, -1))[..., 0].t().contiguous()
+        patcher = Patcher(table_CB, processor.patch_size, merge, processor.temporal_patch_size)
+        same = torch.equal(patcher(images[-1]), theirs)
         need(same, f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
         return patcher
 
@@ -333,15 +284,12 @@ class Processor:
 
     def rewrites_history(self) -> bool:
         """Does the template write what was said before otherwise than as it was said: without its thoughts, say?"""
-        question = [{"role": "user", "content": "question"}]
-        start = self.template(question)
+        question = {"role": "user", "content": "question"}
+        start = self.template([question])
         opened = "<think>\n" if start.endswith("<think>\n") else ""
         said = f"{opened or '<think>'}thought\n</think>\n\nanswer"
-        written = [*question, {"role": "assistant", "content": said}, *question]
-        ids = self.tokenizer.encode(start + said.removeprefix(opened), add_special_tokens=False)
-        ends = self.tokenizer.encode(self.template(written).split("answer", 1)[1], add_special_tokens=False)[:1]
-        ends = ends if ends and ends[0] in self.eos_ids else []
-        return ids + ends + self.continuation(question) != self.render(written)
+        written = self.template([question, {"role": "assistant", "content": said}, question])
+        return not written.startswith(start + said.removeprefix(opened))
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
         """The tokenizer's special tokens that `render` would read from the messages' own text."""
@@ -352,50 +300,36 @@ class Processor:
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
         """Prompt tokens, image tokens included, for images of these (width, height), without touching pixels."""
-        patches = (self.image_processor.get_number_of_image_patches(h, w, {}) for w, h in sizes)
-        return len(self.render(messages)) - len(sizes) + sum(n // self.merge_size**2 for n in patches)
+        pixels = sum(math.prod(self.final_size(*size)) for size in sizes)
+        return len(self.render(messages)) - len(sizes) + pixels // (self.patcher.patch * self.merge_size) ** 2
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) at which the model sees an image."""
-        size = self.image_processor.size
-        factor = self.image_processor.patch_size * self.merge_size
-        height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
-        return width, height
-
-    def resize(self, image: Image.Image) -> Image.Image:
-        """The image at the size the model sees it. Done here, once, so that trainer and rollout engine see the same
-        pixels whichever of transformers' image processors each of them uses: they find nothing left to resize."""
-        size = self.final_size(*image.size)
-        return image if image.size == size else image.resize(size, Image.Resampling(self.image_processor.resample))
+        least, most = (self.image_processor.size[name] for name in ("shortest_edge", "longest_edge"))
+        return smart_resize(height, width, self.patcher.patch * self.merge_size, least, most)[::-1]
 
     def image(self, key: str, image: Image.Image) -> ImageInput:
-        """Return an RGB image as the model sees it, resized here if it was not yet."""
-        image = self.resize(image.convert("RGB"))
-        w, h = (n // self.patcher.patch for n in image.size)
+        """Return an image as the model sees it. It is resized here, once, so that trainer and rollout engine see the
+        same pixels whichever of transformers' image processors each of them uses: they find nothing left to resize."""
+        image, size = image.convert("RGB"), self.final_size(*image.size)
+        if image.size != size:
+            image = image.resize(size, Image.Resampling(self.image_processor.resample))
+        w, h = (n // self.patcher.patch for n in size)
         return ImageInput(key, image, (1, h, w), h * w // self.merge_size**2, self.patcher)
 
     def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
         """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
-        rendered = self.render(messages)
-        n_marks = rendered.count(self.image_token_id)
-        told = f"{n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and {len(images)} images"
-        need(n_marks == len(images), f"prompt has {told}; there must be as many")
-        return self.expand(rendered, images)
+        return self.expand(self.render(messages), images)
 
     def expand(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """Each placeholder as the image tokens of its image."""
+        n_marks = short_ids.count(self.image_token_id)
+        told = f"{n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and {len(images)} images"
+        need(n_marks == len(images), f"prompt has {told}; there must be as many")
         ids, following = [], iter(images)
         for token in short_ids:
             ids += [token] * (next(following).n_tokens if token == self.image_token_id else 1)
         return ids
-
-
-def generation_eos(path: str) -> int | list[int] | None:
-    """The end tokens that generation_config.json lists; what vLLM stops at, so what we stop at."""
-    try:
-        return transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id
-    except OSError:  # the file is optional
-        return None
 
 
 def load_processor(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
@@ -440,60 +374,12 @@ def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
     return positions
 
 
-class VisionCache:
-    """Features of images by content, least recently used out first. Only valid while the tower does not change."""
-
-    def __init__(self, max_bytes: float):
-        self.max_bytes, self.bytes = max_bytes, 0
-        self.entries: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
-
-    def get(self, key: str) -> tuple[Tensor, ...] | None:
-        if key in self.entries:
-            self.entries.move_to_end(key)
-        return self.entries.get(key)
-
-    def put(self, key: str, layers: tuple[Tensor, ...]) -> None:
-        layers = tuple(layer.clone() for layer in layers)  # slices would keep the whole batch alive
-        self.entries[key] = layers
-        self.bytes += sum(layer.nbytes for layer in layers)
-        while self.bytes > self.max_bytes:
-            self.bytes -= sum(layer.nbytes for layer in self.entries.popitem(last=False)[1])
-
-
-def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
-    unique = {image.key: image for image in images}
-    layers_of = {key: cache.get(key) if cache else None for key in unique}
-    missing = [image for key, image in unique.items() if layers_of[key] is None]
-    # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
-    # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
-    # An image of one token goes twice: one row is multiplied as a vector, which rounds by where in memory weights lie.
-    batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
-    device = hf.get_input_embeddings().weight.device
-    for batch in batches:
-        pixels = torch.cat([image.pixel_values(device) for image in batch])
-        grids = torch.tensor([image.grid_thw for image in batch], device=device)
-        out = hf.model.get_image_features(pixels, grids, return_dict=True)
-        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-        sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
-        layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
-        for i, image in enumerate(dict.fromkeys(batch)):
-            layers_of[image.key] = tuple(layer[i] for layer in layers)
-            if cache:
-                cache.put(image.key, layers_of[image.key])
-    pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_of[image.key] for image in images), strict=True))
-    return pooled, deep
-
-
 def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
     """Token embeddings with the images' features at their tokens. ids (B, T) -> (B, T, H)."""
     embeds = hf.get_input_embeddings()(ids)
     if features is None:
         return embeds
-    mask = ids == image_token
-    if not mask.is_cuda:  # a GPU checks this itself, and the host would wait for it
-        assert int(mask.sum()) == features.shape[0], f"{int(mask.sum())} image tokens, {features.shape[0]} features"
-    return embeds.masked_scatter(mask[..., None], features.to(embeds.dtype))
+    return embeds.masked_scatter((ids == image_token)[..., None], features.to(embeds.dtype))
 
 
 def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
@@ -528,11 +414,12 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """A vision-language model as the update sees it: a micro-batch in, log-probabilities of its trained tokens out;
     with a value head also the expected return before each of them. The head starts at 0, and so do the values.
-    `attention` and `kernel` are --attn and --kernel as resolved, `cache` is a VisionCache."""
+    `attention` and `kernel` are --attn and --kernel as resolved."""
 
     def __init__(
-        self, hf, processor, train_vision="none", attention="sdpa", cache=None, kernel="auto", value_head=False
-    ):
+        self, hf, processor, train_vision="none", attention="sdpa", cache: VisionCache | None = None, kernel="auto",
+        value_head=False,
+    ):  # fmt: skip
         super().__init__()
         self.hf = hf
         self.attention = attention
@@ -601,7 +488,7 @@ class Policy(nn.Module):
 
     def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
         """Log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own positions and
-        masks: none of what we do to pack, place and embed. What the self-test compares with."""
+        masks, and the plain-torch head: nothing of how we pack, place and embed. The self-test compares with it."""
         device = self.banned.device
         ids_1T = torch.tensor([[*prompt.token_ids, *response]], device=device)
         # transformers expects no image in a response, so the marks of prompts alone
@@ -611,10 +498,9 @@ class Policy(nn.Module):
             inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in prompt.images], device=device)
         mask = torch.ones_like(ids_1T)
         hidden_TH = self.hf.model(input_ids=ids_1T, attention_mask=mask, use_cache=False, **inputs)[0][0]
-        first = len(prompt.token_ids)
-        logits = hidden_TH[first - 1 : -1].float() @ self.hf.get_output_embeddings().weight.float().t() / temperature
-        logits[:, self.banned] = -torch.inf
-        return logits.log_softmax(-1).gather(1, ids_1T[0, first:, None])[:, 0]
+        first, weight_VH = len(prompt.token_ids), self.hf.get_output_embeddings().weight
+        predicted = hidden_TH[first - 1 : -1], weight_VH, ids_1T[0, first:]
+        return linear_logprob(*predicted, temperature, self.banned, "torch")[0]
 
 
 def choose_trained(hf: nn.Module, train_vision: str) -> None:
@@ -627,8 +513,9 @@ def choose_trained(hf: nn.Module, train_vision: str) -> None:
     hf.requires_grad_(True)
     tower = hf.get_submodule(hf.family.vision)
     tower.requires_grad_(train_vision in ("tower", "all"))
-    for name in hf.family.mergers:
-        tower.get_submodule(name).requires_grad_(train_vision in ("merger", "all"))
+    for name, part in tower.named_children():
+        if "merger" in name:  # it turns patches into the language model's tokens
+            part.requires_grad_(train_vision in ("merger", "all"))
 
 
 class Critic(Policy):

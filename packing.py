@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import need
-from utils import Context, copy_together
+from utils import Context, Meter, copy_together
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The records: what the loss reads, and how it is laid out
@@ -43,13 +43,14 @@ class TokenBatch:
     logps: Tensor | None = None  # under the weights of the current update; so are entropies
     entropies: Tensor | None = None
     turn_rewards: Tensor | None = None  # of episodes: what an environment gave for the turn that ends here, else 0
+    tangents: Tensor | None = None  # (N, 3): what kernels.TangentLoss reads
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenBatch":
-        columns = (getattr(self, field.name) for field in fields(self))
-        return TokenBatch(*(None if column is None else function(column) for column in columns))
+    def columns(self) -> dict[str, Tensor]:
+        """Return those that were computed."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBatch":
-        return self.map(lambda column: column[rows])
+        return TokenBatch(**{name: column[rows] for name, column in self.columns().items()})
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -64,8 +65,8 @@ class TokenBatch:
                 getattr(self, name)[rows] = values.float().cpu()
 
     def to(self, device: torch.device) -> "TokenBatch":
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return TokenBatch(**dict(zip(columns, copy_together(list(columns.values()), device), strict=True)))
+        names, columns = zip(*self.columns().items(), strict=True)
+        return TokenBatch(**dict(zip(names, copy_together(columns, device), strict=True)))
 
 
 def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
@@ -85,10 +86,9 @@ def turn_rewards(rollouts: Sequence[Any]) -> Tensor:
     """(N,): of each turn its environment's reward, at the last token that the policy produced before it."""
     rewards_N = []
     for r in rollouts:
-        following = [*r.response_mask[1:], *([False] if r.response_mask else [])]
-        ends = [not after for produced, after in zip(r.response_mask, following, strict=True) if produced]
         rest = iter(r.turn_rewards)
-        rewards_N += [next(rest, 0.0) if end else 0.0 for end in ends]
+        neighbours = pairwise([*r.response_mask, False])
+        rewards_N += [0.0 if goes_on else next(rest, 0.0) for produced, goes_on in neighbours if produced]
     return torch.tensor(rewards_N, dtype=torch.float32)
 
 
@@ -148,13 +148,6 @@ class Batch:
         return sorted({self.rollouts[i].prompt.uid for i in rollouts})
 
 
-def dense_mask(end_T: Tensor) -> Tensor:
-    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
-    against."""
-    position_T = torch.arange(len(end_T), device=end_T.device)
-    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Packing
 
@@ -182,9 +175,9 @@ class Packer:
         first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))
         groups: dict[Any, list[_Input]] = {}
         for i in range(len(rollouts)) if chosen is None else chosen:
-            for turn, first_row in turns_of(rollouts[i], first_rows[i]):
-                key = rollouts[i].prompt.uid if self.share else (i, first_row)
-                groups.setdefault(key, []).append(_Input(rollouts[i], turn, key, first_row, self.image_token))
+            for turn in turns_of(rollouts[i], first_rows[i]):
+                key = rollouts[i].prompt.uid if self.share else (i, turn.first_row)
+                groups.setdefault(key, []).append(_Input(rollouts[i], turn, key, self.image_token))
         units = list(chain.from_iterable(map(self._split, groups.values())))
         sizes = [size for _, size in units]
         wanted = agree(bins_needed(sizes, self.max_tokens))
@@ -205,10 +198,9 @@ class Packer:
         before: tuple[int, ...] = ()
         for one in sorted(group, key=lambda one: one.ids):
             prompt = one.rollout.prompt
-            new = len(one.tokens) - len(prompt.token_ids)
-            told = f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens with a response of {new} needs "
-            told += f"{len(one.ids)} tokens, over --micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens"
-            need(len(one.ids) <= self.max_tokens, told)
+            need(len(one.ids) <= self.max_tokens,
+                 f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens and its response need {len(one.ids)}, over "
+                 f"--micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens")
             new = len(one.ids) - common_prefix(before, one.ids)
             if units and units[-1][1] + new <= self.max_tokens:
                 units[-1] = (units[-1][0] + [one], units[-1][1] + new)
@@ -224,23 +216,24 @@ class Sampled(NamedTuple):
     tokens: list[int]
     trained: list[int]  # positions
     images: list[Any]
+    first_row: int  # of the TokenBatch
 
 
-def turns_of(rollout: Any, first_row: int) -> list[tuple[Sampled, int]]:
-    """The sequences that a rollout is trained as, each with its first row of the TokenBatch: one; or one for each turn
-    of an episode in which the chat template has rewritten what was said before."""
+def turns_of(rollout: Any, first_row: int = 0) -> list[Sampled]:
+    """The sequences that a rollout is trained as: one; or one for each turn of an episode in which the chat template
+    has rewritten what was said before."""
     images = rollout.prompt.images + rollout.images
     if not rollout.separate:
         start = len(rollout.prompt.token_ids)
         trained = [start + t for t, produced in enumerate(rollout.response_mask) if produced]
-        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images)
-        return [(sampled, first_row)] if trained else []  # an episode whose environment failed at once has none
-    found = []
+        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
+        return [sampled] if trained else []  # an episode whose environment failed at once has none
+    turns = []
     for ids, n_sampled, n_images in rollout.separate:
         trained = list(range(len(ids) - n_sampled, len(ids)))
-        found.append((Sampled(ids, trained, images[:n_images]), first_row))
+        turns.append(Sampled(ids, trained, images[:n_images], first_row))
         first_row += n_sampled
-    return found
+    return turns
 
 
 class _Input:
@@ -249,11 +242,10 @@ class _Input:
     token only if all before it is the same, images included. The last trained token is a target and never an input, and
     what follows it predicts nothing."""
 
-    def __init__(self, rollout: Any, sampled: Sampled, group: Any, first_row: int, image_token: int):
+    def __init__(self, rollout: Any, sampled: Sampled, group: Any, image_token: int):
         self.rollout = rollout
         self.group = group
-        self.first_row = first_row
-        self.tokens, self.trained, self.images = sampled
+        self.tokens, self.trained, self.images, self.first_row = sampled
         uid = rollout.prompt.uid
         assert self.trained and self.trained[0] > 0, f"response of {uid!r}: no token after the first is trained"
         ids = self.tokens[: self.trained[-1]]
@@ -321,8 +313,7 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
 
 def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
     """Forward FLOPs of the rollouts of one prompt."""
-    turns = chain.from_iterable(turns_of(r, 0) for r in rollouts)
-    return sequences_flops(rollouts[0].prompt, [turn for turn, _ in turns], rates)
+    return sequences_flops(rollouts[0].prompt, list(chain.from_iterable(map(turns_of, rollouts))), rates)
 
 
 def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -> float:
@@ -337,10 +328,10 @@ def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -
 # Balance over ranks
 
 def balance_over_ranks(
-    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context
-) -> tuple[list[list[Any]], dict[str, float]]:
+    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, meter: Meter
+) -> list[list[Any]]:
     """Send whole groups to the ranks that train on them, evened in FLOPs. Return this rank's rollouts of each
-    minibatch, and the heaviest rank's FLOPs over the mean, before and after.
+    minibatch; measure the heaviest rank's FLOPs over the mean, before and after.
 
     `groups` are those that this process sampled, by keys that order them over all processes. `chosen` are the keys of
     the groups to train on, from all processes. A group is sent with its prompt and images, only to its owners: one data
@@ -351,8 +342,7 @@ def balance_over_ranks(
         costs |= theirs
         sampled_by |= dict.fromkeys(theirs, rank // ctx.tp)
     flops = [costs[key] for key in chosen]
-    minibatch = [i % minibatches for i in range(len(chosen))]
-    owner = assign_to_ranks(flops, minibatch, ctx.data_world)
+    owner = assign_to_ranks(flops, minibatches, ctx.data_world)
     mine = {key: i % minibatches for i, key in enumerate(chosen) if owner[i] == ctx.data_rank}
     parcels: list[dict[Any, list[Any]]] = [{} for _ in range(ctx.world)]
     for key, data_rank in zip(chosen, owner, strict=True):
@@ -363,29 +353,27 @@ def balance_over_ranks(
     split: list[list[Any]] = [[] for _ in range(minibatches)]
     for key, number in mine.items():
         split[number] += groups[key]
-    return split, {
-        "balance/sampled": heaviest(flops, [sampled_by[key] for key in chosen], minibatch, ctx.data_world),
-        "balance/trained": heaviest(flops, owner, minibatch, ctx.data_world),
-    }
+    meter.set("balance/sampled", heaviest(flops, [sampled_by[key] for key in chosen], minibatches, ctx.data_world))
+    meter.set("balance/trained", heaviest(flops, owner, minibatches, ctx.data_world))
+    return split
 
 
-def heaviest(costs: Sequence[float], rank_N: Sequence[int], minibatch_N: Sequence[int], ranks: int) -> float:
+def heaviest(costs: Sequence[float], rank_N: Sequence[int], minibatches: int, ranks: int) -> float:
     """The largest total of a rank, over the mean; each summed over minibatches, where ranks wait for each other."""
-    cells = np.array(minibatch_N) * ranks + np.array(rank_N)
-    loads = np.bincount(cells, costs, minlength=ranks * (max(minibatch_N) + 1)).reshape(-1, ranks)
+    cells = np.arange(len(costs)) % minibatches * ranks + np.array(rank_N)
+    loads = np.bincount(cells, costs, minlength=ranks * minibatches).reshape(-1, ranks)
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
-def assign_to_ranks(flops_N: Sequence[float], minibatch_N: Sequence[int], n_ranks: int) -> list[int]:
-    """The rank of each group of a step, (N,). Groups keep their minibatch, and each minibatch is even over the ranks on
-    its own: ranks wait for each other at its optimizer step, so what a later minibatch makes up for is lost already.
-    No rank goes without a group of a minibatch that has one for each."""
+def assign_to_ranks(flops_N: list[float], minibatches: int, n_ranks: int) -> list[int]:
+    """The rank of each group of a step, (N,); group i is of minibatch i % minibatches. Each minibatch is even over the
+    ranks on its own: ranks wait for each other at its optimizer step, so what a later minibatch makes up for is lost
+    already. No rank goes without a group of a minibatch that has one for each."""
     rank_N = [0] * len(flops_N)
-    for minibatch in set(minibatch_N):
-        members = [i for i, m in enumerate(minibatch_N) if m == minibatch]
-        for rank, chosen in enumerate(balance([flops_N[i] for i in members], n_ranks)):
-            for j in chosen:
-                rank_N[members[j]] = rank
+    for minibatch in range(minibatches):
+        for rank, chosen in enumerate(balance(flops_N[minibatch::minibatches], n_ranks)):
+            for i in chosen:
+                rank_N[minibatch + i * minibatches] = rank
     return rank_N
 
 
@@ -408,9 +396,6 @@ def balance(
 
     Starts from longest first (Graham 1969) and, unless that ends even, from best fit of the largest; see `even_out`.
     """
-    if k < 1 or (sizes is None) != (max_size is None) or (sizes is not None and len(sizes) != len(costs)):
-        got = f"k={k}, {len(costs)} costs, {'no' if sizes is None else len(sizes)} sizes, max_size={max_size}"
-        raise ValueError(f"balance: got {got}; need k >= 1, and a size for each cost if there is a max_size, else none")
     cap = np.inf if cap is None else cap
     room = np.inf if max_size is None else max_size
     cost_N = checked("cost", costs, "cap", cap)

@@ -29,7 +29,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from errors import UserError, describe_error, printable, users_traceback
+from errors import UserError, describe_error, need, printable, users_traceback
 from settings import never, setting
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
@@ -112,9 +112,7 @@ def register(*names: str, answerable: Answerable = full_marks, instruction: str 
 
     def add(reward: Callable) -> Callable:
         for name in names:
-            if name in TASKS:
-                taken = TASKS[name].reward.__name__
-                raise ValueError(f"task {name!r} already has the reward {taken}; choose another name")
+            assert name not in TASKS, f"task {name!r} has the reward {TASKS[name].reward.__name__}; choose another name"
             text = instruction or reward.__globals__.get("INSTRUCTION", "")
             TASKS[name] = Task(names[0], reward, answerable, text)
         return reward
@@ -154,11 +152,9 @@ def task_name(data_source: str) -> str:
 def find_task(example: Any) -> Task:
     """The task of a row. Raises UserError if it is unknown or the row's truth is no text."""
     name = task_name(example.data_source)
-    if not isinstance(example.ground_truth, str):
-        raise UserError(
-            f"row {example.uid!r}: ground_truth is {example.ground_truth!r} ({type(example.ground_truth).__name__}); "
-            "it must be a string, or JSON text for a structured truth"
-        )
+    need(isinstance(example.ground_truth, str),
+         f"row {example.uid!r}: ground_truth is {short(example.ground_truth)}; it must be a string, or JSON text for a "
+         "structured truth")
     if name not in TASKS:
         known = ", ".join(sorted({task.name for task in TASKS.values()}))
         raise UserError(
@@ -275,21 +271,21 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
     """A number, or a dict of numbers with the total under "reward", as a dict of floats of at most MAX_REWARD. One
     number per image under "images" becomes image_1, ...; where there is no total, their mean is it."""
     rewards = dict(result) if isinstance(result, dict) else {"reward": result}
-    if len(rewards) > MAX_PARTS:
-        raise UserError(f"row {uid!r}: the reward returned {len(rewards)} parts; return at most {MAX_PARTS}")
+    need(len(rewards) <= MAX_PARTS,
+         f"row {uid!r}: the reward returned {len(rewards)} parts; return at most {MAX_PARTS}")
     if "images" in rewards:
         parts = list(rewards.pop("images"))
-        if len(parts) != n_images:
-            told = f"row {uid!r}: the reward returned {len(parts)} numbers under 'images'"
-            raise UserError(f"{told} for {n_images} images; return one of each")
+        need(len(parts) == n_images,
+             f"row {uid!r}: the reward returned {len(parts)} numbers under 'images' for {n_images} images; return one "
+             "of each")
         rewards |= {f"image_{i}": part for i, part in enumerate(parts, 1)}
         if "reward" not in rewards and parts and None not in (numbers := list(map(as_number, parts))):
             rewards["reward"] = fmean(numbers)
     if "reward" not in rewards:
         raise UserError(f"row {uid!r}: the reward returned {reprlib.repr(rewards)}; add a total as 'reward'")
     for name, value in rewards.items():
-        if name in RESERVED_NAMES:
-            raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
+        need(name not in RESERVED_NAMES,
+             f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
         if as_number(value) is None:
             raise UserError(
                 f"row {uid!r}: reward part {name!r} is {short(value)} for the response {response[:80]!r}; "

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from errors import UserError, need, plug_in, printable
+from errors import need, plug_in, printable
 from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
-from packing import Batch
+from packing import Batch, common_prefix
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
 from reward import RewardContext
 from rewards.grade import Grader
@@ -142,11 +142,11 @@ class Sampling:
     seed: int = 0
 
 
-def response_texts(processor: Processor, responses: Sequence[Sequence[int]]) -> list[str]:
+def response_text(processor: Processor, tokens: Sequence[int]) -> str:
     """Without the end token. Other special tokens stay visible: a reward must see the `<|im_start|>` of
     `4<|im_start|>`."""
-    ids = [tokens[:-1] if tokens and tokens[-1] in processor.eos_ids else tokens for tokens in map(list, responses)]
-    return processor.tokenizer.batch_decode(ids, skip_special_tokens=False)
+    ended = tokens[-1:] and tokens[-1] in processor.eos_ids
+    return processor.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
 
 
 def add_response(
@@ -157,7 +157,7 @@ def add_response(
     rollout.response_mask += [True] * len(tokens)
     rollout.logprobs += logprobs
     rollout.versions += versions
-    [rollout.text] = response_texts(processor, [tokens])
+    rollout.text = response_text(processor, tokens)
     rollout.finish_reason = "stop" if tokens[-1] in processor.eos_ids else "length"
 
 
@@ -180,13 +180,11 @@ def as_given(example: Example) -> Example:
     return example
 
 
-def preprocess_image(image: Image.Image, processor: Processor, blank: bool = False, key: str = "") -> ImageInput:
-    """Return an RGB image as the model sees it, or with `blank` a white image of its size. `key` identifies its
-    content (default: a hash of its pixels)."""
+def preprocess_image(image: Image.Image, processor: Processor, blank: bool, key: str) -> ImageInput:
+    """Return an image as the model sees it, or with `blank` a white image of its size. `key` identifies its content."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
-    image = processor.resize(image)
-    return processor.image(key or hashlib.sha1(image.tobytes() + str(image.size).encode()).hexdigest(), image)
+    return processor.image(key, image)
 
 
 def make_prompts(
@@ -201,13 +199,13 @@ def make_prompts(
 
     def one(example: Example) -> Prompt:
         start = start_of(example)
-        keyed = ((decode_image(data), hashlib.sha1(data).hexdigest()) for data in start.images)
-        images = [preprocess_image(image, processor, blank, key) for image, key in keyed]
-        try:
-            ids = processor.encode(start.messages, images)
-        except UserError as e:
-            raise UserError(f"example {example.uid!r}: {e}") from e
-        return Prompt(example.uid, ids, images, example, processor.render(start.messages), blank, start, context)
+        images = [
+            preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
+            for data in start.images
+        ]
+        short_ids = processor.render(start.messages)
+        ids = processor.expand(short_ids, images)
+        return Prompt(example.uid, ids, images, example, short_ids, blank, start, context)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
@@ -262,14 +260,11 @@ def load_examples(
         print0(f"left out: {line}")
     print0(
         f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(unreadable)} "
-        f"unreadable, {len(dropped) - special} over --max-prompt-tokens {cfg.max_prompt_tokens}"
-        + (f", {special} with special tokens in their text" if special else "")
+        f"unreadable, {len(dropped) - special} over --max-prompt-tokens {cfg.max_prompt_tokens}, {special} with "
+        "special tokens in their text"
     )
-    if not kept:
-        raise UserError(
-            f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, or "
-            "lower --max-pixels"
-        )
+    need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
+         "or lower --max-pixels")
     for line in rewards.unasked(kept):
         print0(f"warning: {path}: {line}")
     return Examples(kept, lengths)
@@ -287,7 +282,7 @@ def give_rewards(
         r.rewards = rewards or {}
         if algo.truncated == "penalise" and rewards:
             total = rewards["reward"]
-            penalty = overlong_penalty(len(r.response), max_new_tokens, max(1, max_new_tokens // 5))  # DAPO's share
+            penalty = overlong_penalty(len(r.response), max_new_tokens)
             r.rewards = rewards | {"unpenalised": total, "overlong": penalty, "reward": total + penalty}
 
 
@@ -322,11 +317,11 @@ class RolloutConfig:
     def check_data(self, examples: Examples, data: str, micro_tokens: int) -> None:
         """Raise UserError if there are too few examples for a batch, or a micro-batch is too small for the longest."""
         n, longest = len(examples), max(examples.lengths)
-        told = f"--data {data} has {n} usable examples, fewer than --prompts-per-step {self.prompts_per_step}"
-        need(n >= self.prompts_per_step, told)
-        has = f"the longest prompt has {longest} tokens and --max-new-tokens is {self.max_new_tokens}"
-        whole = longest + self.max_new_tokens
-        need(whole <= micro_tokens, f"--micro-tokens {micro_tokens}: {has}; raise it to {whole}")
+        need(n >= self.prompts_per_step,
+             f"--data {data} has {n} usable examples, fewer than --prompts-per-step {self.prompts_per_step}")
+        need(longest + self.max_new_tokens <= micro_tokens,
+             f"--micro-tokens {micro_tokens}: the longest prompt has {longest} tokens and --max-new-tokens is "
+             f"{self.max_new_tokens}; raise it to {longest + self.max_new_tokens}")
 
 
 @dataclass(frozen=True)
@@ -358,9 +353,8 @@ NOT_FINITE = (
 
 def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
     """Where two prompts first differ, in words."""
-    pairs = enumerate(zip(theirs, ours, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
-    return f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token {at}"
+    lengths = f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}"
+    return f"{lengths}, and they differ from token {common_prefix(theirs, ours)}"
 
 
 WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
@@ -552,17 +546,12 @@ class GroupPool:
         enough = sum(self.has_signal.values()) >= self.wanted
         return self.round == self.algo.sample_rounds or (self.round > 0 and enough)
 
-    def places(self) -> range:
-        """Return this process's part of a batch."""
-        return range(self.ctx.rank, self.wanted, self.ctx.world)
-
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
-        """Add a batch's rollouts and their rewards, on all processes at once: a group for each of `places`."""
+        """Add this process's rollouts of a batch and their rewards, on all processes at once."""
         give_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
-        groups = {}
-        for i, place in enumerate(self.places()):
-            groups[self.round, place] = list(rollouts[i * size : (i + 1) * size])
+        places = range(self.ctx.rank, self.wanted, self.ctx.world)
+        groups = {(self.round, place): list(rollouts[i * size :][:size]) for i, place in enumerate(places)}
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}

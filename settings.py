@@ -27,8 +27,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from errors import UserError, nearest, need, refusing
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
-HOLDS = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-WORDS = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
 METAVARS = {int: "N", float: "X"}
 T = TypeVar("T")
 
@@ -54,17 +53,18 @@ def setting(
     positional: bool = False,
     from_run: Callable[[Any], bool] = always,
     part_of: str = "",
-    key_of: str = "",
+    key: bool = False,
     **bounds: float,
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
-    `bounds`: least, above, most, below. `from_run` says whether a value (of a tuple: each item) may be taken from a
+    `bounds`: least, above, most. `from_run` says whether a value (of a tuple: each item) may be taken from a
     run's folder, which may be a stranger's; see settings_of_run. `part_of` is the setting without which this one has no
-    effect. With `key_of="algo_args"` it has no flag of its own but is a key of --algo-args KEY=VALUE: for what few
-    change."""
-    more = {"help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds}
-    more |= {"from_run": from_run, "part_of": part_of, "key_of": key_of}
-    return field(default=default, kw_only=True, metadata=more)
+    effect. A `key` has no flag of its own but is one of --algo-args KEY=VALUE: for what few change."""
+    metadata = {
+        "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
+        "from_run": from_run, "part_of": part_of, "key": key,
+    }  # fmt: skip
+    return field(default=default, kw_only=True, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
@@ -78,8 +78,7 @@ def flag_text(name: str, value: Any) -> str:
 
 def typed(f: Field, value: Any) -> str:
     """Return a setting as it is typed: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
-    section = f.metadata["key_of"]
-    return f"{flag_of(section)} {f.name}={value}" if section else flag_text(f.name, value)
+    return f"--algo-args {f.name}={value}" if f.metadata["key"] else flag_text(f.name, value)
 
 
 def parse_key(f: Field, hint: Any, text: str) -> Any:
@@ -102,7 +101,6 @@ def help_of(f: Field) -> str:
     text, shown = f.metadata["help"], f.default
     if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
         return text
-    shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
     return f"{text} (default: {'on' if shown is True else shown})"
 
 
@@ -111,9 +109,9 @@ class Parser(argparse.ArgumentParser):
     command, whose parser is another one of these."""
 
     def __init__(self, description: str | None = None, **more: Any):
-        raw_text = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(description=description, allow_abbrev=False, **raw_text | more)
-        self.keys: dict[str, dict[str, tuple[Field, Any]]] = {}  # of --algo-args and the like: settings, their types
+        raw_text = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, allow_abbrev=False, formatter_class=raw_text, **more)
+        self.keys: dict[str, tuple[Field, Any]] = {}  # of --algo-args: settings and their types
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         """Unknown flags come first: what else is wrong may follow from them."""
@@ -123,16 +121,15 @@ class Parser(argparse.ArgumentParser):
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
                 name = flag.removeprefix("--").replace("-", "_")
-                keyed = [f"; use {flag_of(part)} {name}=VALUE" for part, keys in self.keys.items() if name in keys]
-                self.error(f"unknown flag {flag}{''.join(keyed) or nearest(flag, flags)}")
+                keyed = f"; use --algo-args {name}=VALUE" if name in self.keys else nearest(flag, flags)
+                self.error(f"unknown flag {flag}{keyed}")
         parsed, rest = super().parse_known_args(args, namespace)
-        for section, keys in self.keys.items():
-            for pair in vars(parsed).pop(section, ()):
-                key, equals, text = pair.partition("=")
-                told = f"{flag_of(section)} {pair}: no such key{nearest(key, keys)}; known: {', '.join(keys)}"
-                need(key in keys, told)
-                need(equals, f"{flag_of(section)} {pair}: give KEY=VALUE")
-                setattr(parsed, key, parse_key(*keys[key], text))
+        for pair in vars(parsed).pop("algo_args", ()):
+            key, equals, text = pair.partition("=")
+            need(key in self.keys,
+                 f"--algo-args {pair}: no such key{nearest(key, self.keys)}; known: {', '.join(self.keys)}")
+            need(equals, f"--algo-args {pair}: give KEY=VALUE")
+            setattr(parsed, key, parse_key(*self.keys[key], text))
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
@@ -154,13 +151,12 @@ def add_settings(parser: Parser, cls: type) -> None:
     is parsed."""
     group = parser.add_argument_group(cls.__doc__.splitlines()[0])
     hints = get_type_hints(cls)
-    for section in dict.fromkeys(f.metadata["key_of"] for f in fields(cls) if f.metadata["key_of"]):
-        parser.keys[section] = {f.name: (f, hints[f.name]) for f in fields(cls) if f.metadata["key_of"] == section}
-        shown = f"{', '.join(parser.keys[section])}; docs/algorithms.md"
+    if keys := {f.name: (f, hints[f.name]) for f in fields(cls) if f.metadata["key"]}:
+        parser.keys, shown = keys, f"{', '.join(keys)}; docs/algorithms.md"
         options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-        group.add_argument(flag_of(section), help=shown, metavar="KEY=VALUE", **options)
+        group.add_argument("--algo-args", help=shown, metavar="KEY=VALUE", **options)
     for f in fields(cls):
-        if f.name not in cls.__annotations__ or f.metadata["key_of"]:
+        if f.name not in cls.__annotations__ or f.metadata["key"]:
             continue
         kind, many, may_be_none = parts_of(hints[f.name])
         choices, positional = f.metadata["choices"], f.metadata["positional"]
@@ -206,12 +202,10 @@ def settings_of_run(
     them."""
     kept, withheld = {}, []
     for f in known:
-        left_out = f.metadata["part_of"] in given and given[f.metadata["part_of"]] is None
-        if f.name not in run or left_out:
-            continue
-        kept[f.name] = value = run[f.name]
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
+        if f.name in run and given.get(f.metadata["part_of"], "") is not None:
+            kept[f.name] = value = run[f.name]
+            items = value if isinstance(value, list) else [] if value is None else [value]
+            withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
     told = " ".join(typed(f, run[f.name]) for f in withheld)
     without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
     need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
@@ -225,16 +219,12 @@ def naming_origins(values: Mapping[str, Any], origin: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(add_origins(str(error), values, origin)) from error
-
-
-def add_origins(message: str, values: Mapping[str, Any], origin: str) -> str:
-    given = {word.partition("=")[0] for word in sys.argv}
-    for name, value in values.items():
-        if flag_of(name) not in given and name not in given:
-            as_typed = rf"({flag_of(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
-            message = re.sub(as_typed, rf"\g<0> ({origin})", message, count=1)
-    return message
+        message, given = str(error), {word.partition("=")[0] for word in sys.argv}
+        for name, value in values.items():
+            if flag_of(name) not in given and name not in given:
+                as_typed = rf"({flag_of(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
+                message = re.sub(as_typed, rf"\g<0> ({origin})", message, count=1)
+        raise UserError(message) from error
 
 
 def check_setting(f: Field, hint: type, value: object) -> None:
@@ -248,6 +238,6 @@ def check_setting(f: Field, hint: type, value: object) -> None:
         told = f"{typed(f, item)}: must be"
         need(isinstance(item, int | float if kind is float else kind), f"{told} of type {kind.__name__}")
         need(not choices or item in choices, f"{told} one of {', '.join(choices)}")
-        within = " and ".join(f"{WORDS[name]} {bound}" for name, bound in bounds.items())
-        need(all(HOLDS[name](item, bound) for name, bound in bounds.items()), f"{told} {within}")
+        within = " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
+        need(all(BOUNDS[name][1](item, bound) for name, bound in bounds.items()), f"{told} {within}")
         need(not isinstance(item, float) or math.isfinite(item), f"{told} finite")

@@ -47,7 +47,7 @@ from rollout import (
     load_examples,
 )
 from settings import Parser, add_settings, check_given, naming_origins, read_settings
-from utils import Context, Meter, Stages, copy_together, run_script
+from utils import Context, Meter, Stages, run_script
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,7 @@ def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
     groups, chosen = pool.groups, pool.chosen()
-    by_minibatch, evenness = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx)
-    for name, value in evenness.items():
-        meter.set(name, value)
+    by_minibatch = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
     rollouts = list(chain.from_iterable(by_minibatch))
     rewards_PG = per_group([r.reward for r in rollouts], algo)
     live = grpo.may_train(rewards_PG, [r.finish_reason for r in rollouts], algo)
@@ -226,14 +224,14 @@ def update_policy(
         models.zero_grad()
         policy_total = value_total = 0.0
         results: list[torch.Tensor] = []  # read only after all micro-batches: reading makes the host wait
-        head_loss, columns = loss, batch.tokens
+        head_loss = loss
         if not loss.per_token and ctx.max(batch.splits_rollouts(number)):  # collectives must match
-            head_loss, columns = TangentLoss(), tangent_columns(models, batch, number, loss, cfg)
+            head_loss = TangentLoss()
+            compute_tangents(models, batch, number, loss, cfg)
         for micro in micros:
             rows = micro.token_index_K
             tokens = batch.tokens[rows].to(ctx.device)
-            read = tokens if columns is batch.tokens else copy_together([columns[rows]], ctx.device)[0]
-            out = models.policy(micro, cfg.rollout.temperature, head_loss, read)
+            out = models.policy(micro, cfg.rollout.temperature, head_loss, tokens)
             value_loss = weighted_value_loss(out.value_K, tokens, algo, meter)
             (out.loss + algo.value_coef * value_loss).backward()
             if models.critic:
@@ -252,8 +250,7 @@ def update_policy(
             before = epoch == 0 and (algo.needs_old_logps or number == 0)
             metrics.measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
         if state.step < algo.critic_warmup_steps:
-            for parameter in models.policy.hf.parameters():
-                parameter.grad = None
+            models.policy.hf.zero_grad()
         norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
         # A norm of 0: nothing had a gradient, so there is no loss either. A mean over updates, of sums over ranks
         meter.add("loss/policy", policy_total, (norm != 0) / ctx.data_world)
@@ -268,22 +265,19 @@ def update_policy(
 
 
 @torch.no_grad()
-def tangent_columns(
-    models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config
-) -> torch.Tensor:
-    """Return what kernels.TangentLoss reads of each token, (N, 3). If micro-batches hold parts of rollouts, a loss that
-    couples the tokens of a rollout needs a forward over all micro-batches before the first backward."""
+def compute_tangents(models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
+    """Set what kernels.TangentLoss reads. If micro-batches hold parts of rollouts, a loss that couples the tokens of a
+    rollout needs a forward over all micro-batches before the first backward."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
         tokens.fill(micro.token_index_K, logps=out.logp_K, entropies=out.entropy_K)
     models.reshard()
     rows = batch.rows(minibatch)
-    whole, columns = tokens[rows], torch.zeros(len(tokens), 3)
+    whole, tokens.tangents = tokens[rows], torch.zeros(len(tokens), 3)
     total, logp_slope_N, entropy_slope_N = loss_and_gradients(loss, whole.logps, whole.entropies, whole)
     constant_N = total / len(rows) - logp_slope_N * whole.logps - entropy_slope_N * whole.entropies
-    columns[rows] = torch.stack([constant_N, logp_slope_N, entropy_slope_N], dim=1)
-    return columns
+    tokens.tangents[rows] = torch.stack([constant_N, logp_slope_N, entropy_slope_N], dim=1)
 
 
 def weighted_value_loss(
@@ -340,9 +334,8 @@ def set_up(cfg: Config) -> Run:
 
     # 4. data
     train_set = load_examples(cfg.data.data, cfg.data, processor, grader, start_of)
-    eval_set = Examples()
-    if cfg.data.eval_data:
-        eval_set = load_examples(cfg.data.eval_data, cfg.data, processor, grader, start_of)
+    asked = cfg.data.eval_data
+    eval_set = load_examples(asked, cfg.data, processor, grader, start_of) if asked else Examples()
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
 
     # 5. curriculum, and a trial of the rewards in each of its stages
@@ -375,8 +368,9 @@ def set_up(cfg: Config) -> Run:
 
     # 10. evaluation
     greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
-    more = {"stage": last, "step": cfg.run.steps, "stop": interrupt.agreed, "start_of": start_of}
-    evaluation = Evaluation(engine, eval_set, processor, grader, ctx, greedy, **more)
+    evaluation = Evaluation(
+        engine, eval_set, processor, grader, ctx, greedy, stage=last, step=cfg.run.steps, stop=interrupt.agreed,
+        start_of=start_of)  # fmt: skip
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
         log.evaluation(state.step, evaluation.run(log, timer, state.step) | timer.pop())
 
@@ -398,8 +392,8 @@ def main(cfg: Config) -> None:
 
         # 1. rollout and 2. reward: one batch, or (dynamic sampling) batches until enough groups have unequal rewards
         while not pool.full():
-            with timer("rollout"), progress.sampling(lambda: engine.finished, len(pool.places()) * algo.group_size):
-                prompts = batches.next(state, pool.position)
+            prompts = batches.next(state, pool.position)
+            with timer("rollout"), progress.sampling(lambda: engine.finished, len(prompts) * algo.group_size):
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
             with timer("reward"):
                 rewards = grader.collect(rollouts)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -77,14 +78,13 @@ class Context:
         """Send items[r] to process r, for each r; return what each process sent to this one, in rank order."""
         if self.world == 1:
             return list(items)
-        sent = [b"" if r == self.rank else pickle.dumps(item, 5) for r, item in enumerate(items)]
+        sent = [pickle.dumps(item, 5) for item in items]
         sizes = self.gather([len(data) for data in sent])
         arriving = [row[self.rank] for row in sizes]
         received = torch.empty(sum(arriving), dtype=torch.uint8)
-        packed = torch.frombuffer(bytearray(b"".join([*sent, b"-"])), dtype=torch.uint8)[:-1]  # a buffer is not empty
+        packed = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
         dist.all_to_all_single(received, packed, arriving, sizes[self.rank])
-        parts = enumerate(received.split(arriving))
-        return [items[r] if r == self.rank else pickle.loads(part.numpy()) for r, part in parts]
+        return [pickle.loads(part.numpy()) for part in received.split(arriving)]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sum of each entry over data ranks, in float64 and rank order; a key that only some have counts 0
@@ -108,11 +108,6 @@ def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(item.get(name, 0.0) for item in items) for name in names}
 
 
-def as_double(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number in double precision. A tensor stays on its device, so the host does not wait."""
-    return value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-
-
 def copy_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy CPU tensors to a device: to a GPU in one transfer from pinned memory, for which the host does not wait."""
     if device.type != "cuda":
@@ -133,17 +128,18 @@ class Meter:
     out."""
 
     def __init__(self):
-        self.totals: dict[str, float | torch.Tensor] = {}  # on a GPU until `reduce`, as reading one makes the host wait
-        self.counts: dict[str, float | torch.Tensor] = {}
+        # Tensors stay on their device until `reduce`, as reading one makes the host wait
+        self.totals: dict[str, float | torch.Tensor] = defaultdict(float)
+        self.counts: dict[str, float | torch.Tensor] = defaultdict(float)
         self.values: dict[str, float] = {}
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
         """A mean, of this total over so many."""
         self.sum(name, total)
-        self.counts[name] = self.counts.get(name, 0.0) + as_double(count)
+        self.counts[name] += torch.as_tensor(count, dtype=torch.float64)
 
     def sum(self, name: str, value: torch.Tensor | float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + as_double(value)
+        self.totals[name] += torch.as_tensor(value, dtype=torch.float64)
 
     def max(self, name: str, value: torch.Tensor | float) -> None:
         self.values[name] = max(self.values.get(name, -math.inf), float(value))

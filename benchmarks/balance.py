@@ -155,7 +155,7 @@ def table_of_ranks(seeds: int, n_prompts: int = 512) -> None:
         for seed in range(seeds):
             flops_N = groups_like_geo3k(n_prompts, seed)
             row = [max(flops_N) * n_minibatches * n_ranks / sum(flops_N)]
-            for rank_N in (stride_N, assign_to_ranks(flops_N, minibatch_N, n_ranks)):
+            for rank_N in (stride_N, assign_to_ranks(flops_N, n_minibatches, n_ranks)):
                 load_MR = np.zeros((n_minibatches, n_ranks))
                 np.add.at(load_MR, (minibatch_N, rank_N), flops_N)
                 row.append(load_MR.sum(0).max() / load_MR.sum(0).mean())

@@ -413,7 +413,7 @@ def pytest_runtest_logreport(report) -> None:
 
 
 HEADS = (
-    "ours fused loss", "ours any loss", "ours cuBLAS tiles", "torch linear_cross_entropy", "Liger scaled CE",
+    "ours fused loss", "ours any loss", "torch linear_cross_entropy", "Liger scaled CE",
     "TRL chunked", "naive", "naive 16-bit logits", "verl FusedLinearForPPO", "Apple CCE", "ours plain torch",
 )
 

@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace) -> None:
     log = RunLog(cfg, ctx, None, 0)
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
     timer = Timer(ctx)
-    prompts = make_prompts([examples[i] for i in pool.places()], processor)
+    prompts = make_prompts([examples[i] for i in range(ctx.rank, pool.wanted, ctx.world)], processor)
     timer("prompts")
     assert prompts[0].images[0].n_tokens == 600
     rollouts = make_rollouts(prompts, args.group, args.tokens)

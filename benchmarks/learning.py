@@ -52,7 +52,7 @@ from prepare_data import ReadingConfig, read_examples  # noqa: E402
 from report.files import read_rows, write_text  # noqa: E402
 from rewards.grade import Grader, score  # noqa: E402
 from rewards.order import make_order  # noqa: E402
-from rollout import Prompt, Sampling, response_texts  # noqa: E402
+from rollout import Prompt, Sampling, response_text  # noqa: E402
 from utils import Stages, dist_setup, run_script  # noqa: E402
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
 
     def graded(completion_ids: list[list[int]], uid: list[str], **_: object) -> list[float]:
         recorder.asked(uid[::n_samples], asked[::n_samples])
-        texts = response_texts(processor, completion_ids)
+        texts = [response_text(processor, ids) for ids in completion_ids]
         ends = ["stop" if ids[-1] in processor.eos_ids else "length" for ids in completion_ids]
         responses = zip(texts, uid, ends, strict=True)
         return [score(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in responses]

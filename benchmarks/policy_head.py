@@ -75,16 +75,6 @@ def ours_recompute(kernel: str) -> Callable:
     return run
 
 
-def ours_tiles(hidden, weight, targets, coefficients):
-    """Log-probabilities by cuBLAS blocks and the row kernel, the alternative to the all-Triton kernel."""
-    fits_descriptors = kernels.fits_descriptors
-    kernels.fits_descriptors = lambda *_: False
-    try:
-        return ours_recompute("triton")(hidden, weight, targets, coefficients)
-    finally:
-        kernels.fits_descriptors = fits_descriptors
-
-
 def naive(hidden, weight, targets, coefficients):
     logp_NV = (hidden @ weight.t()).float().log_softmax(-1)
     logp = logp_NV.gather(1, targets[:, None])[:, 0]
@@ -157,7 +147,7 @@ def contenders(names: list[str] | None) -> tuple[dict[str, Callable], list[str]]
     makers = {
         "ours fused loss": lambda: ours_fused(kernel),
         "ours any loss": lambda: ours_recompute(kernel),
-        **({"ours cuBLAS tiles": lambda: ours_tiles, "ours plain torch": lambda: ours_fused("torch")} if GPU else {}),
+        **({"ours plain torch": lambda: ours_fused("torch")} if GPU else {}),
         "naive": lambda: naive, "naive 16-bit logits": lambda: naive_16bit, "torch linear_cross_entropy": torch_native,
         "TRL chunked": trl, "Liger scaled CE": liger, "Apple CCE": apple, "verl FusedLinearForPPO": verl,
     }

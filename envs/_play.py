@@ -270,13 +270,13 @@ class Play(Responses):
         """Return an image as the model sees it. Episodes that see the same image share one object."""
         need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
-        key = f"{blank}{hashlib.sha1(data).hexdigest()}"
+        key = hashlib.sha1(data).hexdigest()
         mine: Future = Future()
-        future = self.images.setdefault(key, mine)  # the first of all threads prepares it, the others wait
+        future = self.images.setdefault(f"{blank}{key}", mine)  # the first of all threads prepares it, the others wait
         if future is mine:
             try:
                 opened = decoded(image) if isinstance(image, bytes) else image.convert("RGB")
-                mine.set_result(preprocess_image(opened, self.processor, blank))
+                mine.set_result(preprocess_image(opened, self.processor, blank, key))
             except BaseException as error:
                 mine.set_exception(error)
         return future.result()

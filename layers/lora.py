@@ -61,7 +61,7 @@ def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
     known = {name.rpartition(".")[2] for name in linear if name.startswith(text)}
     missing, there = " ".join(sorted(set(lora.targets) - known)), ", ".join(sorted(known))
     need(not missing, f"--lora-targets {missing}: no such linear layers; the language model's blocks have {there}")
-    targets = lora.targets or family.lora_targets
+    targets = lora.targets or family.lora_targets or known
     for name, layer in linear.items():
         if (name.startswith(text) and name.rpartition(".")[2] in targets) or (lora.vision and name.startswith(tower)):
             generator = torch.Generator().manual_seed(derive_seed(lora.seed, "lora", name))

@@ -67,6 +67,13 @@ def pytest_runtest_makereport(item, call):
 FAMILIES = tuple(M.FAMILIES)
 
 
+def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
+    """The attention mask of a micro-batch, (T, T) bool, [query, key]: the definition that back ends are tested
+    against."""
+    position_T = torch.arange(len(end_T), device=end_T.device)
+    return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
+
+
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory) -> dict[str, Path]:
     """family -> folder of a random toy model whose vocabulary is wider than its tokenizer, as Qwen's is."""

@@ -216,7 +216,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
 
     # by stride, so that some process has more to do
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
-    prompts = make_prompts([f"p{place}" for place in pool.places()], processor)
+    prompts = make_prompts([f"p{place}" for place in range(ctx.rank, pool.wanted, ctx.world)], processor)
     rollouts = make_rollouts(prompts, cfg.algo.group_size)
     rollouts = [into_turns(r) for r in rollouts] if "turns" in own else rollouts
     pool.add(rollouts, [r.rewards for r in rollouts])

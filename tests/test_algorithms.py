@@ -105,7 +105,6 @@ def test_equal_rewards_give_exactly_zero():
     [
         (torch.zeros(3, 1), "grpo", "G=1"),
         (torch.zeros(3, 1), "rloo", "G=1"),
-        (torch.zeros(3), "grpo", "shape"),
         (torch.tensor([[0.0, float("nan")]]), "grpo", "prompt 0, sample 1 is nan"),
         (torch.tensor([[0.0], [float("inf")]]), "reinforce++", "prompt 1, sample 0 is inf"),
         (torch.zeros(1, 2), "magic", "known: dr_grpo, grpo, rloo, reinforce"),
@@ -120,8 +119,6 @@ def test_bad_rewards_are_refused(rewards, method, match):
 def test_one_sample_is_enough_for_reinforce_plus_plus():
     got = group_advantages(torch.tensor([[1.0], [0.0]]), "reinforce++").flatten()
     assert got.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
-    with pytest.raises(ValueError, match="norm_std 'all'"):
-        group_advantages(torch.zeros(1, 2), "grpo", "all")
 
 
 def test_whitening_centres_and_scales():
@@ -579,7 +576,7 @@ def test_value_loss_and_gradient_equal_the_definition(clip):
 
 def test_overlong_penalty():
     for n in range(1, 30):  # the three cases as published, L_max 20 and L_cache 4
-        assert overlong_penalty(n, 20, 4) == (0 if n <= 16 else (16 - n) / 4 if n <= 20 else -1)
+        assert overlong_penalty(n, 20) == (0 if n <= 16 else (16 - n) / 4 if n <= 20 else -1)
 
 
 # Presets --------------------------------------------------------------------------------------------------------------

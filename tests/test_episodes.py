@@ -303,7 +303,7 @@ def test_only_the_episodes_that_a_template_rewrites_are_split(loaded):
                 len(processor.tokenizer.encode(text)) + 1 for text in replies_of(r)]
         else:
             assert decode(r.prompt.token_ids + r.response) == decode(written + last)
-        assert sum(len(turn.trained) for turn, _ in turns_of(r, 0)) == sum(r.response_mask) == len(r.logprobs)
+        assert sum(len(turn.trained) for turn in turns_of(r)) == sum(r.response_mask) == len(r.logprobs)
 
 
 def replies_of(r):
@@ -705,7 +705,7 @@ def test_special_tokens_that_the_policy_spells_stay_text_where_history_is_rewrit
     processor.tokenizer = copy.deepcopy(plain.tokenizer)
     processor.tokenizer.chat_template = DROPS_THOUGHTS
     spelt = "b <|image_pad|> c <|im_end|> d <image>"
-    monkeypatch.setattr(rollout, "response_texts", lambda processor, responses: [spelt for _ in responses])
+    monkeypatch.setattr(rollout, "response_text", lambda processor, tokens: spelt)
     made = environments(Scripted, max_turns=5)
     prompts = make_prompts(examples_of([3]), processor, start_of=made.start_of)
     [r] = Episodes(HFEngine(hf, processor, CPU), made, processor).generate(prompts, 1, Sampling(400))

@@ -1,14 +1,11 @@
 """Statistics, the page, and eval.py and merge_lora.py as commands.   pytest tests/test_eval.py"""
 
-import base64
-import http.server
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +19,6 @@ import eval as E
 import model as M
 from demo import make_model
 from errors import UserError
-from layers import lora
 from prepare_data import Example
 from report.evaluation import answer_of, answer_type
 from report.files import read_rows
@@ -486,84 +482,3 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("tied", "hf"))
     assert before.keys() == after.keys() and not any(k.startswith("lm_head") for k in after)
     assert any(k.endswith("embed_tokens.weight") and not torch.equal(before[k], after[k]) for k in after)
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as an upload of small files needs."""
-
-    def do_POST(self):
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = b""
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        answer, path, status = {}, self.path.split("?")[0], 200
-        assert self.headers["Authorization"] == "Bearer hf_secret"
-        if path == "/api/repos/create":
-            wanted = json.loads(body)
-            status = 403 if wanted.get("organization") == "others" else 200
-            url = f"http://{self.headers['Host']}/{wanted['organization']}/{wanted['name']}"
-            answer = {"url": url, "name": wanted["name"]}
-            self.server.made.append(wanted.get("visibility") or wanted.get("private"))  # versions of the client differ
-        elif "/preupload/" in path:
-            status = 403 if "/others/" in path else 200
-            how = {"uploadMode": "regular", "shouldIgnore": False}
-            answer = {"files": [{"path": f["path"], **how} for f in json.loads(body)["files"]]}
-        elif "/commit/" in path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = [x["value"] for x in lines if x["key"] == "file"]
-            self.server.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
-            url = f"http://{self.headers['Host']}/me/toy/commit/{'0' * 40}"
-            answer = {"commitUrl": url, "commitOid": "0" * 40, "pullRequestUrl": None, "success": True}
-        self.reply(status, answer)
-
-    def do_GET(self):
-        mine = not self.path.startswith("/api/models/others/absent")
-        self.reply(200 if mine else 404, {"id": self.path.removeprefix("/api/models/"), "siblings": []} if mine else {})
-
-    def reply(self, status, answer):
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        data = json.dumps(answer).encode()
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.slow
-def test_a_merged_adapter_is_uploaded_whole(toys, tmp_path):
-    adapted = lora.add_lora(M.load_hf(str(toys["qwen2_5_vl"])), lora.Lora(2, 4.0))
-    lora.write_adapter(adapted, str(toys["qwen2_5_vl"]), tmp_path / "adapter")
-    hub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    hub.made, hub.files = [], {}
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= {"HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "merge_lora.py", tmp_path / "adapter", "--out"]
-    try:
-        done = run([*command, tmp_path / "hf", "--push", "me/toy"], env=environment)
-        refused = []
-        for out in ("absent", "there"):
-            refused.append(run([*command, tmp_path / out, "--push", f"others/{out}"], check=False, env=environment))
-    finally:
-        hub.shutdown()
-    assert hub.made[0] in ("private", True) and "uploaded" in done.stdout
-    written = {str(f.relative_to(tmp_path / "hf")): f.read_bytes() for f in (tmp_path / "hf").rglob("*") if f.is_file()}
-    assert hub.files == written and "model.safetensors" in written
-    assert [r.returncode for r in refused] == [1, 1] and "Traceback" not in refused[0].stderr + refused[1].stderr
-    assert "--push others/absent: the hub gives no such repository" in refused[0].stderr
-    assert not (tmp_path / "absent").exists()
-    assert "--push others/there: " in refused[1].stderr
-    assert "there is complete, and stays, but the hub refused it" in refused[1].stderr
-    assert (tmp_path / "there" / "model.safetensors").exists()
-    del environment["HF_TOKEN"]
-    refused = run([*command, tmp_path / "no", "--push", "me/toy"], check=False, env=environment)
-    assert refused.returncode == 1 and "--push me/toy: not logged in to the hub" in refused.stderr
-    assert not (tmp_path / "no").exists()

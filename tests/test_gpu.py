@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import dense_mask
 from parity_worker import make_prompts, make_rollouts
-from test_kernels import LOSSES, columns, reference, tokens_of
+from test_kernels import LOSSES, columns, in_double, reference, tokens_of
 
 import grpo
 import kernels
@@ -22,7 +23,7 @@ from grpo import Algorithm, PolicyLoss
 from kernels import fused_policy_loss, linear_logprob
 from layers.attention import PackedAttention
 from model import Policy, load_hf
-from packing import Batch, MicroBatch, Packer, TokenBatch, dense_mask, token_batch
+from packing import Batch, MicroBatch, Packer, TokenBatch, token_batch
 from parallel.models import Models
 from parallel.sharding import shard
 from rollout import Rollout, written
@@ -100,7 +101,7 @@ def test_every_loss_and_its_gradients_equal_float64(name, kernel, dtype, monkeyp
     x, w = (t.double().requires_grad_() for t in (hidden, weight))
     logp, entropy = reference(x, w, targets, 1.3, banned)
     tokens = columns(logp.detach())
-    exact = tokens.map(lambda column: column.double() if column.is_floating_point() else column)
+    exact = in_double(tokens)
     want = loss(logp, entropy, exact)[0].sum()
     want.backward()
     y, u = (t.clone().requires_grad_() for t in (hidden, weight))
@@ -232,7 +233,7 @@ SEEN: list[
 class Watched(PolicyLoss):
     def __call__(self, logp_K, entropy_K, tokens: TokenBatch):
         dtypes = {logp_K.dtype}
-        tokens.map(lambda column: dtypes.add(column.dtype) if column.is_floating_point() else None)
+        dtypes.update(column.dtype for column in tokens.columns().values() if column.is_floating_point())
         SEEN.append((dtypes, (logp_K.detach() - tokens.old_logps).abs().max().item()))
         return super().__call__(logp_K, entropy_K, tokens)
 

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES
+from conftest import FAMILIES, dense_mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,7 +22,8 @@ import parallel.sharding as sharding
 from errors import UserError
 from grpo import Algorithm, PolicyLoss
 from layers.attention import PackedAttention, block_mask, resolve_attention
-from packing import Packer, dense_mask, token_batch
+from layers.lora import Lora, add_lora, lora_layers
+from packing import Packer, token_batch
 from rollout import Prompt, Rollout
 
 QUESTION = "What is this odd thing, and why? "
@@ -421,13 +422,10 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
     try:
         good = ("model.visual", "model.language_model")
         found = M.find_family(M.load_config(model, good), model, good)
-        assert (found.model_class, found.mergers, found.vision_blocks, found.blocks) == (
-            row.model_class,
-            row.mergers,
-            "blocks",
-            "layers",
-        )
-        assert set(found.lora_targets) == set(row.lora_targets)
+        assert (found.model_class, found.vision_blocks, found.blocks) == (row.model_class, "blocks", "layers")
+        hf, by_row = M.load_hf(model, paths=good), M.load_hf(model, paths=good)
+        by_row.family = row
+        assert lora_layers(add_lora(hf, Lora(1, 1.0))).keys() == lora_layers(add_lora(by_row, Lora(1, 1.0))).keys()
         for paths, words in [
             ((), "type 'qwen3_vl'; supported: qwen2_vl"),
             (good[:1], "--family-paths model.visual: give two"),

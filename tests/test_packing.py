@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import dense_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
 from layers.attention import PackedAttention
-from packing import Batch, FlopRates, Packer, TokenBatch, dense_mask, token_batch
+from packing import Batch, FlopRates, Packer, TokenBatch, token_batch
 from rollout import Prompt, Rollout, Turn, written
 
 IMAGE = 7  # the image token
@@ -202,7 +203,7 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
 
 @pytest.mark.parametrize("prompt,response,images,error,match", [
     ([1] * 10, [2] * 15, [], UserError,
-     r"prompt 'p' of 10 tokens with a response of 15 needs 24 tokens, over --micro-tokens 20"),
+     r"prompt 'p' of 10 tokens and its response need 24, over --micro-tokens 20"),
     ([1, IMAGE], [2], [], ValueError, r"'p': 1 image tokens, where its images have \[\]; was a placeholder sampled"),
     ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': 1 image tokens, where its images have \[2\]"),
     ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, where its images have \[2\]"),

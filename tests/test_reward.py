@@ -921,14 +921,14 @@ def test_special_tokens_are_no_text():
 
 
 def test_engines_keep_special_tokens_visible(loaded):
-    from rollout import response_texts
+    from rollout import response_text
 
     _, processor = loaded["qwen2_5_vl"]
     tokenizer, end = processor.tokenizer, processor.eos_ids[0]
     four, start = tokenizer.encode("4", add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_start|>")
     responses = [[*four, start, end], [*four, end], [*four, end, *four], four, []]
     name = tokenizer.decode([end])
-    assert response_texts(processor, responses) == ["4<|im_start|>", "4", f"4{name}4", "4", ""]
+    assert [response_text(processor, tokens) for tokens in responses] == ["4<|im_start|>", "4", f"4{name}4", "4", ""]
 
 
 def test_format_is_linear():

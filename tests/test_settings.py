@@ -19,13 +19,13 @@ class OptimConfig:
     model: str = setting(REQUIRED, "model folder or hub id")
     lr: float = setting(1e-6, "peak learning rate", above=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", least=0)
-    decay: float = setting(0.5, "share of 100% that is left", least=0, below=1)
+    decay: float = setting(0.5, "share of 100% that is left", least=0, most=0.9)
     schedule: str = setting("constant", "after the warm-up; cosine ends at 0", choices=("constant", "cosine"))
     vision_lr: float | None = setting(None, "peak learning rate of the tower (default: --lr)", above=0)
     freeze: bool = setting(True, "keep the tower as it is")
     grad_checkpointing: bool = setting(False, "recompute activations in the backward")
     targets: tuple[str, ...] = setting((), "linear layers to adapt", metavar="NAME")
-    sizes: tuple[int, ...] = setting((1, 2), "of the layers", least=1)
+    sizes: tuple[int, ...] = setting((), "of the layers", least=1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ Optimizer:
                         recompute activations in the backward
   --targets NAME [NAME ...]
                         linear layers to adapt
-  --sizes N [N ...]     of the layers (default: 1 2)
+  --sizes N [N ...]     of the layers
 
 Run:
   SOURCE                a folder
@@ -128,7 +128,7 @@ def test_types_follow_from_annotations():
     ({"lr": float("nan")}, "--lr nan: must be above 0"),
     ({"vision_lr": 0.0}, "--vision-lr 0.0: must be above 0"),
     ({"warmup_steps": -1}, "--warmup-steps -1: must be at least 0"),
-    ({"decay": 1.0}, "--decay 1.0: must be at least 0 and below 1"),
+    ({"decay": 1.0}, "--decay 1.0: must be at least 0 and at most 0.9"),
     ({"sizes": (3, 0)}, "--sizes 0: must be at least 1"),
     ({"schedule": "cos"}, "--schedule cos: must be one of constant, cosine"),
     ({"schedule": None}, "--schedule None: must be of type str"),
@@ -144,7 +144,7 @@ def test_what_a_setting_must_not_be_is_named(values, told):
 
 
 def test_bounds_are_part_of_the_setting():
-    with pytest.raises(UserError, match="--decay 1.0: must be at least 0 and below 1"):
+    with pytest.raises(UserError, match="--decay 1.0: must be at least 0 and at most 0.9"):
         parse("--decay", "1")
     assert parse("--decay", "0").decay == 0.0 and {f.name for f in fields(OptimConfig)} >= {"decay"}
 

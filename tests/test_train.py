@@ -34,7 +34,7 @@ from parallel.models import Models, probe_memory
 from report.log import Skipped
 from rewards.order import batch_of
 from rollout import Examples, written
-from settings import add_origins
+from settings import naming_origins
 from tasks.shapes import shapes_rows
 from utils import Meter
 
@@ -803,14 +803,13 @@ def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["train.py", *new])
     cfg = train.parse_args(new)
     told = "--warmup-steps 5 exceeds --steps 2: --steps 20, --group-size 8, --lr 1e-06, --clip-low 0.28"
-    assert add_origins(told, cfg.flat(), cfg.run.origin) == told.replace("size 8", "size 8 (the default)").replace(
+    with pytest.raises(UserError) as error, naming_origins(cfg.flat(), cfg.run.origin):
+        raise UserError(told)
+    assert str(error.value) == told.replace("size 8", "size 8 (the default)").replace(
         "--lr 1e-06", "--lr 1e-06 (the default)")
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "auto", "--steps", "2"])
     cfg = replace(cfg, run=replace(cfg.run, resume="auto"))
-    told = "--warmup-steps 5 exceeds --steps 2"
-    told = add_origins(told, cfg.flat(), cfg.run.origin)
-    assert told == "--warmup-steps 5 (from the run that is resumed) exceeds --steps 2"
     monkeypatch.setattr(train, "main", lambda cfg: cfg.optim.check(cfg.model, cfg.run.steps))
     with pytest.raises(UserError, match=r"--warmup-steps 5 \(from the run that is resumed\) exceeds --steps 2$"):
         train.run(cfg)

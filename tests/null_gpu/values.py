@@ -358,7 +358,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 def replace_kernels(kernels: Any) -> None:
     """Let the Triton policy head run, and compute the values by the plain one."""
-    plain, triton_head, logprob = kernels._PlainHead, kernels._TritonHead, kernels.triton_logprob
+    plain, triton_head = kernels._PlainHead, kernels._TritonHead
 
     class BothHeads(plain):
         def __init__(self, *args):
@@ -377,14 +377,7 @@ def replace_kernels(kernels: Any) -> None:
                     assert dz_NC.shape[0] == len(source_N) and columns == slice(self.vocab)
             yield from super().logit_gradients(source_N, *gradients)
 
-    def both_logprobs(hidden_KH, weight_VH, targets_K, temperature, banned, tile=None):
-        with _disable_current_modes():
-            logprob(hidden_KH, weight_VH, targets_K, temperature, banned, tile)
-        head = plain(hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
-        results = [head.statistics(rows) for rows in head.blocks()]
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-
-    kernels.HEADS["triton"], kernels.triton_logprob = BothHeads, both_logprobs
+    kernels.HEADS["triton"] = BothHeads
 
 
 def add_vllm_kernels(vllm: Any) -> None:

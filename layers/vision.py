@@ -1,0 +1,99 @@
+"""Images: their patches, made where the vision tower runs, and the tower's features, computed once for each image.
+
+Axes: H hidden size, I image tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from utils import copy_together
+
+
+@dataclass(frozen=True, eq=False)
+class Patcher:
+    """Makes patches of images at their final size, on any device, with exactly the values of the model's own image
+    processor: it looks up each byte in a table."""
+
+    table_CB: Tensor  # (channels, 256) fp32, see model.Processor._make_patcher
+    patch: int  # pixels on a side
+    merge: int  # patches on a side of an image token
+    frames: int  # copies of an image in each of its patches
+
+    def __call__(self, image: Image.Image, device: torch.device | str = "cpu") -> Tensor:
+        """Return the patches of an RGB image, (patches, channels * frames * patch * patch) fp32."""
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(-1, len(self.table_CB))
+        pixels, table_CB = copy_together([pixels, self.table_CB], torch.device(device))
+        planes = table_CB.gather(1, pixels.t().long())
+        rows, columns = (n // (self.patch * self.merge) for n in (image.height, image.width))
+        inner = (self.merge, self.patch)
+        patches = planes.view(len(planes), rows, *inner, columns, *inner).permute(1, 4, 2, 5, 0, 3, 6)
+        return patches.flatten(0, 3).flatten(2).repeat(1, 1, self.frames).flatten(1)
+
+
+@dataclass(eq=False)
+class ImageInput:
+    """One image at the size the model sees. `key` identifies its content.
+
+    Patches are eight times as large as the image. So they are not kept, but made whenever the vision tower runs, on its
+    device. That is rare for a frozen tower, whose features are cached.
+    """
+
+    key: str
+    image: Image.Image  # RGB
+    grid_thw: tuple[int, int, int]  # in patches
+    n_tokens: int  # image tokens of the language model
+    patcher: Callable[[Image.Image, torch.device | str], Tensor]
+
+    def pixel_values(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the patches that the vision tower reads, (patches, patch dim) fp32."""
+        return self.patcher(self.image, device)
+
+
+class VisionCache:
+    """Features of images by content, least recently used out first. Only valid while the tower does not change."""
+
+    def __init__(self, max_bytes: float):
+        self.max_bytes, self.bytes = max_bytes, 0
+        self.entries: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
+
+    def get(self, key: str) -> tuple[Tensor, ...] | None:
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        return self.entries.get(key)
+
+    def put(self, key: str, layers: tuple[Tensor, ...]) -> None:
+        layers = tuple(layer.clone() for layer in layers)  # slices would keep the whole batch alive
+        self.entries[key] = layers
+        self.bytes += sum(layer.nbytes for layer in layers)
+        while self.bytes > self.max_bytes:
+            self.bytes -= sum(layer.nbytes for layer in self.entries.popitem(last=False)[1])
+
+
+def vision_features(hf, images: Sequence[ImageInput], cache: VisionCache | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Features of the images, each unique one computed once: (I, H), and the deepstack layers' (I, H) each."""
+    unique = {image.key: image for image in images}
+    layers_of = {key: cache.get(key) if cache else None for key in unique}
+    missing = [image for key, image in unique.items() if layers_of[key] is None]
+    # Rounding depends on what is computed together. Cached features must not depend on when they were computed, or a
+    # resumed run, whose cache is empty, would differ from an uninterrupted one: then each image goes alone.
+    # An image of one token goes twice: one row is multiplied as a vector, which rounds by where in memory weights lie.
+    batches = [[image] * (2 if image.n_tokens == 1 else 1) for image in missing] if cache else [missing]
+    device = hf.get_input_embeddings().weight.device
+    for batch in batches:
+        pixels = torch.cat([image.pixel_values(device) for image in batch])
+        grids = torch.tensor([image.grid_thw for image in batch], device=device)
+        out = hf.model.get_image_features(pixels, grids, return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+        sizes = [image.n_tokens for image in batch]  # transformers 5.17 leaves deepstack layers in one piece
+        layers = [layer.split(sizes) if torch.is_tensor(layer) else layer for layer in layers]
+        for i, image in enumerate(dict.fromkeys(batch)):
+            layers_of[image.key] = tuple(layer[i] for layer in layers)
+            if cache:
+                cache.put(image.key, layers_of[image.key])
+    pooled, *deep = (torch.cat(parts) for parts in zip(*(layers_of[image.key] for image in images), strict=True))
+    return pooled, deep
