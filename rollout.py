@@ -356,13 +356,6 @@ NOT_FINITE = (
 )
 
 
-def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
-    """Where two prompts first differ, in words."""
-    pairs = enumerate(zip(theirs, ours, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
-    return f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token {at}"
-
-
 WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
 
 

@@ -22,6 +22,7 @@ from errors import UserError, need
 
 MAX_BYTES = 64 << 20  # of an answer: a response of 100,000 tokens takes a fifth of it
 # Each request has a connection of its own: one that was kept may just have been closed by the server
+TIMEOUT = httpx2.Timeout(None, connect=30.0)  # the whole answer has a limit of its own
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
 
 
@@ -68,8 +69,8 @@ class ServerClient:
     A subclass implements these coroutines. They run in one event loop, and raise ServerUnavailable if the server is to
     blame, UserError if the request is:
 
-    suits(sync)                     raise UserError if the server was not started for weights that come by --sync
-    limits() -> tuple[int, int]     the longest sequence, and how many of its processes take part in a broadcast
+    limits(sync) -> tuple[int, int] the longest sequence, and how many of its processes take part in a broadcast. Raise
+                                    UserError if the server was not started for weights that come by --sync
     generate(request) -> GenerateResult
     pause(mode)                     sample nothing. Running responses: keep them for `resume`; abort them, which answers
                                     what there is; or wait until they are over
@@ -80,7 +81,7 @@ class ServerClient:
     begin_update()
     update(metas, crc)              receive these tensors (sync.TensorMeta) from the process group, in this order;
                                     returns once it has them. `crc`: checksums to compare them with, or None
-    update_from_disk(folder, files) read the safetensors files of a folder that both sides see
+    update_from_disk(file)          read a safetensors file that both sides see
     end_update(label)               from now on sample from the weights with this label
     load_adapter(folder, label)     the same, for an adapter (PEFT's format) in a folder that both sides see
     checksums() -> dict[str, str]   of its parameters
@@ -102,8 +103,7 @@ class ServerClient:
     async def check(self, sync: str, length: int) -> None:
         """Raise UserError unless the server answers, suits --sync, and takes sequences of `length` tokens."""
         try:
-            await self.suits(sync)
-            longest, self.workers = await self.limits()
+            longest, self.workers = await self.limits(sync)
         except ServerUnavailable as error:
             raise UserError(f"--servers {self.url}: {error}") from error
         need(longest >= length, f"--servers {self.url} takes sequences of {longest} tokens, and this run needs {length}"
@@ -114,11 +114,10 @@ class ServerClient:
         return await self.request("POST", path, json=body or {}, params=params)
 
     async def request(self, method: str, path: str, **more: Any) -> Any:
-        timeout, data = httpx2.Timeout(self.timeout, connect=min(30.0, self.timeout)), bytearray()
+        data = bytearray()
         try:
-            # Limits the whole answer; the client's own timeout applies to each piece of it
             async with asyncio.timeout(self.timeout), self.http.stream(
-                method, self.url + path, timeout=timeout, **more
+                method, self.url + path, timeout=TIMEOUT, **more
             ) as answer:
                 async for piece in answer.aiter_bytes():
                     data += piece
@@ -145,25 +144,25 @@ class ServerClient:
 
     async def alive(self, seconds: float = 5.0) -> bool:
         """Return whether the server answers at all."""
-        limit = min(seconds, self.timeout)  # of the whole answer
-        try:
-            async with asyncio.timeout(limit), self.http.stream("GET", self.url + self.health, timeout=limit) as answer:
-                return answer.status_code == 200
-        except (httpx2.HTTPError, TimeoutError):
-            return False
+        return await answers(self.http, self.url + self.health, min(seconds, self.timeout))
+
+
+async def answers(http: httpx2.AsyncClient, url: str, seconds: float) -> bool:
+    """Return whether there is an answer within some seconds, and no error."""
+    try:
+        async with asyncio.timeout(seconds), http.stream("GET", url, timeout=seconds) as answer:
+            return answer.status_code == 200
+    except (httpx2.HTTPError, TimeoutError):
+        return False
 
 
 async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
     """Return the kind of a server, vllm or sglang, by what it answers. Raise UserError if it is neither."""
     for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
-        try:
-            async with asyncio.timeout(10.0), http.stream("GET", url + path, timeout=10.0) as answer:
-                if answer.status_code == 200:
-                    return kind
-        except (httpx2.HTTPError, TimeoutError) as error:
-            raise UserError(f"--servers {url}: no server answers there ({type(error).__name__}); "
-                            "`python -m engines.serve` starts one") from error
-    raise UserError(f"--servers {url} is neither vLLM's nor SGLang's server")
+        if await answers(http, url + path, 10.0):
+            return kind
+    raise UserError(f"--servers {url}: no server answers there, or it is neither vLLM's nor SGLang's; `python -m "
+                    "engines.serve` starts one")
 
 
 async def find_common_kind(urls: Sequence[str]) -> str:

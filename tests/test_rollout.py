@@ -12,11 +12,12 @@ from PIL import Image
 import engines.hf
 import model as M
 from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
-from engines.launch import image_limits, make_engine
+from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
 from rollout import Sampling, drop_long_prompts, make_prompts
 from tasks.shapes import png
+from utils import Context
 
 CPU = torch.device("cpu")
 
@@ -311,13 +312,13 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
-    more = {"examples": examples, "max_model_len": 1}
-    engine = make_engine("hf", hf.name_or_path, processor, CPU, torch.bfloat16, **more)
+    engine = make_engine("hf", hf.name_or_path, processor, Context(0, 1, CPU), torch.bfloat16, {})
     assert isinstance(engine, HFEngine) and engine.dtype == torch.bfloat16
     prompts = make_prompts(examples, processor)
     sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
     most = {"count": 2, "width": width, "height": height}
-    assert image_limits(examples, processor) == {"image": most, "video": 0}
-    assert image_limits(examples[1:2], processor) == {"image": 0, "video": 0}
+    for given, image in ((examples, most), (examples[1:2], 0)):
+        limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
+        assert size_limits(given, processor, 9) == limits
