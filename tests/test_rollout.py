@@ -11,7 +11,7 @@ from PIL import Image
 
 import engines.hf
 import model as M
-from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
+from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
@@ -233,27 +233,33 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
 
 
 def test_cache_grows_and_keeps_rows():
-    cache, chunks = KVCache(3), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+    chunks = [torch.randn(4, 2, n, 4) for n in (5, 40, 1, 60)]
+    rows = [SimpleNamespace(n_seen=0, rollout=SimpleNamespace(ended_by="")) for _ in range(4)]
+    valid = torch.ones(4, 1, dtype=torch.bool)
+    batch = Decoding(rows, torch.arange(4), torch.zeros(4, 8), valid, PromptCache())
 
-    def update(chunk, rows, lengths, n_rows):
-        cache.place = Place(rows, n_rows, lengths, chunk.shape[2], torch.device("cpu"))
-        return cache.update(chunk, -chunk, 0)
+    def append(chunk, numbers, lengths):
+        for number, length in zip(numbers, lengths, strict=True):
+            batch.rows[number].n_seen = length
+        batch.prepare(list(numbers), chunk.shape[2])
+        return batch.append(0, (chunk[: len(numbers)], -chunk[: len(numbers)]))
 
     length = 0
     for chunk in chunks:
-        keys, values = update(chunk, range(3), [length] * 3, 3)
+        keys, values = append(chunk, range(4), [length] * 4)
         length += chunk.shape[2]
     whole = torch.cat(chunks, dim=2)
     assert torch.equal(keys, whole) and torch.equal(values, -keys)
-    cache.take(torch.tensor([2, 0, 2]))
-    keys, _ = update(chunks[2], range(3), [length] * 3, 3)
-    assert torch.equal(keys[:, :, :-1], whole[[2, 0, 2]])
+    rows[1].rollout.ended_by = "response"
+    batch.drop_ended()
+    keys, _ = append(chunks[2], range(3), [length] * 3)
+    assert torch.equal(keys[:, :, :-1], whole[[0, 2, 3]])
     # rows 0 and 2 alone go on, from different places
-    keys, _ = update(chunks[1][:2], [0, 2], [length + 1, 7], 3)
+    keys, _ = append(chunks[1], [0, 2], [length + 1, 7])
     assert torch.equal(keys[0, :, length + 1 :], chunks[1][0]) and torch.equal(keys[1, :, 7:47], chunks[1][1])
-    assert torch.equal(keys[1, :, :7], whole[2, :, :7]) and torch.equal(keys[0, :, :length], whole[2])
-    keys, _ = update(chunks[0], range(3), [3, 1, 2], 3)
-    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[0, :, :1])
+    assert torch.equal(keys[1, :, :7], whole[3, :, :7]) and torch.equal(keys[0, :, :length], whole[0])
+    keys, _ = append(chunks[0], range(3), [3, 1, 2])
+    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[2, :, :1])
 
 
 def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
