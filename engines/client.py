@@ -11,7 +11,7 @@ import json
 import resource
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, ClassVar, NamedTuple
 
 import httpx2
@@ -78,7 +78,6 @@ class ServerClient:
     join(how, group, rank_offset)   get ready for weights by gloo or nccl, as ranks rank_offset, rank_offset + 1, ... of
                                     a process group (the arguments of sync.join_process_group, without the rank), or by
                                     disk, without a process group. The first update brings all weights
-    begin_update()
     update(metas, crc)              receive these tensors (sync.TensorMeta) from the process group, in this order;
                                     returns once it has them. `crc`: checksums to compare them with, or None
     update_from_disk(file)          read a safetensors file that both sides see
@@ -90,6 +89,8 @@ class ServerClient:
     kind: ClassVar[str]
     health: ClassVar[str] = "/health"  # what it answers as long as it lives
     control: ClassVar[str] = ""  # how its control endpoints are opened, for messages
+    begin_path: ClassVar[str]  # which begins an update
+    end_path: ClassVar[str]
     workers = 1  # its processes that take part in a broadcast, known after `check`
 
     def __init__(self, url: str, http: httpx2.AsyncClient, timeout: float, eos: Sequence[int], banned: Sequence[int]):
@@ -108,6 +109,13 @@ class ServerClient:
             raise UserError(f"--servers {self.url}: {error}") from error
         need(longest >= length, f"--servers {self.url} takes sequences of {longest} tokens, and this run needs {length}"
              "; start it with this run's --data and --max-new-tokens")
+
+    async def begin_update(self) -> None:
+        try:
+            await self.post(self.begin_path)
+        except (ServerUnavailable, UserError):  # an update that was given up is still open
+            await self.post(self.end_path)
+            await self.post(self.begin_path)
 
     async def post(self, path: str, body: dict | None = None, **params: Any) -> Any:
         """Return what the server answers: JSON, or else text."""
@@ -174,6 +182,17 @@ async def find_common_kind(urls: Sequence[str]) -> str:
     return kinds[0]
 
 
+def spread_labels(spans: Sequence[dict] | None, default: str, n: int) -> list[str]:
+    """Return the label of the weights that sampled each of n tokens, by spans of them that servers answer."""
+    labels = [default] * n
+    for span in spans or ():
+        start, end = span["start"], span["end"]
+        if not 0 <= start <= end <= n:
+            raise ServerUnavailable(f"it answered a version of weights for tokens {start:.3g} to {end:.3g} of {n}")
+        labels[start:end] = [span["version"]] * (end - start)
+    return labels
+
+
 def data_uri(image: Image.Image, key: str = "") -> str:
     """Return an image as a lossless data URI. `key` is written into it, for servers that know images by their files'
     bytes."""
@@ -206,13 +225,20 @@ class Calls:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Call all these servers at once. Return the answers, and why the other servers failed, both by URL."""
         futures = {client.url: self.start(call(client)) for client in clients}
-        answers, failed = {}, {}
-        for url, future in futures.items():
-            try:
-                answers[url] = future.result()
-            except (ServerUnavailable, UserError) as error:
-                failed[url] = str(error)
-        return answers, failed
+        wait(futures.values())
+        failed = errors_of(futures)
+        return {url: future.result() for url, future in futures.items() if url not in failed}, failed
+
+
+def errors_of(futures: dict[str, Future]) -> dict[str, str]:
+    """Return what those that are over failed with, by URL."""
+    errors = {}
+    for url, future in futures.items():
+        if error := future.done() and future.exception():
+            if not isinstance(error, ServerUnavailable | UserError):
+                raise error
+            errors[url] = str(error)
+    return errors
 
 
 def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

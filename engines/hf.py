@@ -8,7 +8,7 @@ Axes: P prompts, B rows of a batch, R rows that are computed now, M tokens of ea
 vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -78,11 +78,10 @@ class Row:
     """A rollout that is being sampled, or waits for its environment."""
 
     rollout: Rollout
-    uniform: list[float]  # a number from 0 to 1 for each token it may sample
+    uniform: Iterator[float]  # a number from 0 to 1 for each token it may sample
     position: int  # M-RoPE's, of its next token
     n_seen: int = 0  # tokens after the prompt that went through the model
     n_images: int = 0  # images among them
-    n_drawn: int = 0
     tokens: list[int] = field(default_factory=list)  # of the response that is being sampled
     logprobs: list[float] = field(default_factory=list)
     active: bool = True  # is it being sampled?
@@ -299,7 +298,7 @@ class HFEngine(Engine):
         for r in sorted(rollouts, key=lambda r: number[r.prompt]):
             generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample))
             uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-            rows.append(Row(r, uniform.tolist(), next_P[number[r.prompt]]))
+            rows.append(Row(r, iter(uniform.tolist()), next_P[number[r.prompt]]))
         prompt_B = torch.tensor([number[row.rollout.prompt] for row in rows], device=self.device)
         return Decoding(rows, prompt_B, hidden_PH, valid_PL, cache)
 
@@ -324,10 +323,9 @@ class HFEngine(Engine):
             return
         logits_RV = logits_of(batch.hidden_BH[batch.active], head_HV)
         logits_RV[:, self.banned] = -torch.inf
-        uniform = torch.tensor([row.uniform[row.n_drawn] for row in rows], dtype=torch.float64)
+        uniform = torch.tensor([next(row.uniform) for row in rows], dtype=torch.float64)
         token_R, logp_R = sample_tokens(logits_RV, sampling, uniform.to(self.device))
         for row, token, logp in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
-            row.n_drawn += 1
             row.tokens.append(token)
             row.logprobs.append(logp)
             full = len(row.tokens) == responses.room(row.rollout)

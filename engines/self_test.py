@@ -99,8 +99,8 @@ def nudged(policy: Policy) -> Iterator[None]:
             kept.append((some, some.clone()))
             seed = derive_seed("nudge", name, *shard_of(parameter))
             noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))
-            inputs = parameter.shape[1:].numel() if parameter.dim() == 2 else parameter.shape[-1]
-            least = 1.0 if parameter.dim() == 1 else 2.0 if name.endswith("pos_embed.weight") else inputs**-0.5
+            table = name.endswith("pos_embed.weight")
+            least = 1.0 if parameter.dim() == 1 else 2.0 if table else parameter.shape[-1] ** -0.5
             size = max(least, some.float().square().mean().sqrt().item())
             size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
             in_tower, adapter = name.startswith(tower), ".lora_" in name

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri
+from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri, spread_labels
 from engines.sync import TensorMeta, read_safetensors
 from errors import UserError, need
 
@@ -57,6 +57,7 @@ def sglang_names(name: str) -> set[str]:
 
 class SGLangClient(ServerClient):
     kind = "sglang"
+    begin_path, end_path = "/begin_weight_update", "/end_weight_update"
     health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
 
@@ -139,13 +140,6 @@ class SGLangClient(ServerClient):
             await self.post("/init_weights_update_group", asked)
             self.group = group["name"]
 
-    async def begin_update(self) -> None:
-        try:
-            await self.post("/begin_weight_update")
-        except UserError:  # an update that was given up is still open
-            await self.post("/end_weight_update")
-            await self.post("/begin_weight_update")
-
     def translate_names(self, names: Sequence[str]) -> list[str]:
         """As SGLang takes them. Of those that it does not know it would drop some, and stop half-way at others."""
         theirs = [checkpoint_name(name) for name in names]
@@ -187,7 +181,7 @@ class SGLangClient(ServerClient):
         unsent, self.unsent = sorted(self.unsent), frozenset()
         if unsent:
             raise ServerUnavailable(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
-        await self.post("/end_weight_update")
+        await self.post(self.end_path)
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         # keys and values of old weights, if nothing runs; salts keep those that are left apart
         async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.timeout):
@@ -214,10 +208,5 @@ def parse_answer(answer: dict, eos: Sequence[int], request: GenerateRequest) -> 
     if [pair[1] for pair in pairs] != tokens:
         raise ServerUnavailable("/generate answered with log-probabilities of other tokens")
     logprobs = [pair[0] for pair in pairs]
-    labels = [info["weight_version"]] * len(tokens)
-    for span in info.get("weight_versions") or []:
-        start, end = span["start"], span["end"]
-        if not 0 <= start <= end <= len(tokens):
-            raise ServerUnavailable(f"/generate answered with a version of weights for tokens {start:.3g} to {end:.3g}")
-        labels[start:end] = [span["version"]] * (end - start)
-    return GenerateResult(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
+    labels = spread_labels(info.get("weight_versions"), info["weight_version"], len(tokens))
+    return GenerateResult(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels)

@@ -28,9 +28,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
-from engines.client import Calls, ServerClient, ServerUnavailable
+from engines.client import Calls, ServerClient, ServerUnavailable, errors_of
 from engines.common import iter_buckets
-from errors import UserError, need, writing
+from errors import need, writing
 from rollout import Weights
 from utils import NamedTensors, in_thread
 
@@ -235,17 +235,6 @@ class GroupSender(Sender):
         return guilty or dict.fromkeys(theirs, f"the transfer group broke (does another run use it?): {why}")
 
 
-def errors_of(futures: dict[str, Future]) -> Failed:
-    """Return what those that are over failed with."""
-    errors = {}
-    for url, future in futures.items():
-        if error := future.done() and future.exception():
-            if not isinstance(error, ServerUnavailable | UserError):
-                raise error
-            errors[url] = str(error)
-    return errors
-
-
 def broadcast_tensors(group: dist.ProcessGroup, backend: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         there = tensor.cpu() if backend == "gloo" else tensor
@@ -282,12 +271,8 @@ class AdapterSender(Sender):
 
     def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
         """Write the adapter, on all ranks together. There are no tensors to send."""
-        try:
-            with writing(self.folder, "--sync adapter"):
-                self.save_adapter(self.folder / label)
-        except UserError:
-            shutil.rmtree(self.folder / label, ignore_errors=True)
-            raise
+        with writing(self.folder, "--sync adapter"):
+            self.save_adapter(self.folder / label)
         return ()
 
     def close(self) -> None:

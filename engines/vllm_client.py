@@ -10,7 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engines.client import GenerateRequest, GenerateResult, Missing, ServerClient, ServerUnavailable, data_uri
+from engines.client import (
+    GenerateRequest,
+    GenerateResult,
+    Missing,
+    ServerClient,
+    ServerUnavailable,
+    data_uri,
+    spread_labels,
+)
 from engines.sync import TensorMeta
 from errors import UserError, need
 
@@ -25,15 +33,7 @@ def parse_answer(answer: dict, model: str) -> GenerateResult:
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
     if [entry["token_id"] for entry in content] != tokens:
         raise ValueError("log-probabilities are of other tokens")
-    labels: list[str] = []
-    for span in choice["weight_versions"] or []:
-        count = span["end"] - span["start"]
-        if not 0 <= count <= len(tokens):
-            raise ValueError(f"a version of weights for {count:.3g} of {len(tokens)} tokens")
-        labels += [span["version"]] * count
-    labels = labels if model == POLICY else [model] * len(tokens)
-    if len(labels) != len(tokens):
-        raise ValueError(f"{len(labels)} of {len(tokens)} tokens have a version of weights")
+    labels = spread_labels(choice["weight_versions"] if model == POLICY else None, model, len(tokens))
     logprobs = [entry["logprob"] for entry in content]
     logprobs = [math.nan if logprob <= NO_NUMBER else logprob for logprob in logprobs]
     return GenerateResult(answer["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
@@ -41,6 +41,7 @@ def parse_answer(answer: dict, model: str) -> GenerateResult:
 
 class VLLMClient(ServerClient):
     kind = "vllm"
+    begin_path, end_path = "/start_weight_update", "/finish_weight_update"
     control = "start the server with `python -m engines.serve`, which opens it"
 
     def __init__(self, *args: Any):
@@ -140,15 +141,6 @@ class VLLMClient(ServerClient):
     async def start_transfer(self, info: dict) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def begin_update(self) -> None:
-        try:
-            await self.post("/start_weight_update")
-        except ServerUnavailable as error:
-            if "already active" not in str(error):
-                raise
-            await self.post("/finish_weight_update")  # one that was given up in the middle
-            await self.post("/start_weight_update")
-
     async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
         names, dtypes, shapes = zip(*metas, strict=True)
         await self.send_update({"names": names, "dtype_names": dtypes, "shapes": shapes, "crc": crc})
@@ -161,7 +153,7 @@ class VLLMClient(ServerClient):
 
     async def end_update(self, label: str | None) -> None:
         await self.send_update({"check": True})  # vLLM could not go on after an error in what follows
-        await self.post("/finish_weight_update", {"weight_version": label} if label else {})
+        await self.post(self.end_path, {"weight_version": label} if label else {})
 
     async def name_weights(self, label: str) -> None:
         await self.post("/update_weight_version", {"new_version": label})
