@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engines.launch import ConnectionConfig, ServerConfig, check_engine, connect, make_engine, resolve_engine
+from engines.launch import ConnectionConfig, ServerConfig, check_engine, make_engine, resolve_engine, size_limits
 from errors import check_writable, need, plug_in
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
@@ -325,14 +325,12 @@ def start_engine(
     base = weights.cfg.model
     if running is not None:
         engine, running.processor = running, processor
-    elif cfg.rollout == "server":
-        servers = read_settings(ServerConfig, vars(cfg))
-        sizes = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "max_model_len": length}
-        engine = connect(servers, processor, dtype, ctx, Path(cfg.out), **sizes, trained_tower=True)
     else:
-        limits = {"examples": examples, "max_model_len": length, "of_episodes": env.image_limits if env else None}
-        limits |= {"vllm": cfg.vllm, "world": ctx.world, "family_paths": weights.cfg.family_paths}
-        engine = make_engine(cfg.rollout, base, processor, ctx.device, dtype, **limits)
+        sizes = size_limits(examples, processor, length, env.image_limits if env else None)
+        more = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
+        more |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
+        servers = read_settings(ServerConfig, vars(cfg))
+        engine = make_engine(cfg.rollout, base, processor, ctx, dtype, sizes, cfg.vllm, servers, **more)
     engine.sync(lambda trainable_only: weights)
     tied = "does config.json tie the head to the embedding, while the files hold both?"
     need(engine.complete, f"{path}: the engine has weights that the model does not give it; {tied}")

@@ -351,12 +351,6 @@ NOT_FINITE = (
 )
 
 
-def difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
-    """Where two prompts first differ, in words."""
-    lengths = f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}"
-    return f"{lengths}, and they differ from token {common_prefix(theirs, ours)}"
-
-
 WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
 
 

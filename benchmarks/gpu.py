@@ -976,7 +976,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     import transformers
 
     from engines.hf import HFEngine
-    from engines.launch import make_engine
+    from engines.launch import make_engine, size_limits
     from layers.lora import Lora
     from model import load_processor
     from parallel.sharding import full_parameters
@@ -999,8 +999,8 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             make_model(folder / "model", size)
             processor = load_processor(str(folder / "model"))
             image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
-            engine = make_engine("vllm", str(folder / "model"), processor, ctx.device, torch.bfloat16,
-                                 examples=[image], max_model_len=1024, vllm=settings)
+            engine = make_engine("vllm", str(folder / "model"), processor, ctx, torch.bfloat16,
+                                 size_limits([image], processor, 1024), settings)
         times = []
         for _ in range(6):
             engine.sleep()

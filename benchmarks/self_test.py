@@ -71,7 +71,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
     more = {"interrupted": never, "give_up": print}
-    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, models, processor, [examples], ctx, out, **more)
+    engine = start_engine(cfg, models, processor, [examples], ctx, **more)
     KEPT.append(engine)
     weights = full_parameters(models.policy, True)
     names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision

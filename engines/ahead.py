@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 
 import torch
 
@@ -86,27 +86,26 @@ class Ahead(EngineWrapper):
 
     def _renew(self, rollouts: list[Rollout], position: int, n: int, on_rollout: OnRollout | None) -> None:
         """Replace groups with a token that is too old by new ones, sampled with the newest weights."""
-        again = 0
-        while stale := [i for i in range(0, len(rollouts), n) if self._stale(rollouts[i : i + n])]:
-            again += 1
+        for again in count(1):
+            oldest = self.engine.version - self.max_age
+            versions = {}  # of the tokens of each group, by the place of its first rollout
+            for i in range(0, len(rollouts), n):
+                versions[i] = list(chain.from_iterable(r.versions for r in rollouts[i : i + n]))
+            stale = [i for i in versions if min(versions[i], default=oldest) < oldest]
+            self.meter.sum("async/dropped_groups", len(stale))
+            self.meter.sum("async/dropped_tokens", sum(len(versions[i]) for i in stale))
+            if not stale:
+                return
             prompts = [rollouts[i].prompt for i in stale]
             renewed = self.engine.generate(prompts, n, self.batches.sampling(position, again), on_rollout)
             for k, i in enumerate(stale):
-                self.meter.sum("async/dropped_groups", 1)
-                self.meter.sum("async/dropped_tokens", sum(len(r.versions) for r in rollouts[i : i + n]))
                 rollouts[i : i + n] = renewed[k * n : (k + 1) * n]
-
-    def _stale(self, group: Sequence[Rollout]) -> bool:
-        now = self.engine.version
-        return now - min(chain.from_iterable(r.versions for r in group), default=now) > self.max_age
 
     def step_metrics(self, batch: Batch) -> dict[str, float]:
         """Return metrics of a step that trained on this batch, since the last call: docs/metrics.md."""
         meter, self.meter = self.meter, Meter()
         now, since = time.monotonic(), self.since
         self.since = now
-        meter.sum("async/dropped_groups", 0)
-        meter.sum("async/dropped_tokens", 0)
         meter.add("async/trainer_idle", meter.totals.pop("waited") / (now - since))
         versions_N = torch.tensor(list(chain.from_iterable(r.versions for r in batch.rollouts)), dtype=torch.float64)
         ages = (self.trained_version - versions_N)[batch.tokens.weights > 0]

@@ -11,7 +11,7 @@ import json
 import resource
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, ClassVar, NamedTuple
 
 import httpx2
@@ -22,6 +22,7 @@ from errors import UserError, need
 
 MAX_BYTES = 64 << 20  # of an answer: a response of 100,000 tokens takes a fifth of it
 # Each request has a connection of its own: one that was kept may just have been closed by the server
+TIMEOUT = httpx2.Timeout(None, connect=30.0)  # the whole answer has a limit of its own
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
 
 
@@ -68,8 +69,8 @@ class ServerClient:
     A subclass implements these coroutines. They run in one event loop, and raise ServerUnavailable if the server is to
     blame, UserError if the request is:
 
-    suits(sync)                     raise UserError if the server was not started for weights that come by --sync
-    limits() -> tuple[int, int]     the longest sequence, and how many of its processes take part in a broadcast
+    limits(sync) -> tuple[int, int] the longest sequence, and how many of its processes take part in a broadcast. Raise
+                                    UserError if the server was not started for weights that come by --sync
     generate(request) -> GenerateResult
     pause(mode)                     sample nothing. Running responses: keep them for `resume`; abort them, which answers
                                     what there is; or wait until they are over
@@ -77,10 +78,9 @@ class ServerClient:
     join(how, group, rank_offset)   get ready for weights by gloo or nccl, as ranks rank_offset, rank_offset + 1, ... of
                                     a process group (the arguments of sync.join_process_group, without the rank), or by
                                     disk, without a process group. The first update brings all weights
-    begin_update()
     update(metas, crc)              receive these tensors (sync.TensorMeta) from the process group, in this order;
                                     returns once it has them. `crc`: checksums to compare them with, or None
-    update_from_disk(folder, files) read the safetensors files of a folder that both sides see
+    update_from_disk(file)          read a safetensors file that both sides see
     end_update(label)               from now on sample from the weights with this label
     load_adapter(folder, label)     the same, for an adapter (PEFT's format) in a folder that both sides see
     checksums() -> dict[str, str]   of its parameters
@@ -89,6 +89,8 @@ class ServerClient:
     kind: ClassVar[str]
     health: ClassVar[str] = "/health"  # what it answers as long as it lives
     control: ClassVar[str] = ""  # how its control endpoints are opened, for messages
+    begin_path: ClassVar[str]  # which begins an update
+    end_path: ClassVar[str]
     workers = 1  # its processes that take part in a broadcast, known after `check`
 
     def __init__(self, url: str, http: httpx2.AsyncClient, timeout: float, eos: Sequence[int], banned: Sequence[int]):
@@ -102,23 +104,28 @@ class ServerClient:
     async def check(self, sync: str, length: int) -> None:
         """Raise UserError unless the server answers, suits --sync, and takes sequences of `length` tokens."""
         try:
-            await self.suits(sync)
-            longest, self.workers = await self.limits()
+            longest, self.workers = await self.limits(sync)
         except ServerUnavailable as error:
             raise UserError(f"--servers {self.url}: {error}") from error
         need(longest >= length, f"--servers {self.url} takes sequences of {longest} tokens, and this run needs {length}"
              "; start it with this run's --data and --max-new-tokens")
+
+    async def begin_update(self) -> None:
+        try:
+            await self.post(self.begin_path)
+        except (ServerUnavailable, UserError):  # an update that was given up is still open
+            await self.post(self.end_path)
+            await self.post(self.begin_path)
 
     async def post(self, path: str, body: dict | None = None, **params: Any) -> Any:
         """Return what the server answers: JSON, or else text."""
         return await self.request("POST", path, json=body or {}, params=params)
 
     async def request(self, method: str, path: str, **more: Any) -> Any:
-        timeout, data = httpx2.Timeout(self.timeout, connect=min(30.0, self.timeout)), bytearray()
+        data = bytearray()
         try:
-            # Limits the whole answer; the client's own timeout applies to each piece of it
             async with asyncio.timeout(self.timeout), self.http.stream(
-                method, self.url + path, timeout=timeout, **more
+                method, self.url + path, timeout=TIMEOUT, **more
             ) as answer:
                 async for piece in answer.aiter_bytes():
                     data += piece
@@ -145,25 +152,25 @@ class ServerClient:
 
     async def alive(self, seconds: float = 5.0) -> bool:
         """Return whether the server answers at all."""
-        limit = min(seconds, self.timeout)  # of the whole answer
-        try:
-            async with asyncio.timeout(limit), self.http.stream("GET", self.url + self.health, timeout=limit) as answer:
-                return answer.status_code == 200
-        except (httpx2.HTTPError, TimeoutError):
-            return False
+        return await answers(self.http, self.url + self.health, min(seconds, self.timeout))
+
+
+async def answers(http: httpx2.AsyncClient, url: str, seconds: float) -> bool:
+    """Return whether there is an answer within some seconds, and no error."""
+    try:
+        async with asyncio.timeout(seconds), http.stream("GET", url, timeout=seconds) as answer:
+            return answer.status_code == 200
+    except (httpx2.HTTPError, TimeoutError):
+        return False
 
 
 async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
     """Return the kind of a server, vllm or sglang, by what it answers. Raise UserError if it is neither."""
     for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
-        try:
-            async with asyncio.timeout(10.0), http.stream("GET", url + path, timeout=10.0) as answer:
-                if answer.status_code == 200:
-                    return kind
-        except (httpx2.HTTPError, TimeoutError) as error:
-            raise UserError(f"--servers {url}: no server answers there ({type(error).__name__}); "
-                            "`python -m engines.serve` starts one") from error
-    raise UserError(f"--servers {url} is neither vLLM's nor SGLang's server")
+        if await answers(http, url + path, 10.0):
+            return kind
+    raise UserError(f"--servers {url}: no server answers there, or it is neither vLLM's nor SGLang's; `python -m "
+                    "engines.serve` starts one")
 
 
 async def find_common_kind(urls: Sequence[str]) -> str:
@@ -173,6 +180,17 @@ async def find_common_kind(urls: Sequence[str]) -> str:
     each = ", ".join(f"{url} is {kind}'s" for url, kind in zip(urls, kinds, strict=True))
     need(len(set(kinds)) == 1, f"--servers must be of one kind: {each}; leave some out")
     return kinds[0]
+
+
+def spread_labels(spans: Sequence[dict] | None, default: str, n: int) -> list[str]:
+    """Return the label of the weights that sampled each of n tokens, by spans of them that servers answer."""
+    labels = [default] * n
+    for span in spans or ():
+        start, end = span["start"], span["end"]
+        if not 0 <= start <= end <= n:
+            raise ServerUnavailable(f"it answered a version of weights for tokens {start:.3g} to {end:.3g} of {n}")
+        labels[start:end] = [span["version"]] * (end - start)
+    return labels
 
 
 def data_uri(image: Image.Image, key: str = "") -> str:
@@ -207,13 +225,20 @@ class Calls:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Call all these servers at once. Return the answers, and why the other servers failed, both by URL."""
         futures = {client.url: self.start(call(client)) for client in clients}
-        answers, failed = {}, {}
-        for url, future in futures.items():
-            try:
-                answers[url] = future.result()
-            except (ServerUnavailable, UserError) as error:
-                failed[url] = str(error)
-        return answers, failed
+        wait(futures.values())
+        failed = errors_of(futures)
+        return {url: future.result() for url, future in futures.items() if url not in failed}, failed
+
+
+def errors_of(futures: dict[str, Future]) -> dict[str, str]:
+    """Return what those that are over failed with, by URL."""
+    errors = {}
+    for url, future in futures.items():
+        if error := future.done() and future.exception():
+            if not isinstance(error, ServerUnavailable | UserError):
+                raise error
+            errors[url] = str(error)
+    return errors
 
 
 def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

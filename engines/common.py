@@ -1,11 +1,14 @@
-"""What vLLM in the trainer's process and servers have in common: short requests, and weights in buckets."""
+"""What vLLM in the trainer's process and servers have in common: short requests, what answers must be, and weights in
+buckets."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from errors import UserError, need
 from model import Processor
-from rollout import Rollout
+from rollout import NOT_FINITE, Rollout
 from utils import NamedTensors
 
 
@@ -36,3 +39,16 @@ def build_request(rollout: Rollout, room: int, processor: Processor) -> tuple:
     length = len(prompt.token_ids) + len(rollout.response)
     pil_images = [image.image for image in prompt.images + rollout.images]
     return prompt.uid, rollout.sample, rollout.turns, length, room, short, pil_images
+
+
+def check_answer(engine: str, theirs: Sequence[int], ours: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raise UserError unless an engine has read the prompt as the processor does, and log-probabilities are finite."""
+    if list(theirs) != list(ours):
+        pairs = enumerate(zip(theirs, ours, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
+        raise UserError(
+            f"the engine's prompt has {len(theirs)} tokens, the processor's {len(ours)}, and they differ from token "
+            f"{at} ({engine}): another prompt would be trained on than answered; check --min-pixels, --max-pixels and "
+            "preprocessor_config.json, also where servers run"
+        )
+    need(all(map(math.isfinite, logprobs)), NOT_FINITE.format(what=f"log-probabilities of {engine}'s answer"))

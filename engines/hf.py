@@ -8,129 +8,38 @@ Axes: P prompts, B rows of a batch, R rows that are computed now, M tokens of ea
 vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import TopPLogitsWarper
 
 from errors import need
 from layers.recurrent import RecurrentState
-from model import Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
+from model import ImageInput, Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
 from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response, never
 from utils import derive_seed
 
 
-class Place:
-    """Where new tokens go: M of each of the rows R, behind the `lengths` tokens that a row has."""
+class PromptCache:
+    """Keys and values of prompts, as transformers' attention hands them over when the prompts go through the model."""
 
-    def __init__(self, rows: Sequence[int], n_rows: int, lengths: Sequence[int], n_tokens: int, device: torch.device):
-        self.rows_R = torch.tensor(rows, device=device) if len(rows) < n_rows else None  # None: all
-        self.at_RM = torch.tensor(lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
-        self.end = max(lengths) + n_tokens
-        self.even = len(set(lengths)) == 1  # as those of prompts and of single responses are
-
-
-class KVCache:
-    """Keys and values of all layers, in buffers that grow by doubling; what transformers' attention calls is `update`,
-    with `place` set."""
-
-    place: Place
-
-    def __init__(self, n_rows: int):
-        self.n_rows = n_rows
-        self.layers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (B, heads, capacity, dim)
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (P, key heads, L, D)
         self.recurrent: dict[int, RecurrentState] = {}  # of layers that keep no keys and values
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        rows_R, end = self.place.rows_R, self.place.end
-        empty = [x.new_empty(self.n_rows, x.shape[1], 0, x.shape[3]) for x in (key, value)]
-        buffers = self.layers.setdefault(layer, empty)
-        for i, new in enumerate((key, value)):
-            have = buffers[i].shape[2]
-            if have < end:  # zeros: what a shorter row has not written yet is read, if with weight 0
-                grown = new.new_zeros(*buffers[i].shape[:2], max(2 * have, end + 32), new.shape[3])
-                grown[:, :, :have] = buffers[i]
-                buffers[i] = grown
-            if self.place.even and rows_R is None:
-                buffers[i][:, :, end - new.shape[2] : end] = new
-            else:
-                index_R = torch.arange(len(new), device=new.device) if rows_R is None else rows_R
-                buffers[i][index_R[:, None], :, self.place.at_RM] = new.transpose(1, 2)
-        keys, values = (buffer[:, :, :end] for buffer in buffers)
-        return (keys, values) if rows_R is None else (keys[rows_R], values[rows_R])
+        self.layers[layer] = [key, value]
+        return key, value
 
     def get_seq_length(self, *_) -> int:
-        return self.place.end
-
-    def take(self, rows: Tensor) -> None:
-        """Keep these rows, in this order, repeats allowed."""
-        self.n_rows = len(rows)
-        for buffers in self.layers.values():
-            buffers[:] = [buffer.index_select(0, rows) for buffer in buffers]
-        self.recurrent = {layer: state.take(rows) for layer, state in self.recurrent.items()}
-
-
-class SharedPrompts:
-    """Attention of rows to prompts whose keys and values are held once, not once per row.
-
-    Rows lie in slots, `width` per prompt, so that the prompt's part of attention is one product for all its rows; what
-    comes after it has a cache of its own, in which row b sees its own tokens up to the one that asks.
-    """
-
-    def __init__(self, cache: KVCache, valid_PL: Tensor, prompt_B: Tensor):
-        self.layers = {i: [b[:, :, : cache.place.end] for b in buffers] for i, buffers in cache.layers.items()}
-        self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
-        self._place(prompt_B, prompt_B.bincount())
-
-    def _place(self, prompt_B: Tensor, count_P: Tensor) -> None:
-        self.width = int(count_P.max())
-        first_P = count_P.cumsum(0) - count_P
-        self.slot_B = prompt_B * self.width + torch.arange(len(prompt_B), device=prompt_B.device) - first_P[prompt_B]
-
-    def take(self, rows: Tensor) -> None:
-        """Keep these rows, in increasing order; prompts and slots without any are closed."""
-        prompt_B = (self.slot_B // self.width)[rows]
-        kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
-        if len(kept_P) < len(self.bias_P11L):
-            self.layers = {i: [b.index_select(0, kept_P) for b in buffers] for i, buffers in self.layers.items()}
-            self.bias_P11L = self.bias_P11L[kept_P]
-        self._place(prompt_B, count_P)
-
-    def at(self, place: Place) -> None:
-        """Of the next forward."""
-        self.slot_R = self.slot_B if place.rows_R is None else self.slot_B[place.rows_R]
-        self.bias_R11ML = None
-        if not place.even or place.at_RM.shape[1] > 1:
-            later_RML = torch.arange(place.end, device=place.at_RM.device) > place.at_RM[..., None]
-            self.bias_R11ML = torch.where(later_RML, -torch.inf, 0.0)[:, None, None]
-
-    def by_prompt(self, x_R: Tensor) -> Tensor:
-        """(R, key heads, repeat * M, D) -> (P, key heads, width * repeat * M, D), with zeros in slots without a row."""
-        slots = len(self.bias_P11L) * self.width
-        if len(x_R) < slots:
-            x_R = x_R.new_zeros(slots, *x_R.shape[1:]).index_copy_(0, self.slot_R, x_R)
-        return x_R.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
-
-    def by_row(self, x_P: Tensor) -> Tensor:
-        """The inverse: (P, key heads, width * repeat * M, D) -> (R, key heads, repeat * M, D)."""
-        x_R = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return x_R if len(x_R) == len(self.slot_R) else x_R[self.slot_R]
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query (R, heads, M, D); key and value (R, key heads, tokens after the prompt, D) -> (R, heads, M, D)."""
-        prompt_key, prompt_value = self.layers[layer]
-        grouped = (query * scale).reshape(len(query), key.shape[1], -1, query.shape[3])
-        to_prompt = self.by_row(self.by_prompt(grouped) @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype))
-        to_own = grouped @ key.transpose(2, 3)
-        if self.bias_R11ML is not None:
-            to_own = (to_own.unflatten(2, (-1, query.shape[2])) + self.bias_R11ML.to(query.dtype)).flatten(2, 3)
-        weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(dim=-1).to(query.dtype)
-        on_prompt, on_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
-        out = on_own @ value + self.by_row(self.by_prompt(on_prompt) @ prompt_value)
-        return out.reshape(query.shape)
+        return 0
 
 
 def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,19 +54,15 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if greedy:
         token_B = logits_BV.argmax(dim=-1)
-        return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
-    if sampling.top_p < 1:
-        descending, order = logp_BV.sort(dim=-1, descending=True)
-        mass = descending.double().exp()
-        # kept: the smallest set of likeliest tokens that reaches top_p; the likeliest one always
-        drop = mass.cumsum(dim=-1) - mass >= sampling.top_p
-        logp_BV = logp_BV.masked_fill(drop.gather(1, order.argsort(dim=-1)), -torch.inf).log_softmax(dim=-1)
-    # float64: with 150,000 tokens a float32 sum is off by more than a rare token's probability
-    cdf_BV = logp_BV.double().exp().cumsum(dim=-1)
-    total_B = cdf_BV[:, -1]
-    # rounding must not carry u up to the total: the search would run off the end, or into tokens of probability 0
-    u_B = torch.minimum(uniform_B.to(cdf_BV) * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    token_B = torch.searchsorted(cdf_BV, u_B[:, None], right=True)[:, 0]
+    else:
+        # float64: with 150,000 tokens a float32 sum is off by more than a rare token's probability
+        if sampling.top_p < 1:
+            logp_BV = TopPLogitsWarper(sampling.top_p)(None, logp_BV.double()).log_softmax(dim=-1)
+        cdf_BV = logp_BV.double().exp().cumsum(dim=-1)
+        total_B = cdf_BV[:, -1]
+        # rounding must not carry u up to the total: the search would run off the end, or into tokens of probability 0
+        u_B = torch.minimum(uniform_B.to(cdf_BV) * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+        token_B = torch.searchsorted(cdf_BV, u_B[:, None], right=True)[:, 0]
     return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
 
 
@@ -173,38 +78,111 @@ class Row:
     """A rollout that is being sampled, or waits for its environment."""
 
     rollout: Rollout
-    uniform: list[float]  # a number from 0 to 1 for each token it may sample
+    uniform: Iterator[float]  # a number from 0 to 1 for each token it may sample
     position: int  # M-RoPE's, of its next token
     n_seen: int = 0  # tokens after the prompt that went through the model
     n_images: int = 0  # images among them
-    n_drawn: int = 0
     tokens: list[int] = field(default_factory=list)  # of the response that is being sampled
     logprobs: list[float] = field(default_factory=list)
     active: bool = True  # is it being sampled?
 
 
 class Decoding:
-    """Rows whose prompts went through the model together, and what it has computed of them."""
+    """Rows whose prompts went through the model together, what it has computed of them, and their attention (a plan of
+    layers/attention.py).
 
-    def __init__(self, rows: list[Row], hidden_BH: Tensor, shared: SharedPrompts, cache: KVCache):
+    Prompts' keys and values are held once, not once per row. Rows lie in slots, `width` per prompt, so that the
+    prompt's part of attention is one product for all its rows. What comes after it is in buffers that grow by doubling,
+    in which a row sees its own tokens up to the one that asks.
+    """
+
+    def __init__(self, rows: list[Row], prompt_B: Tensor, hidden_PH: Tensor, valid_PL: Tensor, prompts: PromptCache):
         self.rows = rows
-        self.hidden_BH = hidden_BH  # which the next token is sampled from
-        self.shared = shared
-        self.cache = cache  # of what comes after the prompts
+        self.hidden_BH = hidden_PH[prompt_B]  # which the next token is sampled from
+        self.prompts = prompts.layers
+        self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
+        self.own: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (B, key heads, capacity, D)
+        self.recurrent = {layer: state.take(prompt_B) for layer, state in prompts.recurrent.items()}
+        self._place(prompt_B, prompt_B.bincount())
 
     @property
     def active(self) -> list[int]:
         return [b for b, row in enumerate(self.rows) if row.active]
 
+    def _place(self, prompt_B: Tensor, count_P: Tensor) -> None:
+        self.width = int(count_P.max())
+        first_P = count_P.cumsum(0) - count_P
+        self.slot_B = prompt_B * self.width + torch.arange(len(prompt_B), device=prompt_B.device) - first_P[prompt_B]
+
     def drop_ended(self) -> None:
-        """Keep the rows whose rollout is not over."""
+        """Keep the rows whose rollout is not over; prompts without any are dropped, too."""
         keep = [b for b, row in enumerate(self.rows) if not row.rollout.ended_by]
         if 0 < len(keep) < len(self.rows):
             index = torch.tensor(keep, device=self.hidden_BH.device)
-            self.cache.take(index)
-            self.shared.take(index)
             self.hidden_BH = self.hidden_BH[index]
+            self.own = {i: [b.index_select(0, index) for b in buffers] for i, buffers in self.own.items()}
+            self.recurrent = {layer: state.take(index) for layer, state in self.recurrent.items()}
+            prompt_B = (self.slot_B // self.width)[index]
+            kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
+            if len(kept_P) < len(self.bias_P11L):
+                self.prompts = {i: [b.index_select(0, kept_P) for b in layer] for i, layer in self.prompts.items()}
+                self.bias_P11L = self.bias_P11L[kept_P]
+            self._place(prompt_B, count_P)
         self.rows = [self.rows[b] for b in keep]
+
+    def prepare(self, numbers: list[int], n_tokens: int) -> None:
+        """The next forward is of M tokens of each of these rows, R, after those that went through the model."""
+        device, lengths = self.slot_B.device, [self.rows[b].n_seen for b in numbers]
+        self.all_rows = len(numbers) == len(self.rows)
+        self.rows_R = torch.tensor(numbers, device=device)
+        self.slot_R = self.slot_B[self.rows_R]
+        self.at_RM = torch.tensor(lengths, device=device)[:, None] + torch.arange(n_tokens, device=device)
+        self.end = max(lengths) + n_tokens
+        self.even = self.all_rows and len(set(lengths)) == 1  # as those of single responses are
+        self.bias_R11ML = None
+        if n_tokens > 1 or len(set(lengths)) > 1:
+            later_RML = torch.arange(self.end, device=device) > self.at_RM[..., None]
+            self.bias_R11ML = torch.where(later_RML, -torch.inf, 0.0)[:, None, None]
+
+    def append(self, layer: int, new: Sequence[Tensor]) -> list[Tensor]:
+        """Add keys and values, (R, key heads, M, D), and return those of these rows so far, (R, key heads, end, D)."""
+        empty = [x.new_empty(len(self.rows), x.shape[1], 0, x.shape[3]) for x in new]
+        buffers = self.own.setdefault(layer, empty)
+        for i, x in enumerate(new):
+            have = buffers[i].shape[2]
+            if have < self.end:  # zeros: what a shorter row has not written yet is read, if with weight 0
+                buffers[i] = F.pad(buffers[i], (0, 0, 0, max(have, self.end + 32 - have)))
+            if self.even:
+                buffers[i][:, :, self.end - x.shape[2] : self.end] = x
+            else:
+                buffers[i][self.rows_R[:, None], :, self.at_RM] = x.transpose(1, 2)
+        return [b[:, :, : self.end] if self.all_rows else b[self.rows_R, :, : self.end] for b in buffers]
+
+    def by_prompt(self, x_R: Tensor) -> Tensor:
+        """(R, key heads, repeat * M, D) -> (P, key heads, width * repeat * M, D), with zeros in slots without a row."""
+        slots = len(self.bias_P11L) * self.width
+        if len(x_R) < slots:
+            x_R = x_R.new_zeros(slots, *x_R.shape[1:]).index_copy_(0, self.slot_R, x_R)
+        return x_R.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
+
+    def by_row(self, x_P: Tensor) -> Tensor:
+        """The inverse: (P, key heads, width * repeat * M, D) -> (R, key heads, repeat * M, D)."""
+        x_R = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
+        return x_R if len(x_R) == len(self.slot_R) else x_R[self.slot_R]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query (R, heads, M, D); key and value (R, key heads, M, D) -> (R, heads, M, D)."""
+        prompt_key, prompt_value = self.prompts[layer]
+        key, value = self.append(layer, (key, value))
+        grouped = (query * scale).reshape(len(query), key.shape[1], -1, query.shape[3])
+        to_prompt = self.by_row(self.by_prompt(grouped) @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype))
+        to_own = grouped @ key.transpose(2, 3)
+        if self.bias_R11ML is not None:
+            to_own = (to_own.unflatten(2, (-1, query.shape[2])) + self.bias_R11ML.to(query.dtype)).flatten(2, 3)
+        weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(dim=-1).to(query.dtype)
+        on_prompt, on_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
+        out = on_own @ value + self.by_row(self.by_prompt(on_prompt) @ prompt_value)
+        return out.reshape(query.shape)
 
 
 class HFEngine(Engine):
@@ -254,7 +232,7 @@ class HFEngine(Engine):
             if starting := self._starting(waiting, busy):
                 waiting = [r for r in waiting if r not in starting]
                 batches.append(self._begin(starting, sampling))
-            elif not busy and not waiting and not came and over:
+            elif over and not busy and not waiting:
                 return
             for batch in batches:
                 self._step(batch, responses, sampling, head_HV)
@@ -288,44 +266,41 @@ class HFEngine(Engine):
         self.version += 1
         return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
 
-    def _prefill(self, prompts: Sequence[Prompt], cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
-        """Left-padded forward of the prompts: last hidden (P, H), valid (P, L) bool, next position (P,)."""
-        image_token, merge_size = self.processor.image_token_id, self.processor.merge_size
-        ids, positions, images = [], [], []
-        for prompt in prompts:
-            grids = [image.grid_thw for image in prompt.images]
-            ids.append(torch.tensor(prompt.token_ids))
-            positions.append(mrope_positions(prompt.token_ids, grids, image_token, merge_size).t())
-            images += prompt.images
-        pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        ids_PL, positions_3PL = pad(ids).to(self.device), pad(positions).permute(2, 0, 1).to(self.device)
-        valid_PL = pad([torch.ones(len(x), dtype=torch.bool) for x in ids]).to(self.device)
-        length = ids_PL.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-        # A padding query attends to itself, or its softmax would have nothing to sum over.
-        mask = (causal & valid_PL[:, None, :]) | torch.eye(length, dtype=torch.bool, device=self.device)
+    def _positions(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Tensor:
+        """Return M-RoPE positions of tokens with these images, from 0 on, (3, M)."""
+        grids = [image.grid_thw for image in images]
+        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, images: Sequence[ImageInput], **attention: Any) -> Tensor:
+        """Return the hidden states of each row's last token. ids (B, M), positions (3, B, M)."""
         features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
-        embeds = embed(self.hf, ids_PL, features, image_token)
-        cache.place = Place(range(len(ids)), len(ids), [0] * len(ids), length, self.device)
-        hidden = language_hidden(self.hf, embeds, positions_3PL, mask[:, None], deep, ids_PL == image_token, cache)
-        return hidden[:, -1], valid_PL, positions_3PL.amax(dim=(0, 2)) + 1
+        ids, token = ids.to(self.device), self.processor.image_token_id
+        embeds, positions = embed(self.hf, ids, features, token), positions.to(self.device)
+        return language_hidden(self.hf, embeds, positions, deep=deep, image_mask=ids == token, **attention)[:, -1]
 
     def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Decoding:
-        """Their prompts through the model, each once."""
+        """Their prompts through the model, each once, left-padded."""
         prompts = list(dict.fromkeys(r.prompt for r in rollouts))
+        ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
+        positions = [self._positions(prompt.token_ids, prompt.images).t() for prompt in prompts]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_PL, positions_3PL = pad(ids), pad(positions).permute(2, 0, 1)
+        valid_PL = pad([torch.ones(len(x), dtype=torch.bool) for x in ids]).to(self.device)
+        causal = torch.ones(ids_PL.shape[1:] * 2, dtype=torch.bool, device=self.device).tril()
+        # A padding query attends to itself, or its softmax would have nothing to sum over.
+        mask = (causal & valid_PL[:, None, :]) | torch.eye(len(causal), dtype=torch.bool, device=self.device)
+        cache, images = PromptCache(), list(chain.from_iterable(prompt.images for prompt in prompts))
+        hidden_PH = self._hidden(ids_PL, positions_3PL, images, mask=mask[:, None], cache=cache)
+
         number = {prompt: p for p, prompt in enumerate(prompts)}
-        rollouts = sorted(rollouts, key=lambda r: number[r.prompt])
-        prompt_cache = KVCache(len(prompts))
-        hidden_PH, valid_PL, position_P = self._prefill(prompts, prompt_cache)
-        prompt_B = torch.tensor([number[r.prompt] for r in rollouts], device=self.device)
-        cache = KVCache(len(rollouts))
-        cache.recurrent = {layer: state.take(prompt_B) for layer, state in prompt_cache.recurrent.items()}
+        next_P = (positions_3PL.amax(dim=(0, 2)) + 1).tolist()
         rows = []
-        for r, position in zip(rollouts, position_P[prompt_B].tolist(), strict=True):
+        for r in sorted(rollouts, key=lambda r: number[r.prompt]):
             generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample))
             uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-            rows.append(Row(r, uniform.tolist(), position))
-        return Decoding(rows, hidden_PH[prompt_B], SharedPrompts(prompt_cache, valid_PL, prompt_B), cache)
+            rows.append(Row(r, iter(uniform.tolist()), next_P[number[r.prompt]]))
+        prompt_B = torch.tensor([number[row.rollout.prompt] for row in rows], device=self.device)
+        return Decoding(rows, prompt_B, hidden_PH, valid_PL, cache)
 
     def _go_on(self, batch: Decoding, came: Sequence[Rollout]) -> list[Rollout]:
         """The last token that was sampled and what the environment said after it, through the model; returns those that
@@ -346,13 +321,11 @@ class HFEngine(Engine):
         rows = [batch.rows[b] for b in batch.active]
         if not rows:
             return
-        index_R = torch.tensor(batch.active, device=self.device)
-        logits_RV = logits_of(batch.hidden_BH if len(rows) == len(batch.rows) else batch.hidden_BH[index_R], head_HV)
+        logits_RV = logits_of(batch.hidden_BH[batch.active], head_HV)
         logits_RV[:, self.banned] = -torch.inf
-        uniform = torch.tensor([row.uniform[row.n_drawn] for row in rows], dtype=torch.float64)
+        uniform = torch.tensor([next(row.uniform) for row in rows], dtype=torch.float64)
         token_R, logp_R = sample_tokens(logits_RV, sampling, uniform.to(self.device))
         for row, token, logp in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
-            row.n_drawn += 1
             row.tokens.append(token)
             row.logprobs.append(logp)
             full = len(row.tokens) == responses.room(row.rollout)
@@ -365,44 +338,27 @@ class HFEngine(Engine):
         if batch.active:
             self._forward(batch, batch.active)
 
-    def _positions(self, row: Row, ids: list[int]) -> Tensor:
-        """M-RoPE positions of a row's new tokens, (3, M)."""
-        grids = [image.grid_thw for image in row.rollout.images[row.n_images :]]
-        return mrope_positions(ids, grids, self.processor.image_token_id, self.processor.merge_size) + row.position
-
     @torch.inference_mode()  # faster than no_grad, as it checks less; nothing trains on its outputs
     def _forward(self, batch: Decoding, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]
         ids, images = [row.tokens[-1:] or row.rollout.response[row.n_seen :] for row in rows], []
-        if len(ids[0]) == 1:  # a token that was sampled
-            positions_3RM = torch.tensor([[row.position] for row in rows]).expand(3, -1, -1)
-        else:
-            positions_3RM = torch.stack(list(map(self._positions, rows, ids)), dim=1)
-            for row in rows:
-                images += row.rollout.images[row.n_images :]
-                row.n_images = len(row.rollout.images)
+        positions_3RM = torch.tensor([[row.position] for row in rows]).expand(3, -1, -1)
+        if len(ids[0]) > 1:  # more than a token that was sampled
+            new = [row.rollout.images[row.n_images :] for row in rows]
+            images = list(chain.from_iterable(new))
+            positions_3RM = positions_3RM + torch.stack(list(map(self._positions, ids, new)), dim=1)
+        batch.prepare(numbers, len(ids[0]))
+        states = batch.recurrent
+        if not batch.all_rows:
+            batch.recurrent = {layer: state.take(batch.rows_R) for layer, state in states.items()}
+        hidden_RH = self._hidden(torch.tensor(ids), positions_3RM, images, plan=batch)
+        batch.hidden_BH = batch.hidden_BH.index_copy(0, batch.rows_R, hidden_RH)
+        if not batch.all_rows:
+            for layer, state in states.items():
+                state.put(batch.rows_R, batch.recurrent[layer])
+            batch.recurrent = states
         for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
             row.position = last + 1
-        ids_RM, positions_3RM = torch.tensor(ids).to(self.device), positions_3RM.to(self.device)
-        features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
-        embeds = embed(self.hf, ids_RM, features, self.processor.image_token_id)
-        lengths = [row.n_seen for row in rows]
-        cache, place = batch.cache, Place(numbers, len(batch.rows), lengths, ids_RM.shape[1], self.device)
-        cache.place, states = place, cache.recurrent
-        batch.shared.at(place)
-        if place.rows_R is not None:
-            cache.recurrent = {layer: state.take(place.rows_R) for layer, state in states.items()}
-        image_mask = ids_RM == self.processor.image_token_id
-        hidden_RMH = language_hidden(
-            self.hf, embeds, positions_3RM, deep=deep, image_mask=image_mask, cache=cache, plan=batch.shared
-        )
-        if place.rows_R is None:
-            batch.hidden_BH = hidden_RMH[:, -1]
-        else:
-            batch.hidden_BH = batch.hidden_BH.index_copy(0, place.rows_R, hidden_RMH[:, -1])
-            for layer, state in states.items():
-                state.put(place.rows_R, cache.recurrent[layer])
-            cache.recurrent = states
-        for row in rows:
-            row.n_seen += ids_RM.shape[1]
+            row.n_images = len(row.rollout.images)
+            row.n_seen += len(ids[0])

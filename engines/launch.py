@@ -7,29 +7,28 @@ imported when it starts.
 import asyncio
 import importlib.util
 import math
-import shutil
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from engines.hf import HFEngine
 from engines.self_test import self_test
-from errors import in_copy, need, plug_in, refusing
+from errors import in_copy, need, plug_in
 from model import ModelConfig, Processor, VisionCache, load_hf
 from packing import Packer
 from parallel.checkpoint import on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
 from prepare_data import Example
-from rollout import Batches, Engine, Examples, RolloutConfig, as_given
+from rollout import Batches, Engine, Examples, as_given
 from rollout import never as never_interrupted
-from settings import flag_of, never, setting
+from settings import flag_text, never, setting
 from utils import Context, print0
 
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
@@ -62,7 +61,7 @@ class ServerConfig(ConnectionConfig):
         """Raise UserError for settings that contradict each other, --rollout, --vllm or the model's."""
         if engine != "server":
             given = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
-            flags = " ".join(f"{flag_of(n)} {' '.join(v) if n == 'servers' else v}" for n, v in given.items())
+            flags = " ".join(flag_text(name, value) for name, value in given.items())
             need(not given, f"{flags}: for servers, but the engine is --rollout {engine}; use --rollout server")
             return
         given = "both" if self.servers else "neither"
@@ -76,11 +75,12 @@ class ServerConfig(ConnectionConfig):
              f"{model.train_vision}; use --sync gloo, nccl or disk")
         need(self.sync != "nccl" or torch.cuda.is_available(), "--sync nccl: there is no GPU here; use gloo")
         for url in self.servers:
-            form = f"--servers {url}: give http://HOST:PORT, several with spaces between"
-            with refusing(ValueError, form):
-                parts = urlsplit(url)
-                plain = parts.scheme in ("http", "https") and parts.hostname and parts.port
-            need(bool(plain) and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username), form)
+            parts = re.fullmatch(r"https?://[^/?#@]+:(\d+)/?", url)
+            told = f"--servers {url}: give http://HOST:PORT, several with spaces between"
+            need(parts is not None and 0 < int(parts[1]) < 65536, told)
+        urls = [url.rstrip("/") for url in self.servers]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")
 
 
 def vllm_is_installed() -> bool:
@@ -107,13 +107,8 @@ def check_engine(
             plug_in("engines.vllm", flag)
             need(installed, f"{flag}: vLLM is not installed here; {VLLM_INSTALL_HINT}, or name servers with --servers")
         else:
-            find_kind(servers.servers)
+            asyncio.run(plug_in("engines.client", "--servers").find_common_kind(servers.servers))
     vllm_settings(vllm, engine, world)
-
-
-def find_kind(urls: Sequence[str]) -> str:
-    """Return the kind of these servers, vllm or sglang. Raise UserError unless all answer, and are of one kind."""
-    return asyncio.run(plug_in("engines.client", "--servers").find_common_kind(urls))
 
 
 def resolve_engine(choice: str, device: torch.device) -> str:
@@ -131,104 +126,86 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
 ImageLimits = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many images, and how large
 
 
-def image_limits(
-    examples: Sequence[Example], processor: Processor, of_episodes: ImageLimits | None = None
-) -> dict[str, object]:
-    """Return vLLM's limit_mm_per_prompt, by which it reserves memory: the most images in a prompt, or an episode, and
-    the size of the largest, as the model sees it."""
+def size_limits(
+    examples: Sequence[Example], processor: Processor, max_model_len: int, of_episodes: ImageLimits | None = None
+) -> dict[str, Any]:
+    """Return the arguments of vLLM by which it reserves memory: the longest sequence; the most images in a prompt, or
+    an episode, and the size of the largest, as the model sees it."""
     sizes = list(chain.from_iterable(example.image_sizes for example in examples))
-    count = max(len(example.images) for example in examples)
+    count = max((len(example.images) for example in examples), default=0)
     if of_episodes:
         count, largest = of_episodes()
         sizes += [size for size in [largest] if 0 not in size]
     width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(448, 448))
-    return {"image": {"count": count, "width": width, "height": height} if count else 0, "video": 0}
+    image = {"count": count, "width": width, "height": height} if count else 0
+    return {"max_model_len": max_model_len, "limit_mm_per_prompt": {"image": image, "video": 0}}
 
 
 def make_engine(
     choice: str,
     path: str,
     processor: Processor,
-    device: torch.device,
+    ctx: Context,
     dtype: torch.dtype,
-    *,
-    examples: Sequence[Example],
-    max_model_len: int,
-    family_paths: tuple[str, ...] = (),
-    of_episodes: ImageLimits | None = None,
-    cache: VisionCache | None = None,
+    sizes: dict[str, Any],
     vllm: Sequence[str] = (),
-    world: int = 1,
+    servers: ServerConfig | None = None,
+    *,
+    family_paths: tuple[str, ...] = (),
+    cache: VisionCache | None = None,
     interrupted: Callable[[], bool] = never_interrupted,
+    **of_servers: Any,
 ) -> Engine:
-    """Return the engine that resolve_engine chose, for prompts made of `examples` and sequences of at most
-    max_model_len tokens. vLLM alone reads `vllm`, which is --vllm, for a run of `world` processes."""
+    """Return the engine that resolve_engine chose. `sizes`: what size_limits returns; `vllm`: --vllm; `of_servers`:
+    what ServerEngine alone needs."""
     if choice == "hf":
-        return HFEngine(load_hf(path, dtype, family_paths), processor, device, cache, interrupted)
-    limits = image_limits(examples, processor, of_episodes)
-    settings = vllm_settings(vllm, choice, world) | {"max_model_len": max_model_len, "limit_mm_per_prompt": limits}
-    return plug_in("engines.vllm", "--rollout vllm").VLLMEngine(path, processor, device, dtype, interrupted, **settings)
+        return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, interrupted)
+    if choice == "server":
+        of_servers |= {"max_model_len": sizes["max_model_len"], "interrupted": interrupted}
+        return plug_in("engines.server", "--rollout server").ServerEngine(servers, processor, dtype, ctx, **of_servers)
+    settings = vllm_settings(vllm, choice, ctx.world) | sizes
+    kind = plug_in("engines.vllm", "--rollout vllm").VLLMEngine
+    return kind(path, processor, ctx.device, dtype, interrupted, **settings)
 
 
 def start_engine(
-    cfg: ModelConfig,
-    rollout: RolloutConfig,
-    servers: ServerConfig,
+    cfg: Any,
     models: Models,
     processor: Processor,
     sets: list[Examples],
     ctx: Context,
-    out: Path,
     of_episodes: ImageLimits | None = None,
-    *,
-    interrupted: Callable[[], bool],
-    give_up: Callable[[str], None],
+    **ends: Callable,
 ) -> Engine:
-    """Return the engine of a run, for prompts made of these sets of examples, with all of the policy's weights: also
-    the frozen ones, which the run that is resumed may have trained. It stops sampling if `interrupted`, and calls
-    `give_up` with a message if no server is left."""
-    longest = max(chain.from_iterable(examples.lengths for examples in sets))
-    examples, length = list(chain.from_iterable(sets)), longest + rollout.max_new_tokens
-    policy = models.policy
-    if rollout.rollout == "server":
-        if servers.serve:
-            limits = image_limits(examples, processor, of_episodes)
-            settings = vllm_settings(rollout.vllm, "server", ctx.world)
-            settings |= {"max_model_len": length, "limit_mm_per_prompt": limits}
-            rank = cfg.lora_rank if servers.sync == "adapter" else 0
-            launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
-            urls = on_rank0(
-                lambda: launch(servers.serve, cfg.model, processor, models.dtype, settings, out, lora_rank=rank))
-            servers = replace(servers, servers=urls)
-        engine = connect(
-            servers,
-            processor,
-            models.dtype,
-            ctx,
-            out,
-            vocab_size=policy.hf.config.get_text_config().vocab_size,
-            max_model_len=length,
-            save_adapter=partial(save_adapter, policy, cfg.model),
-            trained_tower=not policy.vision_frozen,
-            interrupted=interrupted,
-            give_up=give_up,
-        )
-    else:
-        engine = make_engine(
-            rollout.rollout,
-            cfg.model,
-            processor,
-            ctx.device,
-            models.dtype,
-            family_paths=cfg.family_paths,
-            examples=examples,
-            max_model_len=length,
-            of_episodes=of_episodes,
-            cache=policy.cache,
-            vllm=rollout.vllm,
-            world=ctx.world,
-            interrupted=interrupted,
-        )
+    """Return the engine of a run (`cfg` is train.Config), for prompts made of these sets of examples, with all of the
+    policy's weights: also the frozen ones, which the run that is resumed may have trained. `ends`: `interrupted` and
+    `give_up`, what ServerEngine has by these names."""
+    model, vllm, servers, out, policy = cfg.model, cfg.rollout.vllm, cfg.servers, Path(cfg.run.out), models.policy
+    length = max(chain.from_iterable(examples.lengths for examples in sets)) + cfg.rollout.max_new_tokens
+    sizes = size_limits(list(chain.from_iterable(sets)), processor, length, of_episodes)
+    if servers.serve:
+        launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
+        rank = model.lora_rank if servers.sync == "adapter" else 0
+        settings = vllm_settings(vllm, "server", ctx.world) | sizes
+        asked = (servers.serve, model.model, processor, models.dtype, settings, out, rank)
+        servers = replace(servers, servers=on_rank0(lambda: launch(*asked)))
+    engine = make_engine(
+        cfg.rollout.rollout,
+        model.model,
+        processor,
+        ctx,
+        models.dtype,
+        sizes,
+        vllm,
+        servers,
+        family_paths=model.family_paths,
+        cache=policy.cache,
+        out=out,
+        vocab_size=policy.hf.config.get_text_config().vocab_size,
+        trained_tower=not policy.vision_frozen,
+        save_adapter=partial(save_adapter, policy, model.model),
+        **ends,
+    )
     engine.sync(models.weights(engine.dtype))
     return engine
 
@@ -239,10 +216,8 @@ def start_sampling(
 ) -> Engine:  # fmt: skip
     """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
     episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
-    limits = env.image_limits if env else None
-    places = (models, processor, sets, ctx, Path(cfg.run.out), limits)
     ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
-    engine = start_engine(cfg.model, cfg.rollout, cfg.servers, *places, **ends)
+    engine = start_engine(cfg, models, processor, sets, ctx, env.image_limits if env else None, **ends)
     if cfg.run.self_test:
         sampling, start_of = batches.sampling(0), env.start_of if env else as_given
         print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
@@ -251,35 +226,3 @@ def start_sampling(
     if cfg.servers.async_steps:
         engine = plug_in("engines.ahead", "--async-steps").Ahead(engine, batches)
     return engine
-
-
-def connect(
-    servers: ServerConfig,
-    processor: Processor,
-    dtype: torch.dtype,
-    ctx: Context,
-    out: Path,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    save_adapter: Callable[[Path], None] | None = None,
-    **more: Any,
-) -> Engine:
-    """Return the engine that samples from the servers at these URLs. `save_adapter(folder)`, collective, writes the
-    policy's adapter (--sync adapter). `more` is passed to ServerEngine."""
-    client, server, sync = (plug_in(f"engines.{name}", "--rollout server") for name in ("client", "server", "sync"))
-    folder = out / "sync"  # where --sync disk and adapter write; all servers must see it
-    for left in folder.glob("*") if ctx.main else ():  # by a run that was killed in the middle of a sync
-        shutil.rmtree(left, ignore_errors=True)
-    urls, timeout = [url.rstrip("/") for url in servers.servers], servers.server_timeout
-    twice = sorted({url for url in urls if urls.count(url) > 1})
-    need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")
-    auto = "nccl" if ctx.device.type == "cuda" else "gloo"
-    how = auto if servers.sync == "auto" else servers.sync
-    kind, calls, banned = find_kind(urls), client.Calls(), processor.banned(vocab_size).tolist()
-    clients = [server.CLIENTS[kind](url, calls.http, timeout, processor.eos_ids, banned) for url in urls]
-    calls.run_all([client.check(how, max_model_len) for client in clients])
-    sender = sync.make_sender(how, kind, calls, timeout, folder, save_adapter)
-    ids = set(range(vocab_size)).difference(banned)
-    more["in_flight"] = servers.in_flight
-    return server.ServerEngine(calls, clients, sender, processor, dtype, ctx, ids, max_model_len, **more)

@@ -22,6 +22,7 @@ from errors import UserError, need, plug_in
 from model import Processor
 from utils import end_with_parent
 
+START_MINUTES = 20  # until a server must answer
 # Names that torchrun gives to its own processes, and that a server must not take for its own
 TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,21 +32,26 @@ def server_command(
     lora_rank: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """Return the arguments and the environment of a server. `settings`: max_model_len, limit_mm_per_prompt
-    (launch.image_limits) and those of --vllm."""
-    cuda = torch.cuda.is_available()
+    (launch.size_limits) and those of --vllm."""
     if engine == "sglang":
-        command, environment = sglang_command(path, dtype, cuda, settings)
+        command, environment = sglang_command(path, dtype, settings)
     else:
         vllm = plug_in("engines.vllm", "--engine vllm")
-        command, environment = vllm_command(vllm.engine_arguments(path, processor, dtype, cuda, settings), lora_rank)
+        arguments = vllm.engine_arguments(path, processor, dtype, torch.cuda.is_available(), settings)
+        command, environment = vllm_command(arguments, lora_rank)
     return [sys.executable, "-m", *command, "--host", host, "--port", str(port)], environment
 
 
 # Our own --vllm settings; the rest of LLM's arguments are flags of `vllm serve`
 NO_FLAGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
+VLLM_ARGS = (
+    "--enable-scale-out --disable-uvicorn-access-log --worker-extension-cls engines.worker.Extension "
+    f"--served-model-name {POLICY}"
+).split()
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
 
 
-def vllm_command(arguments: dict[str, Any], lora_rank: int = 0) -> tuple[list[str], dict]:
+def vllm_command(arguments: dict[str, Any], lora_rank: int) -> tuple[list[str], dict[str, str]]:
     """Return the command of a vLLM server with these arguments (vllm.engine_arguments), and its environment. With
     `lora_rank` it takes adapters (--sync adapter)."""
     root = str(Path(__file__).parent.parent)
@@ -55,21 +61,14 @@ def vllm_command(arguments: dict[str, Any], lora_rank: int = 0) -> tuple[list[st
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
     }
-    path = arguments["model"]
-    arguments = {key: value for key, value in arguments.items() if key not in NO_FLAGS} | {
-        "served_model_name": POLICY,
-        "enable_scale_out": True,
-        "disable_uvicorn_access_log": True,
-        "worker_extension_cls": "engines.worker.Extension",
-        "weight_transfer_config": {"backend": "trainer"},
-    }
+    flags = {key: value for key, value in arguments.items() if key not in NO_FLAGS}
+    flags["weight_transfer_config"] = {"backend": "trainer"}  # engines/worker.py
     if lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
-        arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= lora_rank), "max_loras": 2}
+        flags |= {"enable_lora": True, "max_lora_rank": min(r for r in LORA_RANKS if r >= lora_rank), "max_loras": 2}
     if not torch.cuda.is_available():
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return ["vllm.entrypoints.cli.main", "serve", path, *to_flags(arguments)], environment
+    return ["vllm.entrypoints.cli.main", "serve", arguments["model"], *VLLM_ARGS, *to_flags(flags)], environment
 
 
 def to_flags(arguments: dict[str, Any]) -> list[str]:
@@ -86,6 +85,10 @@ def to_flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
+SGLANG_ARGS = (
+    "--skip-server-warmup --sampling-defaults openai --grammar-backend none --enable-multimodal "
+    "--enable-custom-logit-processor"
+).split()
 CPU_ARGS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
     "--disable-overlap-schedule --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64"
@@ -94,24 +97,23 @@ NO_RESIZE = {"image": {"size": {"shortest_edge": 1, "longest_edge": 1 << 40}}}  
 CUDA_ARGS = ["--mem-fraction-static", "0.6"]
 
 
-def sglang_command(path: str, dtype: torch.dtype, cuda: bool, settings: dict[str, Any]) -> tuple[list[str], dict]:
+def sglang_command(path: str, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Return the command of an SGLang server, and its environment. `settings`: max_model_len, limit_mm_per_prompt,
     tensor_parallel_size."""
-    length, images = settings["max_model_len"], settings["limit_mm_per_prompt"]["image"]
-    count = images["count"] if images else 0
-    argv = ["sglang.launch_server", "--model-path", path]
-    argv += ["--dtype", str(dtype).removeprefix("torch."), "--context-length", str(length), "--skip-server-warmup"]
-    argv += ["--sampling-defaults", "openai", "--grammar-backend", "none", "--enable-multimodal"]
-    argv += ["--enable-custom-logit-processor"]
-    argv += ["--limit-mm-data-per-request", json.dumps({"image": count, "video": 0})]
-    argv += ["--mm-process-config", json.dumps(NO_RESIZE)]
-    argv += ["--tp-size", str(settings.get("tensor_parallel_size", 1))]
-    argv += CUDA_ARGS if cuda else CPU_ARGS
+    images, cuda = settings["limit_mm_per_prompt"]["image"], torch.cuda.is_available()
+    flags = {
+        "model_path": path,
+        "dtype": str(dtype).removeprefix("torch."),
+        "context_length": settings["max_model_len"],
+        "limit_mm_data_per_request": {"image": images["count"] if images else 0, "video": 0},
+        "mm_process_config": NO_RESIZE,
+        "tp_size": settings.get("tensor_parallel_size", 1),
+    }
     # started by torchrun's processes, it must not take their store for that of a transfer; and see `health`
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if not cuda:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    return argv, env
+    return ["sglang.launch_server", *to_flags(flags), *SGLANG_ARGS, *(CUDA_ARGS if cuda else CPU_ARGS)], env
 
 
 class LocalServers:
@@ -123,30 +125,27 @@ class LocalServers:
         self.logs: list[Path] = []
         atexit.register(self.stop)
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path, gpus: Sequence[str] = ()) -> None:
-        """Start a server with its output in a file, and its command in a .txt next to it. `gpus`: those it may use."""
+    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Start a server with its output in a file, and its command in a .txt next to it."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
-        environment = own | environment
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".txt").write_text(shlex.join(command) + "\n")
         with log.open("w") as out:
             process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                command, env=own | environment, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, preexec_fn=end_with_parent,
             )
         self.processes.append(process)
         self.logs.append(log)
 
-    def wait_until_healthy(self, urls: Sequence[str], minutes: float = 20.0) -> None:
+    def wait_until_healthy(self, urls: Sequence[str]) -> None:
         """Wait until all answer. Raise UserError, with the last line of its log, if one does not."""
-        end = time.monotonic() + 60 * minutes
+        end = time.monotonic() + 60 * START_MINUTES
         for url, process, log in zip(urls, self.processes, self.logs, strict=True):
             while not is_healthy(url):
                 late = time.monotonic() > end
                 if process.poll() is not None or late:
-                    why = f"did not answer within {minutes:g} minutes" if late else f"ended with {process.returncode}"
+                    why = f"did not answer in {START_MINUTES} minutes" if late else f"ended with {process.returncode}"
                     raise UserError(f"--serve: the server {url} {why}; it said: {tail_log(log)} (all of it: {log})")
                 time.sleep(0.5)
 
@@ -196,9 +195,10 @@ def launch_servers(
     need(not have or wanted <= len(have), f"{told}, and there are {len(have)}; start fewer processes or servers")
     for number in range(n):
         port = free_port()
-        gpus = have[first + number * tp : first + (number + 1) * tp]
         command, environment = server_command("vllm", path, processor, dtype, settings, "127.0.0.1", port, lora_rank)
-        servers.start(command, environment, out / "servers" / f"server{number}.log", gpus)
+        if gpus := have[first + number * tp : first + (number + 1) * tp]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        servers.start(command, environment, out / "servers" / f"server{number}.log")
         urls.append(f"http://127.0.0.1:{port}")
     servers.wait_until_healthy(urls)
     return urls

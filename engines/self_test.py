@@ -99,8 +99,8 @@ def nudged(policy: Policy) -> Iterator[None]:
             kept.append((some, some.clone()))
             seed = derive_seed("nudge", name, *shard_of(parameter))
             noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))
-            inputs = parameter.shape[1:].numel() if parameter.dim() == 2 else parameter.shape[-1]
-            least = 1.0 if parameter.dim() == 1 else 2.0 if name.endswith("pos_embed.weight") else inputs**-0.5
+            table = name.endswith("pos_embed.weight")
+            least = 1.0 if parameter.dim() == 1 else 2.0 if table else parameter.shape[-1] ** -0.5
             size = max(least, some.float().square().mean().sqrt().item())
             size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
             in_tower, adapter = name.startswith(tower), ".lora_" in name
@@ -147,20 +147,11 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
         kinds = (ids == policy.image_token_id).int()
         theirs, _ = policy.hf.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
         ours = model.mrope_positions(prompt.token_ids, grids, policy.image_token_id, policy.merge_size)
-        wrong = (ours != theirs[:, 0].to(ours)).any(0).nonzero()[:, 0].tolist()
-        if wrong:
-            a, b = ours[:, wrong[0]].tolist(), theirs[:, 0, wrong[0]].tolist()
-            differ = f"differ from transformers' from token {wrong[0]}: {a}, and {b} there"
+        wrong = (ours != theirs[:, 0].to(ours)).any(0)
+        if wrong.any():
+            differ = f"differ from transformers' from token {int(wrong.int().argmax())} on"
             return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {NO_FAMILY}"]
     return []
-
-
-class Gap:
-    """Mean and largest |difference| of two computations of the same log-probabilities."""
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor):
-        gaps = (a - b).abs()
-        self.mean, self.max = gaps.mean().item(), gaps.max().item()
 
 
 @torch.no_grad()
@@ -194,7 +185,7 @@ def self_test(
         return rollouts, theirs, torch.cat([compute([r]) for r in rollouts])
 
     rollouts, theirs, ours = sample()
-    both = Gap(theirs, ours)
+    both = (theirs - ours).abs()
     with nudged(policy):
         engine.sleep()  # as before each update: the test below finds what sleep makes it forget
         sync()
@@ -202,13 +193,13 @@ def self_test(
         plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
         together = compute(rollouts)
         with rounded(policy):
-            rounding = Gap(compute(rollouts), together)
+            rounding = (compute(rollouts) - together).abs()
     sync()
     # What engine and trainer have in common they would both get wrong: positions, embeddings, what attends to what.
-    plain, packed, synced = Gap(torch.cat(plain), ours), Gap(together, ours), Gap(theirs, ours)
-    moved = Gap(compute(rollouts), together)
+    plain, packed, synced = ((other - ours).abs() for other in (torch.cat(plain), together, theirs))
+    moved = (compute(rollouts) - together).abs().mean()
 
-    limit = FLOOR + LIMIT * rounding.mean
+    limit = FLOOR + LIMIT * rounding.mean().item()
     checks = (
         (f"engine ({type(engine).__name__}) and trainer", both, TOLERANCE[engine.dtype], OTHER_ENGINE),
         ("the trainer and transformers' own forward", plain, limit, NO_FAMILY),
@@ -217,16 +208,16 @@ def self_test(
     )
     failures = check_positions(policy, prompts)
     for what, gap, tolerated, advice in checks:
-        if not gap.mean <= tolerated:  # a NaN is not
-            differ = f"differ by {gap.mean:.2e} nats a token on average, {gap.max:.2e} at most"
+        if not gap.mean() <= tolerated:  # a NaN is not
+            differ = f"differ by {gap.mean():.2e} nats a token on average, {gap.max():.2e} at most"
             failures.append(f"log-probabilities of {what} {differ}, where {tolerated:.1e} is tolerated; {advice}")
-    if not moved.mean > 3 * limit:
-        failures.append(f"new weights moved log-probabilities by {moved.mean:.2e} only, which says nothing of the sync")
+    if not moved > 3 * limit:
+        failures.append(f"new weights moved log-probabilities by {moved:.2e} only, which says nothing of the sync")
 
     everywhere: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, [f"{line} (rank {dist.get_rank()})" for line in failures])
     failed = "; ".join(sum(everywhere, []))
     need(not failed, f"self-test before the first step (--no-self-test trains all the same): {failed}")
     told = f"{len(prompts)} prompts ({sum(len(p.images) > 0 for p in prompts)} with images) tokenised the same"
-    measured = ", of ".join(f"{what} {gap.mean:.1e}" for what, gap, *_ in checks)
-    return f"self-test: {told}; |dlogp| of {measured} (limit {limit:.1e}), which moved them by {moved.mean:.1e}"
+    measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
+    return f"self-test: {told}; |dlogp| of {measured} (limit {limit:.1e}), which moved them by {moved:.1e}"

@@ -15,17 +15,16 @@ import shlex
 import socket
 import sys
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
-from engines.launch import ServerConfig, image_limits, vllm_settings
+from engines.launch import ServerConfig, size_limits, vllm_settings
 from engines.local import server_command
 from errors import need, refusing
 from model import ModelConfig, default_dtype, load_processor
 from prepare_data import DataConfig, ReadingConfig, read_examples
-from rollout import EnvConfig, Examples, RolloutConfig, as_given, drop_long_prompts, load_environments
+from rollout import EnvConfig, RolloutConfig, as_given, drop_long_prompts, load_environments
 from settings import Parser, add_settings, check_given, read_settings, setting
 from utils import run_script
 
@@ -57,26 +56,23 @@ def main(configs: tuple[Any, ...]) -> None:
     serve, model, data, rollout, servers, env = configs
     installed = importlib.util.find_spec(serve.engine) is not None
     need(serve.print or installed, f"--engine {serve.engine} is not installed in {sys.prefix}; see docs/scale.md")
-    given = " ".join(rollout.vllm)
-    need(serve.engine == "vllm" or not given, f"--vllm {given}: the engine is --engine {serve.engine}; leave it out")
-    settings = vllm_settings(rollout.vllm, "server", 1)
-    need("tensor_parallel_size" not in settings, f"--vllm {given}: give --gpus instead of tensor_parallel_size")
+    settings = vllm_settings(rollout.vllm, "server" if serve.engine == "vllm" else serve.engine, 1)
+    need("tensor_parallel_size" not in settings, "--vllm tensor_parallel_size: give --gpus instead")
     settings["tensor_parallel_size"] = serve.gpus
     processor = load_processor(model.model, model.min_pixels, model.max_pixels)
     environments = load_environments(env)
     start_of = environments.start_of if environments else as_given
-    sets = []
+    examples, longest = [], 0
     for path in filter(None, (data.data, data.eval_data)):
-        examples, _ = read_examples(path, data)
-        kept, _, lengths = drop_long_prompts(examples, processor, data.max_prompt_tokens, "skip", start_of)
+        found, _ = read_examples(path, data)
+        kept, _, lengths = drop_long_prompts(found, processor, data.max_prompt_tokens, "skip", start_of)
         need(len(kept) > 0, f"{path}: no prompt fits --max-prompt-tokens {data.max_prompt_tokens}; raise it")
-        sets.append(Examples(kept, lengths))
+        examples += kept
+        longest = max(longest, *lengths)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = default_dtype(device) if model.dtype == "auto" else getattr(torch, model.dtype)
-    longest = max(chain.from_iterable(examples.lengths for examples in sets))
     of_episodes = environments.image_limits if environments else None
-    limits = image_limits(list(chain.from_iterable(sets)), processor, of_episodes)
-    settings |= {"max_model_len": longest + rollout.max_new_tokens, "limit_mm_per_prompt": limits}
+    settings |= size_limits(examples, processor, longest + rollout.max_new_tokens, of_episodes)
     adapter = model.lora_rank if servers.sync == "adapter" else 0
     command, environment = server_command(
         serve.engine, model.model, processor, dtype, settings, serve.host, serve.port, adapter)

@@ -12,10 +12,12 @@ import asyncio
 import math
 import os
 import queue
+import shutil
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +29,15 @@ from engines.client import (
     GenerateResult,
     ServerClient,
     ServerUnavailable,
+    find_common_kind,
 )
-from engines.common import build_request
+from engines.common import build_request, check_answer
 from engines.sglang_client import SGLangClient
-from engines.sync import Sender, Sent
+from engines.sync import make_sender
 from engines.vllm_client import VLLMClient
-from errors import UserError, describe_error, need
+from errors import UserError, describe_error
 from model import Processor
 from rollout import (
-    NOT_FINITE,
     WAIT,
     Engine,
     Responses,
@@ -43,7 +45,6 @@ from rollout import (
     Sampling,
     Weights,
     add_response,
-    difference,
     never,
 )
 from utils import Context, NamedTensors, derive_seed
@@ -61,41 +62,37 @@ def refuse(why: str) -> None:
 
 
 class ServerEngine(Engine):
-    """Rollouts from servers. `ids`: those that may be sampled. `max_model_len`: the longest sequence of a request.
-    `trained_tower`: images are read again with each version of the weights. `interrupted`: stop sampling, as the run
-    was asked to end. `give_up(message)` raises UserError, or asks the run to save and end, if no server is left."""
+    """Rollouts from servers. `cfg` is launch.ServerConfig, `out` the folder of the run; `max_model_len`: the longest
+    sequence of a request. `trained_tower`: images are read again with each version of the weights.
+    `save_adapter(folder)`, collective, writes the policy's adapter (--sync adapter). `interrupted`: stop sampling, as
+    the run was asked to end. `give_up(message)` raises UserError, or asks the run to save and end, if no server is
+    left."""
 
     concurrent = True
 
     def __init__(
         self,
-        calls: Calls,
-        clients: Sequence[ServerClient],
-        sender: Sender,
+        cfg: Any,
         processor: Processor,
         dtype: torch.dtype,
         ctx: Context,
-        ids: Set[int],
+        *,
+        out: Path,
+        vocab_size: int,
         max_model_len: int,
-        in_flight: str = "abort",
         trained_tower: bool = False,
+        save_adapter: Callable[[Path], None] | None = None,
         interrupted: Callable[[], bool] = never,
         give_up: Callable[[str], None] = refuse,
     ):
         super().__init__(interrupted)
-        self.give_up = give_up
-        self.calls = calls
-        self.servers = {client.url: client for client in clients}
-        self.sender = sender
         self.processor = processor
         self.dtype = dtype
         self.ctx = ctx
-        self.in_flight = in_flight
-        self.trained_tower = trained_tower
         self.max_model_len = max_model_len
-        self.interrupted = interrupted
+        self.in_flight = cfg.in_flight
+        self.trained_tower = trained_tower
         self.give_up = give_up
-        self.ids = ids
         self.run_id = ctx.gather(os.urandom(4).hex())[0]  # tells this run's weights from those of others
         self.requests_allowed = asyncio.Event()  # not while weights change
         self.pending: dict[asyncio.Task, ServerClient] = {}  # requests without an answer yet
@@ -104,8 +101,21 @@ class ServerEngine(Engine):
         self.idle_seconds = 0.0
         self.weights_label = ""  # of the weights that servers have
         self.tower = ""  # of those with the vision tower that they have: their features of images outlive a sync
-        self.link: Any = None  # of rank 0 with the servers' workers
-        self.synced_urls: list[str] = []  # servers at the other end of the link, which have all weights
+        self.synced_urls: list[str] = []  # servers that rank 0 is connected with, and that have all weights
+
+        self.calls = Calls()
+        urls, banned = [url.rstrip("/") for url in cfg.servers], processor.banned(vocab_size).tolist()
+        self.ids = set(range(vocab_size)).difference(banned)  # that may be sampled
+        [kind] = self.calls.run_all([find_common_kind(urls)])
+        more = (self.calls.http, cfg.server_timeout, processor.eos_ids, banned)
+        self.servers: dict[str, ServerClient] = {url: CLIENTS[kind](url, *more) for url in urls}
+        auto = "nccl" if ctx.device.type == "cuda" else "gloo"
+        how = auto if cfg.sync == "auto" else cfg.sync
+        self.calls.run_all([server.check(how, max_model_len) for server in self.servers.values()])
+        folder = out.absolute() / "sync"  # where --sync disk and adapter write; all servers must see it
+        if ctx.main:  # left by a run that was killed in the middle of a sync
+            shutil.rmtree(folder, ignore_errors=True)
+        self.sender = make_sender(how, kind, self.calls, cfg.server_timeout, folder, save_adapter)
 
     # --- sampling ---
 
@@ -146,13 +156,10 @@ class ServerEngine(Engine):
     ) -> tuple[list[int], list[float], list[int]]:
         """Return tokens, their log-probabilities, and the versions of the weights that sampled them. A response that a
         sync interrupts (--in-flight abort) is continued from what there is, under the new weights."""
-        uid, sample, turn, length, room, short, pil_images = build_request(rollout, room, self.processor)
+        uid, sample, turn, length, room, short, _ = build_request(rollout, room, self.processor)
         assert length + room <= self.max_model_len, "the engine was started for shorter sequences"
-        so_far = rollout.prompt.token_ids + rollout.response
-        keys = [image.key for image in rollout.prompt.images + rollout.images]
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
+        so_far, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
+        tokens, logprobs, versions = [], [], []
         lost_once: set[ServerClient] = set()  # servers whose connection broke once during this request
         fruitless = 0  # answers in a row that brought no token
         while True:
@@ -160,35 +167,24 @@ class ServerEngine(Engine):
             server = self._pick_server(uid, servers)
             if server is None:
                 await asyncio.Event().wait()  # until the run ends
-            images = [(f"{key}-{self.tower}", image) for key, image in zip(keys, pil_images, strict=True)]
+            named = [(f"{image.key}-{self.tower}", image.image) for image in images]
             again = [len(tokens)] if tokens else []  # other random numbers than those of its beginning
             seed = derive_seed(sampling.seed, uid, sample, *([turn] if turn > 1 or again else []), *again)
             request = GenerateRequest(
-                uid, short + tokens, images, room - len(tokens), seed, sampling.temperature, sampling.top_p,
+                uid, short + tokens, named, room - len(tokens), seed, sampling.temperature, sampling.top_p,
                 self.weights_label)
             try:
-                result = await self._send_request(server, request)
-                if result:
-                    validate_result(result, request, so_far + tokens, server.url, self.ids)
-                numbers = [self._parse_version(label) for label in result.labels] if result else []
+                result = await self._send_request(server, request, so_far + tokens)
             except ServerUnavailable as error:
                 first = isinstance(error, ConnectionLost) and server not in lost_once
                 if not (first and await server.alive()):
                     self._mark_unavailable(server, str(error))
                 lost_once.add(server)
                 continue
-            except UserError:
-                raise
-            except NOT_AS_EXPECTED as error:
-                self._mark_unavailable(server, f"its answer cannot be read: {describe_error(error)}")
-                continue
-            if numbers and max(numbers) < self._parse_version(request.salt):
-                self._mark_unavailable(server, "it still has the weights of an earlier sync")
-                continue
             if result and (self.in_flight == "keep" or set(result.labels) <= {request.salt}):
                 tokens += result.tokens
                 logprobs += result.logprobs
-                versions += numbers
+                versions += map(self._parse_version, result.labels)
                 if result.finish != "abort" or len(tokens) == room:  # or it was aborted with its last token
                     return tokens, logprobs, versions
             # A sync aborts requests once. A server that keeps doing so is asked more and more slowly, then left out
@@ -199,7 +195,9 @@ class ServerEngine(Engine):
                 fruitless = 0
             await asyncio.sleep(FIRST_PAUSE * (2**fruitless - 1))
 
-    async def _send_request(self, server: ServerClient, request: GenerateRequest) -> GenerateResult | None:
+    async def _send_request(
+        self, server: ServerClient, request: GenerateRequest, so_far: Sequence[int]
+    ) -> GenerateResult | None:
         """Return the answer, or None if new weights overtook the request. It was not running yet when they came, so
         nothing is lost; but it would continue from its prompt as the old weights read it."""
         self._add_idle_time()
@@ -207,13 +205,19 @@ class ServerEngine(Engine):
         task = asyncio.ensure_future(server.generate(request))
         self.pending[task] = server
         try:
-            return await task
+            result = await task
+            validate_result(result, request, so_far, server.url, self.ids)
+            if max(map(self._parse_version, result.labels), default=math.inf) < self._parse_version(request.salt):
+                raise ServerUnavailable("it still has the weights of an earlier sync")
+            return result
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
             return None
         except UserError as error:
             raise UserError(f"example {request.uid!r}: {error}") from error
+        except NOT_AS_EXPECTED as error:
+            raise ServerUnavailable(f"its answer cannot be read: {describe_error(error)}") from error
         finally:
             del self.pending[task]
             self._add_idle_time()
@@ -272,67 +276,55 @@ class ServerEngine(Engine):
         failed: dict[str, str] = {}
         while True:
             targets, whole = self._from_rank0(partial(self._sync_targets, failed))
-            for url in self.servers:
-                if url not in targets and url not in failed:
-                    self._mark_unavailable(self.servers[url], "no answer to /health")
+            for url in self.servers.keys() - failed.keys() - set(targets):
+                self._mark_unavailable(self.servers[url], "no answer to /health")
             if not targets:
                 self._fail_run("none takes new weights")
                 self.synced_urls = []
-                sent = Sent({})
                 break
-            tensors = self.sender.collect(weights, whole, label)
-            sent = self._from_rank0(partial(self._send, targets, tensors, whole, label), tensors)
+            tensors = iter(self.sender.collect(weights, whole, label))
+            lost = self._from_rank0(partial(self._send, targets, tensors, whole, label), tensors)
             for url in targets:
-                if url in sent.failed:
-                    self._mark_unavailable(self.servers[url], f"new weights: {sent.failed[url]}")
+                if url in lost:
+                    self._mark_unavailable(self.servers[url], f"new weights: {lost[url]}")
                 elif url in self.unavailable:
                     print(f"--servers {url} is used again")
                     del self.unavailable[url]
-            if not sent.failed:
+            if not lost:
                 break
-            failed |= sent.failed
+            failed |= lost
         if (targets and whole) or self.trained_tower:
             self.tower = label
         self.complete = True
         self.version += 1
         self.weights_label = label
         self.calls.loop.call_soon_threadsafe(self._resume_requests)
-        metrics = {"sync/calls": float(sent.calls), "sync/bytes": float(sent.n_bytes)} if targets else {}
-        return metrics | {"sync/servers": float(len(targets))}
+        counts = {"sync/calls": self.sender.n_calls, "sync/bytes": self.sender.n_bytes} if targets else {}
+        return {name: float(n) for name, n in counts.items()} | {"sync/servers": float(len(targets))}
 
     def _from_rank0(self, work: Callable[[], Any], tensors: NamedTensors = ()) -> Any:
-        """Return on all ranks what rank 0 computes; meanwhile the others iterate over the tensors, which all ranks
-        gather together."""
-        if self.ctx.main:
-            return self.ctx.gather(work())[0]
+        """Return on all ranks what rank 0 computes. All iterate over the tensors to their end, as they gather them
+        together."""
+        result = work() if self.ctx.main else None
         for _ in tensors:
             pass
-        return self.ctx.gather(None)[0]
+        return self.ctx.gather(result)[0]
 
-    def _send(self, targets: Sequence[str], tensors: NamedTensors, whole: bool, label: str) -> Sent:
-        """Pause these servers, bring them weights, and let them continue."""
+    def _send(self, targets: Sequence[str], tensors: NamedTensors, whole: bool, label: str) -> dict[str, str]:
+        """Pause these servers, bring them weights, and let them continue. Return which failed, and why."""
         servers = [self.servers[url] for url in targets]
         self.synced_urls = []
         _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight))
         if whole and not failed:
-            if self.link is not None:
-                self.sender.close(self.link)
-            self.link, failed = self.sender.open(servers)
-        if failed:
-            sent = Sent(failed)
-            for _ in tensors:
-                pass
-        else:
-            sent = self.sender.send(self.link, servers, tensors, whole, label)
-        if not sent.failed:
+            failed = self.sender.open(servers)
+        failed = failed or self.sender.send(tensors, whole, label)
+        if not failed:
             _, failed = self.calls.each(servers, lambda server: server.resume())
-            sent = sent._replace(failed=failed)
-        if sent.failed:
-            self.sender.close(self.link)
-            self.link = None
+        if failed:
+            self.sender.close()
         else:
             self.synced_urls = list(targets)
-        return sent
+        return failed
 
     def _sync_targets(self, failed: Set[str]) -> tuple[list[str], bool]:
         """Return the servers that get the next weights, unavailable ones that answer again among them; and whether they
@@ -375,14 +367,8 @@ class ServerEngine(Engine):
 def validate_result(
     result: GenerateResult, request: GenerateRequest, so_far: Sequence[int], url: str, ids: Set[int]
 ) -> None:
-    """Raise ServerUnavailable unless the tokens of an answer are of `ids`, and each has one finite log-probability; and
-    UserError if the server read another prompt."""
-    if result.prompt_ids != list(so_far):
-        raise UserError(
-            f"example {request.uid!r}: {difference(result.prompt_ids, so_far)} ({url}): another prompt would be "
-            "trained on than answered; check --min-pixels, --max-pixels and preprocessor_config.json, and those of the "
-            "server"
-        )
+    """Raise ServerUnavailable unless the tokens of an answer are of `ids`, and each has one log-probability; and what
+    check_answer raises."""
     n = len(result.tokens)
     sizes = n == len(result.logprobs) == len(result.labels) and (result.finish != "abort") <= n <= request.room
     if not sizes or result.finish not in ("stop", "length", "abort"):
@@ -394,5 +380,4 @@ def validate_result(
                 f"it answered token id {token!r:.40}, which is not in the vocabulary or must not be sampled")
     if any(not isinstance(logprob, int | float) or logprob > 1e-3 for logprob in result.logprobs):
         raise ServerUnavailable("it answered what are no log-probabilities")
-    finite = all(map(math.isfinite, result.logprobs))
-    need(finite, NOT_FINITE.format(what=f"log-probabilities of {url}'s answer to example {request.uid!r}"))
+    check_answer(url, result.prompt_ids, so_far, result.logprobs)

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri
+from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri, spread_labels
 from engines.sync import TensorMeta, read_safetensors
 from errors import UserError, need
 
@@ -57,6 +57,7 @@ def sglang_names(name: str) -> set[str]:
 
 class SGLangClient(ServerClient):
     kind = "sglang"
+    begin_path, end_path = "/begin_weight_update", "/end_weight_update"
     health = "/model_info"  # its /health samples a token, and so fails while it is paused
     control = "SGLang 0.5.23 has it"
 
@@ -65,10 +66,8 @@ class SGLangClient(ServerClient):
     names: frozenset[str] = frozenset()  # of its own parameters and buffers, since it joined
     unsent: frozenset[str] = frozenset()  # of its parameters, until all have come once
 
-    async def suits(self, sync: str) -> None:
+    async def limits(self, sync: str) -> tuple[int, int]:
         need(sync != "adapter", f"--servers {self.url}: SGLang's server takes whole weights: --sync gloo, nccl or disk")
-
-    async def limits(self) -> tuple[int, int]:
         info = await self.request("GET", "/server_info")
         sizes = info["dp_size"], info["pp_size"]
         need(sizes == (1, 1),
@@ -141,13 +140,6 @@ class SGLangClient(ServerClient):
             await self.post("/init_weights_update_group", asked)
             self.group = group["name"]
 
-    async def begin_update(self) -> None:
-        try:
-            await self.post("/begin_weight_update")
-        except UserError:  # an update that was given up is still open
-            await self.post("/end_weight_update")
-            await self.post("/begin_weight_update")
-
     def translate_names(self, names: Sequence[str]) -> list[str]:
         """As SGLang takes them. Of those that it does not know it would drop some, and stop half-way at others."""
         theirs = [checkpoint_name(name) for name in names]
@@ -157,47 +149,39 @@ class SGLangClient(ServerClient):
                 raise UserError(f"--servers {self.url}: SGLang's server {told}: {name}")
         return theirs
 
-    async def update(self, metas: Sequence[tuple], crc: Sequence[int] | None) -> None:
+    async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
         """SGLang has nothing that could look at `crc`."""
-        metas = [TensorMeta(*meta) for meta in metas]
-        asked: dict[str, Any] = {"dtypes": [m.dtype for m in metas], "shapes": [list(m.shape) for m in metas]}
-        asked |= {"group_name": self.group, "flush_cache": False}
+        given, dtypes, shapes = zip(*metas, strict=True)
+        asked = {"dtypes": dtypes, "shapes": shapes, "group_name": self.group, "flush_cache": False}
+        path = "/update_weights_from_distributed"
         try:
-            names = self.translate_names([m.name for m in metas])
+            names = self.translate_names(given)
         except UserError:  # received, for the others of the group, and dropped
-            ignored = [f"{m.name}.{IGNORED}" for m in metas]
-            await self._take("/update_weights_from_distributed", asked | {"names": ignored})
+            await self._take(path, [], asked | {"names": [f"{name}.{IGNORED}" for name in given]})
             raise
-        await self._take("/update_weights_from_distributed", asked | {"names": names})
-        self._sent(names)
+        await self._take(path, names, asked | {"names": names})
 
-    def _sent(self, names: Sequence[str]) -> None:
-        self.unsent -= set(chain.from_iterable(map(sglang_names, names)))
-
-    async def _take(self, path: str, body: dict) -> None:
+    async def _take(self, path: str, names: Sequence[str], body: dict) -> None:
         try:
             await self.post(path, body)
         except UserError as error:  # whatever failed, some weights may be new and some old
             raise ServerUnavailable(str(error)) from error
+        self.unsent -= set(chain.from_iterable(map(sglang_names, names)))
 
-    async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
-        """Through a copy of the files under the checkpoint's names: SGLang reads whole folders, and its own names."""
-        with tempfile.TemporaryDirectory(dir=folder, prefix="sglang-") as copy:
-            names = []
-            for file in files:
-                tensors = dict(read_safetensors(Path(folder) / file))
-                known = self.translate_names(list(tensors))
-                save_file(dict(zip(known, tensors.values(), strict=True)), Path(copy) / Path(file).name)
-                names += known
+    async def update_from_disk(self, file: Path) -> None:
+        """Through a copy of the file under the checkpoint's names: SGLang reads whole folders, and its own names."""
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix="sglang-") as copy:
+            tensors = dict(read_safetensors(file))
+            names = self.translate_names(list(tensors))
+            save_file(dict(zip(names, tensors.values(), strict=True)), Path(copy) / file.name)
             asked = {"model_path": copy, "load_format": "safetensors", "flush_cache": False}
-            await self._take("/update_weights_from_disk", asked)
-        self._sent(names)
+            await self._take("/update_weights_from_disk", names, asked)
 
     async def end_update(self, label: str) -> None:
         unsent, self.unsent = sorted(self.unsent), frozenset()
         if unsent:
             raise ServerUnavailable(f"{len(unsent)} parameters were not sent, the first is {unsent[0]}")
-        await self.post("/end_weight_update")
+        await self.post(self.end_path)
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         # keys and values of old weights, if nothing runs; salts keep those that are left apart
         async with self.http.stream("POST", f"{self.url}/flush_cache", timeout=self.timeout):
@@ -224,10 +208,5 @@ def parse_answer(answer: dict, eos: Sequence[int], request: GenerateRequest) -> 
     if [pair[1] for pair in pairs] != tokens:
         raise ServerUnavailable("/generate answered with log-probabilities of other tokens")
     logprobs = [pair[0] for pair in pairs]
-    labels = [info["weight_version"]] * len(tokens)
-    for span in info.get("weight_versions") or []:
-        start, end = span["start"], span["end"]
-        if not 0 <= start <= end <= len(tokens):
-            raise ServerUnavailable(f"/generate answered with a version of weights for tokens {start:.3g} to {end:.3g}")
-        labels[start:end] = [span["version"]] * (end - start)
-    return GenerateResult(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels[: len(tokens)])
+    labels = spread_labels(info.get("weight_versions"), info["weight_version"], len(tokens))
+    return GenerateResult(answer.get("prompt_token_ids") or [], tokens, logprobs, finish, labels)

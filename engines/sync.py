@@ -1,9 +1,9 @@
 """How weights travel from the trainer to servers: by broadcast (gloo on CPUs, NCCL on GPUs), through a folder, or as an
 adapter alone.
 
-Nothing here knows the engine: `make_sender` returns functions that bring weights to some servers and return which of
-them failed, and why. Rank 0 of the trainer is rank 0 of the transfer's process group, the servers' workers are the
-other ranks; engines/worker.py is their end in a server of vLLM's.
+Nothing here knows the engine: a Sender brings weights to some servers and returns which of them failed, and why. Rank 0
+of the trainer is rank 0 of the transfer's process group, the servers' workers are the other ranks; engines/worker.py is
+their end in a server of vLLM's.
 """
 
 import os
@@ -11,12 +11,13 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -27,9 +28,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
-from engines.client import Calls, ServerClient, ServerUnavailable
+from engines.client import Calls, ServerClient, ServerUnavailable, errors_of
 from engines.common import iter_buckets
-from errors import UserError, need, writing
+from errors import need, writing
 from rollout import Weights
 from utils import NamedTensors, in_thread
 
@@ -82,86 +83,75 @@ def read_safetensors(path: str | Path) -> NamedTensors:
 # The trainer's end
 
 
-class Sent(NamedTuple):
-    """What became of an update."""
+@dataclass
+class Sender:
+    """A way to bring weights to servers (--sync). All ranks call `collect`, rank 0 alone the rest. `timeout`: seconds
+    that a server may take for an answer. `save_adapter(folder)`, collective, writes the policy's adapter."""
 
-    failed: Failed
-    calls: int = 0
-    n_bytes: int = 0
+    how: str  # --sync, as resolved
+    calls: Calls
+    timeout: float
+    folder: Path  # which all servers see, with --sync disk and adapter
+    save_adapter: Callable[[Path], None] | None = None
+    clients: Clients = ()  # servers that `open` has connected with
+    n_calls = n_bytes = 0  # of the last update
 
+    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+        """Return the tensors of an update: all (`whole`), or what is trained. All ranks iterate over them together."""
+        return weights(not whole)
 
-class Sender(NamedTuple):
-    """A way to bring weights to servers (--sync). All ranks call `collect`, rank 0 alone the rest.
+    def open(self, clients: Clients) -> Failed:
+        """Connect with these servers instead of those before. Return which failed. They get all weights next."""
+        self.clients = clients
+        return self.connect()
 
-    collect(weights, whole, label)             return the tensors of an update: all (`whole`), or what is trained. All
-                                               ranks must iterate over all of them, together
-    open(clients) -> link, failed              connect with servers that get all weights next
-    send(link, clients, tensors, whole, label) bring the tensors to servers that have stopped sampling, and give these
-                                               weights their label; iterates over all tensors, also if servers fail
-    close(link)                                drop a connection, after a failure too
-    """
+    def connect(self) -> Failed:
+        return {}
 
-    open: Callable[[Clients], tuple[Any, Failed]]
-    send: Callable[[Any, Clients, NamedTensors, bool, str], Sent]
-    close: Callable[[Any], None] = lambda link: None
-    collect: Callable[[Weights, bool, str], NamedTensors] = lambda weights, whole, label: weights(not whole)
+    def close(self) -> None:
+        """Drop the connection, after a failure too."""
 
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+        """Bring tensors to the servers, which have stopped sampling, and give these weights their label."""
+        self.n_calls = self.n_bytes = 0
+        failed = self.each(lambda client: client.begin_update())
+        for bucket in () if failed else iter_buckets(tensors, BUCKET_BYTES):
+            failed = self.send_bucket(bucket, whole)
+            self.n_calls += 1
+            self.n_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            if failed:
+                break
+        return failed or self.finish(whole, lambda client: client.end_update(label))
 
-def make_sender(
-    how: str,
-    kind: str,
-    calls: Calls,
-    timeout: float,
-    folder: Path,
-    save_adapter: Callable[[Path], None] | None = None,
-) -> Sender:
-    """Return the sender of --sync for servers of one kind. With NCCL, servers of vLLM's take vLLM's own transfer,
-    SGLang's a torch process group.
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+        raise NotImplementedError
 
-    If one member of a process group fails, all others wait for it. They do so for a quarter of `timeout`, what a server
-    may take for an answer, so that they can still say so, and only those to blame are left out."""
-    folder = folder.absolute()
-    if how == "adapter":
-        remove = partial(shutil.rmtree, folder, ignore_errors=True)
-        return Sender(
-            lambda clients: (None, {}),
-            partial(send_adapter, calls, folder),
-            lambda link: remove(),
-            partial(collect_adapter, folder, save_adapter),
-        )
-    if how == "disk":
-        return Sender(partial(open_disk, calls), partial(send_files, calls, folder))
-    if how == "nccl" and kind == "vllm":
-        return Sender(partial(open_vllm, calls), VLLMTransfer.send, close_vllm)
-    patience = max(timeout / 4, min(timeout, 5.0))
-    return Sender(
-        partial(open_process_group, calls, how, patience),
-        partial(broadcast, calls, how, patience),
-        leave_process_group,
-    )
+    def each(self, call: Callable[[Any], Coroutine]) -> Failed:
+        """Call all servers at once. Return which failed."""
+        return self.calls.each(self.clients, call)[1]
 
-
-def finish(
-    calls: Calls, clients: Clients, whole: bool, name_weights: Callable[[ServerClient], Coroutine]
-) -> Failed:
-    """Name the weights that servers have now; of all weights, compare what they hold. Raise UserError if servers that
-    were sent the same hold different weights."""
-    _, failed = calls.each(clients, name_weights)
-    if failed or not whole:
+    def finish(self, whole: bool, name_weights: Callable[[Any], Coroutine]) -> Failed:
+        """Name the weights that servers have now; of all weights, compare what they hold. Raise UserError if servers
+        that were sent the same hold different weights."""
+        failed = self.each(name_weights)
+        if failed or not whole:
+            return failed
+        sums, failed = self.calls.each(self.clients, lambda client: client.checksums())
+        for one, other in combinations([client for client in self.clients if client.url in sums], 2):
+            a, b = sums[one.url], sums[other.url]
+            if a.keys() == b.keys() and one.workers == other.workers:  # else their parameters are laid out differently
+                differ = sorted(name for name in a if a[name] != b[name])
+                need(not differ, f"--servers {one.url} and {other.url} hold other weights after the same were sent, "
+                     f"first in {differ[:1]}; they must run one version with the same settings")
         return failed
-    sums, failed = calls.each(clients, lambda client: client.checksums())
-    held = [client for client in clients if client.url in sums]
-    for other in held[1:]:
-        first = held[0]
-        a, b = sums[first.url], sums[other.url]
-        differ = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-        same_layout = a.keys() == b.keys() and first.workers == other.workers
-        need(not (differ and same_layout), f"--servers {first.url} and {other.url} hold other weights after the same "
-             f"were sent, first in {differ[:1]}; they must run one version with the same settings")
-    return failed
 
 
-# --- by broadcast in a torch process group, over gloo or NCCL ---
+def make_sender(how: str, kind: str, *more: Any) -> Sender:
+    """Return the sender of --sync for servers of one kind. With NCCL, servers of vLLM's take vLLM's own transfer,
+    SGLang's a torch process group. `more`: the other fields of a Sender."""
+    kinds = {"disk": DiskSender, "adapter": AdapterSender}
+    own = how == "nccl" and kind == "vllm"
+    return (VLLMSender if own else kinds.get(how, GroupSender))(how, *more)
 
 
 def free_port() -> int:
@@ -187,91 +177,68 @@ def ranks_of(clients: Clients) -> tuple[dict[str, int], int]:
     return dict(zip([client.url for client in clients], first, strict=True)), world
 
 
-def open_process_group(
-    calls: Calls, backend: str, patience: float, clients: Clients
-) -> tuple[dist.ProcessGroup | None, Failed]:
-    """Make a process group of this process and all workers of the servers."""
-    ranks, world = ranks_of(clients)
-    where = {"address": local_address(clients), "port": free_port(), "world": world}
-    where |= {"name": f"trainer-{os.urandom(8).hex()}", "seconds": patience}
-    theirs = {client.url: calls.start(client.join(backend, where, ranks[client.url])) for client in clients}
-    ours = in_thread(partial(join_process_group, backend, rank=0, **where), "transfer")
-    failed = wait_for_members(calls, clients, theirs, ours, patience)
-    return None if failed else ours.result(), failed
+class GroupSender(Sender):
+    """Weights by broadcast in a torch process group of this process and all workers of the servers, over gloo or NCCL.
 
+    If one member fails, all others wait for it. They do so for `patience`, a quarter of `timeout`, so that they can
+    still say so, and only those to blame are left out."""
 
-def leave_process_group(group: dist.ProcessGroup | None) -> None:
-    if group is not None:  # in a thread: it may wait for servers that are gone
-        in_thread(partial(dist.destroy_process_group, group), "transfer")
+    group: dist.ProcessGroup | None = None
 
+    @property
+    def patience(self) -> float:
+        return max(self.timeout / 4, min(self.timeout, 5.0))
 
-def wait_for_members(
-    calls: Calls, clients: Clients, theirs: Mapping[str, Future], ours: Future, patience: float
-) -> Failed:
-    """Wait until the servers' parts and this process's part of a collective are over. If any failed, return which
-    servers are to blame: those that say nothing or are gone, else those that failed before their patience was over."""
-    parts = (ours, *theirs.values())
-    end = time.monotonic() + patience
-    wait(parts, patience, FIRST_EXCEPTION)
-    left = end - time.monotonic()
-    first = errors_of(theirs) if left > 0 else {}
-    wait(parts, max(left, 0.0) + patience / 2)  # those that wait in vain may say so
-    errors = errors_of(theirs)
-    why = ours.exception() if ours.done() else "it is not over"
-    silent = {url: "no answer while weights came" for url, future in theirs.items() if not future.done()}
-    if not errors and not silent and why is None:
-        return {}
-    alive = calls.run_all([client.alive() for client in clients])
-    gone = [client.url for client, answers in zip(clients, alive, strict=True) if not answers]
-    guilty = silent | {url: errors[url] for url in gone if url in errors} or first or errors
-    return guilty or dict.fromkeys(theirs, f"the transfer group broke (does another run use it?): {why}")
+    def connect(self) -> Failed:
+        self.close()
+        ranks, world = ranks_of(self.clients)
+        where = {"address": local_address(self.clients), "port": free_port(), "world": world}
+        where |= {"name": f"trainer-{os.urandom(8).hex()}", "seconds": self.patience}
+        theirs = {client.url: self.calls.start(client.join(self.how, where, ranks[client.url]))
+                  for client in self.clients}  # fmt: skip
+        ours = in_thread(partial(join_process_group, self.how, rank=0, **where), "transfer")
+        failed = self.wait_for_members(theirs, ours)
+        self.group = None if failed else ours.result()
+        return failed
 
+    def close(self) -> None:
+        if self.group is not None:  # in a thread: it may wait for servers that are gone
+            in_thread(partial(dist.destroy_process_group, self.group), "transfer")
+        self.group = None
 
-def errors_of(futures: Mapping[str, Future]) -> Failed:
-    """Return what those that are over failed with."""
-    errors = {}
-    for url, future in futures.items():
-        if error := future.done() and future.exception():
-            if not isinstance(error, ServerUnavailable | UserError):
-                raise error
-            errors[url] = str(error)
-    return errors
-
-
-def broadcast(
-    calls: Calls,
-    backend: str,
-    patience: float,
-    group: dist.ProcessGroup,
-    clients: Clients,
-    tensors: NamedTensors,
-    whole: bool,
-    label: str,
-) -> Sent:
-    """Send tensors bucket by bucket: each server is told what comes, and receives while this process sends."""
-    n_calls = n_bytes = 0
-    _, failed = calls.each(clients, lambda client: client.begin_update())
-    for bucket in iter_buckets(tensors, BUCKET_BYTES):
-        if failed:
-            continue
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+        """Tell each server what comes. It receives while this process sends."""
         metas = [tensor_meta(name, tensor) for name, tensor in bucket]
         crc = [tensor_checksum(tensor) for _, tensor in bucket] if whole else None
-        theirs = {client.url: calls.start(client.update(metas, crc)) for client in clients}
-        ours = in_thread(partial(broadcast_tensors, group, backend, [tensor for _, tensor in bucket]), "transfer")
-        failed = wait_for_members(calls, clients, theirs, ours, patience)
-        n_calls += 1
-        n_bytes += sum(tensor.nbytes for _, tensor in bucket)
-    failed = failed or finish(calls, clients, whole, lambda client: client.end_update(label))
-    return Sent(failed, n_calls, n_bytes)
+        theirs = {client.url: self.calls.start(client.update(metas, crc)) for client in self.clients}
+        ours = in_thread(partial(broadcast_tensors, self.group, self.how, [tensor for _, tensor in bucket]), "transfer")
+        return self.wait_for_members(theirs, ours)
+
+    def wait_for_members(self, theirs: dict[str, Future], ours: Future) -> Failed:
+        """Wait until the servers' parts and this process's part of a collective are over. If any failed, return which
+        servers are to blame: those that say nothing or are gone, else those that failed before their patience was
+        over."""
+        parts = (ours, *theirs.values())
+        end = time.monotonic() + self.patience
+        wait(parts, self.patience, FIRST_EXCEPTION)
+        left = end - time.monotonic()
+        first = errors_of(theirs) if left > 0 else {}
+        wait(parts, max(left, 0.0) + self.patience / 2)  # those that wait in vain may say so
+        errors = errors_of(theirs)
+        why = ours.exception() if ours.done() else "it is not over"
+        silent = {url: "no answer while weights came" for url, future in theirs.items() if not future.done()}
+        if not errors and not silent and why is None:
+            return {}
+        alive = self.calls.run_all([client.alive() for client in self.clients])
+        gone = [client.url for client, answers in zip(self.clients, alive, strict=True) if not answers]
+        guilty = silent | {url: errors[url] for url in gone if url in errors} or first or errors
+        return guilty or dict.fromkeys(theirs, f"the transfer group broke (does another run use it?): {why}")
 
 
 def broadcast_tensors(group: dist.ProcessGroup, backend: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         there = tensor.cpu() if backend == "gloo" else tensor
         dist.broadcast(there.contiguous(), group=group, group_src=0)
-
-
-# --- through a folder that all servers see ---
 
 
 @contextmanager
@@ -284,98 +251,79 @@ def temporary_folder(folder: Path, what: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def open_disk(calls: Calls, clients: Clients) -> tuple[None, Failed]:
-    return None, calls.each(clients, lambda client: client.join("disk", None, 0))[1]
+class DiskSender(Sender):
+    """Weights through a folder that all servers see, as safetensors files."""
+
+    def connect(self) -> Failed:
+        return self.each(lambda client: client.join("disk", None, 0))
+
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+        # under a new name each: a network file system may still show the content of an older file
+        with temporary_folder(self.folder / os.urandom(8).hex(), "--sync disk") as where:
+            where.mkdir(parents=True)
+            file = where / "weights.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, file)
+            return self.each(lambda client: client.update_from_disk(file))
 
 
-def send_files(
-    calls: Calls, folder: Path, link: None, clients: Clients, tensors: NamedTensors, whole: bool, label: str
-) -> Sent:
-    """Send tensors as safetensors files."""
-    files, n_bytes = [], 0
-    with temporary_folder(folder / label, "--sync disk") as where:
-        where.mkdir(parents=True)
-        for number, bucket in enumerate(iter_buckets(tensors, BUCKET_BYTES)):
-            files.append(f"weights-{number:05d}.safetensors")
-            save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, where / files[-1])
-            n_bytes += sum(tensor.nbytes for _, tensor in bucket)
+class AdapterSender(Sender):
+    """The adapter alone, in PEFT's format. The weights below it are --model's, which the servers were started with."""
 
-        async def load(client: ServerClient) -> None:
-            await client.begin_update()
-            await client.update_from_disk(str(where), files)
+    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+        """Write the adapter, on all ranks together. There are no tensors to send."""
+        with writing(self.folder, "--sync adapter"):
+            self.save_adapter(self.folder / label)
+        return ()
 
-        _, failed = calls.each(clients, load)
-    failed = failed or finish(calls, clients, whole, lambda client: client.end_update(label))
-    return Sent(failed, len(files), n_bytes)
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+        with temporary_folder(self.folder / label, "--sync adapter") as where:
+            self.n_calls, self.n_bytes = 1, sum(file.stat().st_size for file in where.iterdir())
+            return self.each(lambda client: client.load_adapter(str(where), label))
 
 
-# --- the adapter alone, in PEFT's format; the weights below it are --model's, which the servers were started with ---
-
-
-def collect_adapter(
-    folder: Path, save_adapter: Callable[[Path], None], weights: Weights, whole: bool, label: str
-) -> NamedTensors:
-    """Write the adapter, on all ranks together. There are no tensors to send."""
-    try:
-        with writing(folder, "--sync adapter"):
-            save_adapter(folder / label)
-    except UserError:
-        shutil.rmtree(folder / label, ignore_errors=True)
-        raise
-    return []
-
-
-def send_adapter(
-    calls: Calls, folder: Path, link: None, clients: Clients, tensors: NamedTensors, whole: bool, label: str
-) -> Sent:
-    with temporary_folder(folder / label, "--sync adapter") as where:
-        n_bytes = sum(file.stat().st_size for file in where.iterdir())
-        _, failed = calls.each(clients, lambda client: client.load_adapter(str(where), label))
-    return Sent(failed, 1, n_bytes)
-
-
-# --- by vLLM's own NCCL transfer ---
-
-
-class VLLMTransfer:
+class VLLMSender(Sender):
     """The trainer's end of vLLM's own NCCL transfer, packed. vLLM reads the weights from this object (WeightSource)
     and speaks to all servers through it (VLLMWeightSyncClient)."""
 
     native: Any = None
 
-    def __init__(self, calls: Calls, clients: Clients):
-        self.calls = calls
-        self.clients = clients
-        self.failed: Failed = {}
-
-    def connect(self) -> None:
+    def connect(self) -> Failed:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        info = NCCLTrainerInitInfo(local_address(self.clients), free_port(), ranks_of(self.clients)[1], rank=0)
-        self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
+        def start() -> None:
+            self.close()
+            info = NCCLTrainerInitInfo(local_address(self.clients), free_port(), ranks_of(self.clients)[1], rank=0)
+            self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
 
-    def send(self, clients: Clients, tensors: NamedTensors, whole: bool, label: str) -> Sent:
-        """`tensors` have `shapes()`, which gathers nothing."""
-        self.n_bytes, self.shapes, self.tensors = 0, tensors.shapes, iter(tensors)
-        self.attempt(self.native.send_weights)
-        for _ in self.tensors:  # all ranks iterate together
-            pass
-        failed = self.failed or finish(self.calls, clients, whole, lambda client: client.name_weights(label))
-        return Sent(failed, 1, self.n_bytes)
+        return self.attempt(start)
 
-    def attempt(self, work: Callable[[], None]) -> None:
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.shutdown()
+        self.native = None
+
+    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+        tensors = weights(not whole)
+        self.metadata = tensors.shapes  # vLLM calls it for names, dtypes and shapes; it gathers nothing
+        return tensors
+
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+        self.n_calls, self.n_bytes, self.tensors = 1, 0, tensors
+        return self.attempt(self.native.send_weights) or self.finish(whole, lambda client: client.name_weights(label))
+
+    def attempt(self, work: Callable[[], None]) -> Failed:
         """Do a part of the transfer, in which all servers fail together unless some said why."""
-        self.failed = {}
+        self.failed: Failed = {}
         try:
             work()
         except (RuntimeError, ServerUnavailable) as error:
             everywhere = dict.fromkeys([client.url for client in self.clients], f"the transfer broke: {error}")
             self.failed = everywhere | self.failed
-
-    def metadata(self) -> list[Any]:
-        """Return names, dtypes and shapes of tensors that are not gathered yet."""
-        return self.shapes()
+        return self.failed
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors:
@@ -398,18 +346,6 @@ class VLLMTransfer:
 
     def _all(self, call: Callable[[Any], Coroutine]) -> None:
         """Call all servers. vLLM's end must hear of a failure, or it would broadcast to nobody."""
-        _, failed = self.calls.each(self.clients, call)
-        self.failed |= failed
+        self.failed |= self.each(call)
         if self.failed:
             raise RuntimeError("; ".join(f"{url}: {why}" for url, why in self.failed.items()))
-
-
-def open_vllm(calls: Calls, clients: Clients) -> tuple[VLLMTransfer, Failed]:
-    transfer = VLLMTransfer(calls, clients)
-    transfer.attempt(transfer.connect)
-    return transfer, transfer.failed
-
-
-def close_vllm(transfer: VLLMTransfer | None) -> None:
-    if transfer is not None and transfer.native is not None:
-        transfer.native.shutdown()

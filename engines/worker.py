@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from engines.sync import TensorMeta, join_process_group, read_safetensors, tensor_checksum
+from engines.sync import join_process_group, read_safetensors, tensor_checksum
 from engines.vllm_cpu import leave_weights_alone
 from engines.vllm_weights import Loader
 from utils import NamedTensors
@@ -89,17 +89,16 @@ class Receiver(WeightTransferEngine):
             fields = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
             self.native.receive_weights(self.native.parse_update_info(fields))
         else:
-            metas = [TensorMeta(*meta) for meta in zip(info.names, info.dtype_names, info.shapes, strict=True)]
-            self.loader.load(self._broadcast(metas, info.crc))
+            self.loader.load(self._broadcast(info))
 
-    def _broadcast(self, metas: list[TensorMeta], crc: list[int] | None) -> NamedTensors:
+    def _broadcast(self, info: Update) -> NamedTensors:
         """Receive all tensors, then compare checksums: after an early error the other members would hang."""
         received = []
-        for meta in metas:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             torch.distributed.broadcast(tensor, group=self.group, group_src=0)
-            received.append((meta.name, tensor))
-        for (name, tensor), sent in zip(received, crc or [], strict=False):
+            received.append((name, tensor))
+        for (name, tensor), sent in zip(received, info.crc or [], strict=False):
             if tensor_checksum(tensor) != sent:
                 raise ValueError(f"{name} is not what was sent: its checksum differs")
         return [(name, tensor.to(self.device)) for name, tensor in received]

@@ -72,8 +72,9 @@ def _forward(module, forward, hidden_states, cache_params=None, attention_mask=N
     engine's own states, and in any other forward as it was."""
     if isinstance(plan, PackedAttention):
         return over_pieces(plan, forward, hidden_states, module.conv_kernel_size)
-    if hasattr(cache_params, "recurrent"):  # engines.hf.KVCache
-        state = cache_params.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
+    cache = cache_params if plan is None else plan
+    if hasattr(cache, "recurrent"):  # of engines/hf.py
+        state = cache.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
         mask = attention_mask if plan is None else None
         return forward(hidden_states, cache_params=state, attention_mask=mask)
     return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import engines.launch  # noqa: E402
+import errors  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import load_hf  # noqa: E402
@@ -54,9 +56,13 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def connect(servers, processor, dtype, ctx, out, interrupted, **more):
+def stand_in(servers, processor, dtype, ctx, interrupted, **more):
     path = sys.argv[sys.argv.index("--model") + 1]
     return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=interrupted)
+
+
+def plug_in_stand_in(module, flag):
+    return SimpleNamespace(ServerEngine=stand_in) if module == "engines.server" else errors.plug_in(module, flag)
 
 
 def recording(make_batch):
@@ -73,7 +79,7 @@ def recording(make_batch):
 
 
 if __name__ == "__main__":
-    engines.launch.connect = connect
+    engines.launch.plug_in = plug_in_stand_in
     train.check_engine = lambda *of: None
     train.make_batch = recording(train.make_batch)
     run_script(train.main, train.parse_args)

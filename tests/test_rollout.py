@@ -10,12 +10,13 @@ from conftest import FAMILIES
 
 import engines.hf
 import model as M
-from engines.hf import HFEngine, KVCache, Place, logits_of, sample_tokens
-from engines.launch import image_limits, make_engine
+from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
+from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
 from rollout import Sampling, drop_long_prompts, make_prompts
 from tasks.shapes import png
+from utils import Context
 
 CPU = torch.device("cpu")
 
@@ -231,27 +232,33 @@ def test_new_weights_change_what_is_generated(loaded, toys, examples):
 
 
 def test_cache_grows_and_keeps_rows():
-    cache, chunks = KVCache(3), [torch.randn(3, 2, n, 4) for n in (5, 40, 1, 60)]
+    chunks = [torch.randn(4, 2, n, 4) for n in (5, 40, 1, 60)]
+    rows = [SimpleNamespace(n_seen=0, rollout=SimpleNamespace(ended_by="")) for _ in range(4)]
+    valid = torch.ones(4, 1, dtype=torch.bool)
+    batch = Decoding(rows, torch.arange(4), torch.zeros(4, 8), valid, PromptCache())
 
-    def update(chunk, rows, lengths, n_rows):
-        cache.place = Place(rows, n_rows, lengths, chunk.shape[2], torch.device("cpu"))
-        return cache.update(chunk, -chunk, 0)
+    def append(chunk, numbers, lengths):
+        for number, length in zip(numbers, lengths, strict=True):
+            batch.rows[number].n_seen = length
+        batch.prepare(list(numbers), chunk.shape[2])
+        return batch.append(0, (chunk[: len(numbers)], -chunk[: len(numbers)]))
 
     length = 0
     for chunk in chunks:
-        keys, values = update(chunk, range(3), [length] * 3, 3)
+        keys, values = append(chunk, range(4), [length] * 4)
         length += chunk.shape[2]
     whole = torch.cat(chunks, dim=2)
     assert torch.equal(keys, whole) and torch.equal(values, -keys)
-    cache.take(torch.tensor([2, 0, 2]))
-    keys, _ = update(chunks[2], range(3), [length] * 3, 3)
-    assert torch.equal(keys[:, :, :-1], whole[[2, 0, 2]])
+    rows[1].rollout.ended_by = "response"
+    batch.drop_ended()
+    keys, _ = append(chunks[2], range(3), [length] * 3)
+    assert torch.equal(keys[:, :, :-1], whole[[0, 2, 3]])
     # rows 0 and 2 alone go on, from different places
-    keys, _ = update(chunks[1][:2], [0, 2], [length + 1, 7], 3)
+    keys, _ = append(chunks[1], [0, 2], [length + 1, 7])
     assert torch.equal(keys[0, :, length + 1 :], chunks[1][0]) and torch.equal(keys[1, :, 7:47], chunks[1][1])
-    assert torch.equal(keys[1, :, :7], whole[2, :, :7]) and torch.equal(keys[0, :, :length], whole[2])
-    keys, _ = update(chunks[0], range(3), [3, 1, 2], 3)
-    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[0, :, :1])
+    assert torch.equal(keys[1, :, :7], whole[3, :, :7]) and torch.equal(keys[0, :, :length], whole[0])
+    keys, _ = append(chunks[0], range(3), [3, 1, 2])
+    assert torch.equal(keys[1, :, 1:6], chunks[0][1]) and torch.equal(keys[1, :, :1], whole[2, :, :1])
 
 
 def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
@@ -304,13 +311,13 @@ def test_logits_that_are_no_distribution_are_refused(bad, toys, loaded, examples
 
 def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     hf, processor = loaded["qwen2_5_vl"]
-    more = {"examples": examples, "max_model_len": 1}
-    engine = make_engine("hf", hf.name_or_path, processor, CPU, torch.bfloat16, **more)
+    engine = make_engine("hf", hf.name_or_path, processor, Context(0, 1, CPU), torch.bfloat16, {})
     assert isinstance(engine, HFEngine) and engine.dtype == torch.bfloat16
     prompts = make_prompts(examples, processor)
     sizes = [image.image.size for image in itertools.chain.from_iterable(p.images for p in prompts)]
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
     most = {"count": 2, "width": width, "height": height}
-    assert image_limits(examples, processor) == {"image": most, "video": 0}
-    assert image_limits(examples[1:2], processor) == {"image": 0, "video": 0}
+    for given, image in ((examples, most), (examples[1:2], 0)):
+        limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
+        assert size_limits(given, processor, 9) == limits

@@ -21,8 +21,9 @@ from test_vllm import toys as toys
 
 import model as M
 from engines.client import Calls
-from engines.launch import ServerConfig, connect
+from engines.launch import ServerConfig
 from engines.local import LocalServers, is_healthy, server_command
+from engines.server import ServerEngine
 from engines.sync import free_port, make_sender
 from errors import UserError
 from rollout import Sampling, make_prompts
@@ -33,10 +34,10 @@ ONE = Context(0, 1, CPU)
 LIMITS = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
 
 
-def connected(urls, *of, sync="gloo", in_flight="abort", timeout=60.0, max_model_len=384, **more):
+def connected(urls, processor, dtype, ctx, out, sync="gloo", in_flight="abort", timeout=60.0, **more):
     """An engine on these servers."""
     servers = ServerConfig(servers=tuple(urls), sync=sync, server_timeout=timeout, in_flight=in_flight)
-    return connect(servers, *of, max_model_len=max_model_len, **more)
+    return ServerEngine(servers, processor, dtype, ctx, out=out, **{"max_model_len": 384} | more)
 
 
 class Servers:
@@ -421,9 +422,12 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
 
     weights = Weights([("x", torch.ones(2, 3)), ("y", torch.zeros(5, dtype=torch.bfloat16))])
     sender = make_sender("nccl", "vllm", Calls(), 60.0, tmp_path)
-    link, failed = sender.open(servers)
-    sent = sender.send(link, servers, weights, True, "run-1")
-    assert [name for name, _ in broadcast] == ["x", "y"] and not failed and sent == ({}, 1, 34)
+
+    def send(tensors, whole, label):
+        return sender.send(iter(sender.collect(lambda trainable_only: tensors, whole, label)), whole, label)
+
+    assert not sender.open(servers) and not send(weights, True, "run-1")
+    assert [name for name, _ in broadcast] == ["x", "y"] and (sender.n_calls, sender.n_bytes) == (1, 34)
     by_server = {url: [(name, *of) for u, name, *of in told if u == url] for url in ("a", "b")}
     for url, offset in (("a", 1), ("b", 3)):  # the trainer is rank 0
         names = [name for name, *_ in by_server[url]]
@@ -432,5 +436,5 @@ def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
         assert info["how"] == "nccl" and info["info"]["rank_offset"] == offset and info["info"]["world_size"] == 7
         assert by_server[url][2][1]["shapes"] == [[2, 3], [5]] and by_server[url][4][1] == "run-1"
     told.clear()
-    sender.send(link, servers, Weights(weights[1:]), False, "run-2")
+    assert not send(Weights(weights[1:]), False, "run-2")
     assert [name for url, name, *_ in told if url == "a"] == names[1:-1] and len(broadcast) == 3

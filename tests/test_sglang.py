@@ -219,7 +219,7 @@ def test_log_probabilities_are_the_trainers(temperature, running, mixed, play):
 
     async def what(trainer):
         assert await find_kind(running.url, trainer.server.http) == "sglang"
-        assert await trainer.server.limits() == (384, 1) and await trainer.server.alive()
+        assert await trainer.server.limits("disk") == (384, 1) and await trainer.server.alive()
         pairs = await trainer.asked(prompts, temperature=temperature)
         label = pairs[0][1].labels[0]
         check(running.hf, trainer, pairs, label, temperature)
@@ -292,10 +292,11 @@ def test_weights_from_disk(running, mixed, play, nudged, tmp_path):
         await trainer.server.pause("abort")
         await trainer.server.begin_update()
         with pytest.raises(UserError, match="no such parameter: model.visual.nonsense"):
-            await trainer.server.update_from_disk(str(tmp_path), ["a.safetensors", "bad.safetensors"])
+            await trainer.server.update_from_disk(tmp_path / "bad.safetensors")
         assert await trainer.server.checksums() == before
         await trainer.server.begin_update()  # what was given up is closed
-        await trainer.server.update_from_disk(str(tmp_path), ["a.safetensors", "b.safetensors"])
+        for file in ("a.safetensors", "b.safetensors"):
+            await trainer.server.update_from_disk(tmp_path / file)
         await trainer.server.end_update("from disk")
         await trainer.server.resume()
         trainer.label = "from disk"
@@ -356,7 +357,7 @@ def test_what_it_refuses(running, mixed, play):
 
     async def what(trainer):
         with pytest.raises(UserError, match="--sync gloo"):
-            await trainer.server.suits("adapter")
+            await trainer.server.limits("adapter")
         with pytest.raises(UserError, match="/generate answered 400"):
             await trainer.ask(prompts[0], room=1000)
         with pytest.raises(UserError, match="--top-p 0.9: .* before top-p"):
@@ -516,7 +517,7 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
     async def what(url):
         async with httpx2.AsyncClient(trust_env=False) as http:
             trainer = Trainer(SimpleNamespace(url=url, processor=processor), http)
-            assert await trainer.server.limits() == (384, 1)
+            assert await trainer.server.limits("disk") == (384, 1)
             pairs = await trainer.asked(prompts)
             check(hf, trainer, pairs, pairs[0][1].labels[0])
             with torch.no_grad():

@@ -764,7 +764,7 @@ CASES = [
     ("good", {"--min-pixels": "4000000"}, r"--min-pixels 4000000 is over --max-pixels [0-9]+ \(the model's own\)"),
     ("good", {"--max-pixels": "100"}, r"--min-pixels [0-9]+ \(the model's own\) is over --max-pixels 100;"),
     ("good", {"--algo-args": "value_klip=1"}, "--algo-args value_klip=1: no such key; nearest: value_clip"),
-    ("good", {"--vllm": "kv_cache_dtype=fp8"}, "--vllm kv_cache_dtype=fp8: the engine is --rollout hf"),
+    ("good", {"--vllm": "kv_cache_dtype=fp8"}, "--vllm kv_cache_dtype=fp8: the engine is hf"),
     ("good", {"--grace-seconds": "0"}, "--grace-seconds 0.0: must be above 0"),
     ("good", {"--eval-data": "none.parquet"}, "none.parquet: no such file"),
     ("good", {"--data": "{out}/goood.parquet"}, "no such file.*; nearest: good.parquet"),

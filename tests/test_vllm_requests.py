@@ -93,7 +93,7 @@ def test_names_that_vllm_is_to_be_sent_are_the_models(family, loaded, toys):
 
 
 @pytest.mark.parametrize("pair, engine, match", [
-    ("kv_cache_dtype=fp8", "hf", "the engine is --rollout hf"),
+    ("kv_cache_dtype=fp8", "hf", "the engine is hf"),
     ("enforce_eager", "vllm", "give KEY=VALUE"),
     ("seed=3", "vllm", "--vllm seed=3: "),
     ("max_model_len=3", "vllm", "--vllm max_model_len=3: "),

@@ -13,7 +13,7 @@ from PIL import Image
 from test_rollout import example, trainer_logprobs
 
 import model as M
-from engines.launch import image_limits
+from engines.launch import size_limits
 from engines.vllm import VLLMEngine
 from rollout import Rollout, Sampling, make_prompts
 from tasks.shapes import shapes_rows
@@ -61,7 +61,7 @@ def main(path: str) -> None:
     examples = [example("one", "<image>?", images[:1]), example("none", "Tell me something long and odd.", [])]
     examples.append(example("two", "Compare <image> with <image>.", images[1:3]))
     prompts = make_prompts(examples, processor)
-    limits = {"max_model_len": 384, "limit_mm_per_prompt": image_limits(examples, processor)}
+    limits = size_limits(examples, processor, 384)
     settings = {"enforce_eager": True, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     engine = VLLMEngine(path, processor, torch.device("cuda"), torch.bfloat16, **limits, **settings)
     runner = engine.executor.driver_worker.model_runner
