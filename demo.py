@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -51,7 +51,8 @@ from utils import derive_seed, dist_setup, run_script
 # ----------------------------------------------------------------------------------------------------------------------
 # What a task brings
 
-Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]  # images; (answer type, prompt, reply, truth) of questions
+Question = tuple[str, str, str, str]  # answer type, prompt, reply, truth
+Scene = tuple[list[bytes], list[Question]]  # images and questions about them
 
 
 @dataclass(frozen=True)
@@ -72,59 +73,68 @@ def with_scenes() -> dict[str, ModuleType]:
     return {name: task for name, task in find_tasks().items() if hasattr(task, "scenes")}
 
 
-def plan_of(task: str) -> Plan:
+def file_of(task: str) -> ModuleType:
     known = with_scenes()
     need(task in known, f"--task {task}: no file of tasks/ or envs/ draws scenes of it; there are {', '.join(known)}")
-    return Plan(**getattr(known[task], "DEMO", {}))
+    return known[task]
+
+
+def plan_of(task: str) -> Plan:
+    return Plan(**getattr(file_of(task), "DEMO", {}))
 
 
 @cache
-def first_scenes(task: str) -> list[tuple[str, str, str, str]]:
-    """(answer type, prompt, reply, truth) of all questions about the first images of the warm start's split."""
-    return list(chain.from_iterable(asked for _, asked in islice(with_scenes()[task].scenes("warm", 0), 400)))
+def first_scenes(task: str) -> list[Scene]:
+    """Return the first images of the warm start's split, with their questions."""
+    return list(islice(file_of(task).scenes("warm", 0), 400))
+
+
+def first_questions(task: str) -> Iterator[Question]:
+    return chain.from_iterable(questions for _, questions in first_scenes(task))
 
 
 def usual_replies(task: str) -> dict[str, str]:
-    """What a lazy annotator says, by answer type: the most frequent reply, or what the task's file has as USUAL."""
-    replies: dict[str, Counter] = {}
-    for kind, _, reply, _ in first_scenes(task):
-        replies.setdefault(kind, Counter())[reply] += 1
+    """Return what a lazy annotator says, by answer type: the most frequent reply, or what the task's file has as
+    USUAL."""
+    replies = defaultdict(Counter)
+    for kind, _, reply, _ in first_questions(task):
+        replies[kind][reply] += 1
     usual = {kind: count.most_common(1)[0][0] for kind, count in replies.items()}
-    return usual | getattr(with_scenes()[task], "USUAL", {})
+    return usual | getattr(file_of(task), "USUAL", {})
 
 
 def env_of(task: str) -> EnvConfig | None:
-    """How the toys of an environment are played: ENV of its file."""
-    found = getattr(with_scenes()[task], "ENV", None)
-    return EnvConfig(env=task, **found) if found else None
+    """Return how the toys of an environment are played: ENV of its file."""
+    settings = getattr(file_of(task), "ENV", None)
+    return settings and EnvConfig(env=task, **settings)
 
 
 def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
-    """A scene's questions; they have one uid, as they share its images."""
+    """Yield an example for each question of scenes; those of a scene have one uid, as they share its images."""
     for images, questions in scenes:
         uid = hashlib.sha1(b"".join(images)).hexdigest()
         for kind, prompt, _, truth in questions:
             yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, {"answer_type": kind})
 
 
-def said_in_episodes(task: str) -> set[str]:
-    """All that its expert and its environment say about the first images of the warm start's split."""
+def texts_of_episodes(task: str) -> set[str]:
+    """Return all that an expert and its environment say about the first images of the warm start's split."""
     from envs._load import Environments
 
-    expert, cfg = with_scenes()[task].expert, env_of(task)
+    expert, cfg = file_of(task).expert, env_of(task)
     make = Environments(cfg).make
-    said: set[str] = set()
-    for example in examples_of(task, islice(with_scenes()[task].scenes("warm", 0), 400)):
+    texts: set[str] = set()
+    for example in examples_of(task, first_scenes(task)):
         env, responses, observations = make(), [], []
         env.reset(example)
-        while len(responses) < cfg.max_turns:
+        for _ in range(cfg.max_turns):
             responses.append(expert(example, responses, observations))
-            told = env.step(responses[-1])
-            if told.done:
+            observation = env.step(responses[-1])
+            if observation.done:
                 break
-            observations.append(told.messages)
-        said |= {*responses, *observations}
-    return said
+            observations.append(observation.messages)
+        texts |= {*responses, *observations}
+    return texts
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,12 +155,10 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer(task: str = "shapes"):
     """Byte-level BPE in Qwen's format, trained on what is said in a task's toys; any text encodes, if at length."""
-    said: set[str] = set()
-    for _, prompt, reply, truth in first_scenes(task):
-        said |= {prompt.replace(MARK, ""), reply} | ({truth} if truth.isalpha() else set())
-    if env_of(task):
-        said |= {text.replace(MARK, "") for text in said_in_episodes(task)}
-    corpus = sorted(said)
+    texts = texts_of_episodes(task) if env_of(task) else set()
+    for _, prompt, reply, truth in first_questions(task):
+        texts |= {prompt, reply} | ({truth} if truth.isalpha() else set())
+    corpus = sorted({text.replace(MARK, "") for text in texts})
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
     reference = transformers.Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
@@ -160,12 +168,10 @@ def make_tokenizer(task: str = "shapes"):
     trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(corpus * 4, trainer)
     state = json.loads(bpe.to_str())["model"]
-    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None}
     merges = [tuple(merge) for merge in state["merges"]]
-    named["additional_special_tokens"] = SPECIAL_TOKENS
-    tokenizer = transformers.Qwen2TokenizerFast(state["vocab"], merges, **named)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None}
+    named |= {"additional_special_tokens": SPECIAL_TOKENS, "chat_template": CHAT_TEMPLATE}
+    return transformers.Qwen2TokenizerFast(state["vocab"], merges, **named)
 
 
 def make_model(
@@ -216,11 +222,11 @@ def make_model(
     elif family.startswith("qwen3"):
         vision |= {"num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
-    names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    of_images = {f"{name.removesuffix('_pad')}_token_id": ids[f"<|{name}|>"] for name in names}
+    marks = {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"]}
+    marks |= {"vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}
     model_class = FAMILIES[family].model_class
     config_class = getattr(transformers, model_class.replace("ForConditionalGeneration", "Config"))
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **of_images)
+    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **marks)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config)
@@ -263,7 +269,7 @@ class Annotator(Engine):
         self.rng = rng
         self.environments = Environments(env_of(task))
         self.episodes = Episodes(self, self.environments, processor)
-        self.expert = with_scenes()[task].expert
+        self.expert = file_of(task).expert
         self.usual = usual_replies(task)
         self.lazy: set[int] = set()  # about which examples
 
@@ -275,14 +281,12 @@ class Annotator(Engine):
         return self.episodes.generate(prompts, 1, Sampling(max_new_tokens=100_000))
 
     def sample(self, responses: Responses, sampling: Sampling) -> None:
-        taken = responses.take()
-        while taken or not responses.over:
-            for rollout in taken:
+        while not responses.over:
+            for rollout in responses.take(WAIT):
                 tokens = self.processor.tokenizer.encode(f"{self.next(rollout)}<|im_end|>", add_special_tokens=False)
                 n = len(tokens)
                 add_response(rollout, tokens, [0.0] * n, self.processor, [0] * n)
                 responses.added(rollout)
-            taken = responses.take(WAIT)
 
     def next(self, rollout: Rollout) -> str:
         example = rollout.prompt.example
@@ -301,10 +305,9 @@ def warm_start(
 
     A step's images are shared out over the processes; gradients are averaged.
     """
-    plan = plan_of(task)
+    plan, ctx = plan_of(task), dist_setup()
     see_steps = plan.see_steps if see_steps is None else see_steps
     habit_steps = plan.habit_steps if habit_steps is None else habit_steps
-    ctx = dist_setup()
     told = f"warm start: {plan.images} images a step do not divide among {ctx.world} processes"
     need(plan.images % ctx.world == 0, told)
     if ctx.main:
@@ -313,7 +316,7 @@ def warm_start(
     hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(320, processor.image_token_id)
-    source = with_scenes()[task].scenes("warm", derive_seed(seed, ctx.rank))
+    source = file_of(task).scenes("warm", derive_seed(seed, ctx.rank))
     usual = usual_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
     annotator = Annotator(task, processor, rng) if env_of(task) else None
@@ -362,7 +365,7 @@ def warm_start(
             clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             bar.set_postfix(loss=f"{total:.3f}")
-            if ctx.main and bar.disable and ((step + 1) % 100 == 0 or step + 1 == steps):
+            if ctx.main and bar.disable and step % 100 == 99:
                 print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}")
     if ctx.main:
         with whole_folder(out) as folder:
@@ -384,10 +387,10 @@ def longest_reply(model: Path, task: str) -> int:
     """How many tokens a response, or an episode, may have: those of the longest reply, its end, and a few."""
     if env_of(task):
         annotator = Annotator(task, Processor(str(model)), random.Random(0))
-        episodes = annotator.play(islice(with_scenes()[task].scenes("warm", 0), 100))
+        episodes = annotator.play(first_scenes(task)[:100])
         return 5 + max(len(episode.response) for episode in episodes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    return 5 + max(len(tokenizer.encode(reply)) + 1 for _, _, reply, _ in first_scenes(task))
+    return 6 + max(len(tokenizer.encode(reply)) for _, _, reply, _ in first_questions(task))
 
 
 def env_flags(task: str) -> tuple[object, ...]:
@@ -440,7 +443,6 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     after = json.loads((out / "eval" / "eval.json").read_text())
     [before], metric = after["baselines"], after["metric"]
     blank = after["reliance"]["blank"][metric]
-    turns = {"turns_before": before["turns"], "turns_after": after["turns"]} if "turns" in after else {}
     seconds = {stage: round(spent, 1) for stage, spent in seconds.items()}
     summary = {
         "task": task,
@@ -451,13 +453,10 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
         "steps": plan.steps,
         "accuracy_before": before[metric],
         "accuracy_after": after[metric],
-        **turns,
         "blank_image_accuracy": blank,
         "train_seconds": seconds["train"],
-        "by_answer_type": {kind: found[metric] for kind, found in after["by_answer_type"].items()},
         "stage_seconds": seconds,
     }
-    print("\n" + json.dumps(summary, indent=2))
     with writing(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if plots := find_drawing("plots"):

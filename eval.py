@@ -13,6 +13,7 @@ Writes eval.json, predictions.jsonl (of every model) and report.html to --out; d
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,7 +35,6 @@ from report.ablation import Ablation
 from report.evaluation import (
     FAILED,
     compare,
-    group_of,
     lines_of,
     make_record,
     metric_of,
@@ -69,7 +69,6 @@ from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_se
 from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
-MOST_GROUPS = 100  # of a --group-by column
 
 
 @dataclass(frozen=True)
@@ -186,23 +185,21 @@ class Evaluation:
         rewards = {name: of["mean"] for name, of in summary["rewards"].items()}
         kinds = "  ".join(f"{plain(name)} {value:.2f}" for name, value in (*by_type.items(), *rewards.items()))
         failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        found = f"eval at step {step}: {metric} {with_interval(summary, metric)} on {summary['n']}{failed}"
-        tqdm.write("\n".join([found, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
+        line = f"eval at step {step}: {metric} {with_interval(summary, metric)} on {summary['n']}{failed}"
+        tqdm.write("\n".join([line, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
         log.evaluated(step, records, summary, self.examples, self.start_of)
-        metrics = {f"eval/{name}": summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
-        ends = (f"eval/{metric}_low", f"eval/{metric}_high")
-        metrics |= dict(zip(ends, summary[f"{metric}_ci95"], strict=True))
-        metrics |= {f"eval/{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
+        figures = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
+        figures[f"{metric}_low"], figures[f"{metric}_high"] = summary[f"{metric}_ci95"]
+        figures |= {f"{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
-            metrics["eval/task_mean"] = summary["task_mean"][metric]
-        metrics |= {f"eval/rewards/{name}": value for name, value in rewards.items()}
-        return metrics | {f"eval/{metric}/{kind}": value for kind, value in by_type.items()}
+            figures["task_mean"] = summary["task_mean"][metric]
+        figures |= {f"rewards/{name}": value for name, value in rewards.items()}
+        figures |= {f"{metric}/{kind}": value for kind, value in by_type.items()}
+        return {f"eval/{name}": value for name, value in figures.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command
-
-
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
@@ -228,34 +225,30 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
     need(cfg.samples == 1 or cfg.temperature > 0, copies)
-    for name in ("baseline", "ablate", "group_by"):
-        values = getattr(cfg, name)
-        need(len(set(values)) == len(values), f"{flag_text(name, values)}: the same twice; give it once")
-    shown = [kind for kind in cfg.ablate if kind != "blank"]
-    told = f"--ablate {' '.join(shown)} with --env {cfg.env}: only white images can replace what an environment shows"
-    need(not (shown and cfg.env), f"{told}; use --ablate blank")
-    need(not Path(cfg.out).is_file(), f"--out {cfg.out} is a file; give a directory")
+    possible = not cfg.env or set(cfg.ablate) <= {"blank"}
+    need(possible, "with --env only white images can replace what an environment shows; use --ablate blank")
     return cfg
 
 
 def told_of_run(cfg: EvalConfig) -> list[str]:
-    """Of a run: what is as it was in training, though not by default, and all that is not."""
+    """Return a line with the settings that are a run's own and not the defaults, and one with those that are not."""
     run = {name: tuple(x) if isinstance(x, list) else x for name, x in locate(cfg.model)[2].items()}
     if not run:
         return []
-    was = {name: run[name] for name in (*(f.name for f in fields(AsTrained)), "rollout") if name in run}
+    names = [*(f.name for f in fields(AsTrained)), "rollout"]
     greedy = {"temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}  # as training evaluates
-    was |= {"data": run.get("eval_data")} | greedy
+    own = {name: run[name] for name in names if name in run} | {"data": run.get("eval_data")} | greedy
     defaults = {f.name: f.default for f in fields(EvalConfig)}
-    kept = {name: x for name, x in was.items() if getattr(cfg, name) == x != defaults[name] and name not in greedy}
-    same = [flag_text(name, x) for name, x in kept.items() if x is not None]
-    lines = [f"as in the run: {', '.join(same)}"] if same else []
-    other = []
-    for name, value in was.items():
-        if getattr(cfg, name) != value:
+    same, others = [], []
+    for name, value in own.items():
+        mine = getattr(cfg, name)
+        if mine != value:
             there = "none" if value in (None, ()) else flag_text(name, value).partition(" ")[2]
-            other.append(f"{flag_text(name, getattr(cfg, name))} (there {there})")
-    return lines + ([f"unlike the run's evaluations: {', '.join(other)}"] if other else [])
+            others.append(f"{flag_text(name, mine)} (there {there})")
+        elif name not in greedy and value not in (None, defaults[name]):
+            same.append(flag_text(name, value))
+    lines = {"as in the run": same, "unlike the run's evaluations": others}
+    return [f"{title}: {', '.join(flags)}" for title, flags in lines.items() if flags]
 
 
 def read_data(
@@ -274,14 +267,10 @@ def read_data(
     for line in grader.unasked(kept):
         print0(f"warning: --data {cfg.data}: {line}")
     shown = any(len(example.images) for example in kept)
-    none = f"--ablate {' '.join(cfg.ablate)}: no example of {cfg.data} has an image; leave it out"
-    need(shown or not cfg.ablate, none)
+    need(shown or not cfg.ablate, f"--ablate: no example of {cfg.data} has an image; leave it out")
+    known = sorted(set(chain.from_iterable(example.extra for example in kept)))
     for column in cfg.group_by:
-        known = sorted(set(chain.from_iterable(example.extra for example in kept)))
         need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")
-        values = len({group_of(example, column) for example in kept})
-        many = f"--group-by {column}: {values} values, more than {MOST_GROUPS}; choose a column with fewer"
-        need(values <= MOST_GROUPS, many)
     return kept, len(left_out), longest
 
 
@@ -303,9 +292,9 @@ def check_out(cfg: EvalConfig) -> None:
         return
     before = read_json(out / "eval.json", "; remove it, or choose another folder").get("settings", {})
     now = settings_of(cfg)
-    other = [name for name in now | before if now.get(name) != before.get(name)]
-    told = [f"{flag_of(name)} was {before.get(name)} and is {now.get(name)}" for name in other[:1]]
-    need(not other, f"--out {out} holds another evaluation: {', '.join(told)}; choose another folder, or remove it")
+    for name in now | before:
+        told = f"{flag_of(name)} was {before.get(name)} and is {now.get(name)}; choose another folder, or remove it"
+        need(now.get(name) == before.get(name), f"--out {out} holds another evaluation: {told}")
 
 
 def start_engine(
@@ -340,10 +329,13 @@ def start_engine(
 
 def architecture(path: str) -> dict:
     """Return the part of a model's config that decides its weights' names and shapes."""
-    config = load_config(locate(path)[0]).to_dict()
-    parts = {"": config, **{name: config.get(name) or {} for name in ("text_config", "vision_config")}}
-    others = (*parts, "dtype", "torch_dtype", "transformers_version", "architectures")
-    return {name: {k: v for k, v in part.items() if k not in others and k[0] != "_"} for name, part in parts.items()}
+    others = re.compile("_.*|dtype|torch_dtype|transformers_version|architectures")
+
+    def kept(config: dict) -> dict:
+        values = {name: kept(value) if isinstance(value, dict) else value for name, value in config.items()}
+        return {name: value for name, value in values.items() if not others.fullmatch(str(name))}
+
+    return kept(load_config(locate(path)[0]).to_dict())
 
 
 def main(cfg: EvalConfig | WatchConfig) -> dict:
@@ -356,92 +348,81 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     for line in told_of_run(cfg):
         print0(line)
     # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
-    servers = read_settings(ServerConfig, vars(cfg))
-    check_engine(cfg.rollout, cfg.vllm, servers, ModelConfig(model=cfg.model), ctx.world)
+    check_engine(cfg.rollout, cfg.vllm, read_settings(ServerConfig, vars(cfg)), ModelConfig(model=cfg.model), ctx.world)
     env = load_environments(cfg)
     start_of = env.start_of if env else as_given
     grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
-    reusable = [cfg.rollout == "vllm" and architecture(path) == architecture(cfg.model) for path in paths]
-    for path, same in zip(paths, reusable, strict=True):
-        other = f"--baseline {path}: its architecture differs from {cfg.model}'s, and a GPU process holds only one vLLM"
-        held = same or cfg.rollout != "vllm" or ctx.device.type != "cuda"
-        need(held, f"{other}; evaluate it in a call of its own, or use --rollout hf")
+    for path in cfg.baseline if cfg.rollout == "vllm" else ():
+        other = f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process holds only one vLLM"
+        same = architecture(path) == architecture(cfg.model)
+        need(same, f"{other}; evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples, left_out, longest = read_data(cfg, grader, processors, start_of)
     step, stage = last_stage(cfg.curriculum, examples)
     grader.try_out(ctx.main, [(step, stage)])
     step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
-    ablations = {kind: Ablation(kind, examples, start_of, cfg.seed) for kind in ("", *cfg.ablate)}
+    ablations = [(kind, Ablation(kind, examples, start_of, cfg.seed)) for kind in ("", *cfg.ablate)]
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
-    of_model: dict[str, list[dict]] = {}  # by what it saw: "", its own images, and what --ablate names
-    of_baselines: list[list[dict]] = []
-    asleep = []
-    for number, (path, processor) in enumerate(zip(paths, processors, strict=True)):
-        running = asleep[0] if asleep and reusable[number] else None
+    results: list[list[dict]] = []  # of the model, of its ablations, of the baselines
+    running = None
+    for path, processor in zip(paths, processors, strict=True):
         engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
         player = plug_in("envs._play", "--env").Episodes(engine, env, processor) if env else engine
-        for kind, shown in ablations.items() if number == 0 else [("", ablations[""])]:
-            asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage)
-            title = f"{Path(path).name}, {IMAGES[kind]}" if kind else Path(path).name
-            more = {"step": step, "start_of": shown.start_of, "group_by": cfg.group_by, "title": title}
-            records = Evaluation(*asked, **more).records()
-            if number == 0:
-                of_model[kind] = records
-            else:
-                of_baselines.append(records)
+        for kind, shown in ablations[:1] if results else ablations:
+            asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage, step)
+            more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": f"{Path(path).name} {kind}".rstrip()}
+            results.append(Evaluation(*asked, **more).records())
         engine.sleep()
-        if cfg.rollout == "vllm":
-            asleep.append(engine)  # one that goes would take the next one's process groups with it
-        del engine, player  # an hf engine goes: one model in memory at a time
+        running = engine if cfg.rollout == "vllm" else None
+        del engine, player, asked  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
-    summary = summarise_all(cfg, of_model, of_baselines) | {"left_out": left_out, "settings": settings_of(cfg)}
+    summary = summarise_all(cfg, results) | {"left_out": left_out, "settings": settings_of(cfg)}
     print("\n".join(lines_of(summary)))  # before anything is written: a full disk does not take an evaluation with it
-    others = {IMAGES[kind]: records for kind, records in of_model.items() if kind}
-    others |= {f"baseline {path}": records for path, records in zip(cfg.baseline, of_baselines, strict=True)}
-    shown = {record["uid"] for record in choose(of_model[""], summary)}
-    write_report(cfg, summary, of_model[""], others, {e.uid: start_of(e) for e in examples if e.uid in shown})
+    shown = {record["uid"] for record in choose(results[0], summary)}
+    write_report(cfg, summary, results, {e.uid: start_of(e) for e in examples if e.uid in shown})
     return summary
 
 
-def summarise_all(cfg: EvalConfig, of_model: Mapping[str, list[dict]], of_baselines: Sequence[list[dict]]) -> dict:
-    records = of_model[""]
+def summarise_all(cfg: EvalConfig, results: Sequence[list[dict]]) -> dict:
+    """Return what eval.json has; `results` are the records of the model, of its ablations, of the baselines."""
+    records, n = results[0], 1 + len(cfg.ablate)
     about = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
     if checkpoint := locate(cfg.model)[1]:
         about["checkpoint"] = checkpoint.name
-    metric = metric_of(list(chain(*of_model.values(), *of_baselines)))
+    metric = metric_of(list(chain(*results)))
     summary = about | summarise(records, metric)
     if cfg.baseline:
-        pairs = zip(cfg.baseline, of_baselines, strict=True)
-        both = [(path, summarise(base, metric), compare(records, base, metric)) for path, base in pairs]
-        summary["baselines"] = [{"path": path, **base, **compared} for path, base, compared in both]
+        summary["baselines"] = [
+            {"path": path, **summarise(base, metric), **compare(records, base, metric)}
+            for path, base in zip(cfg.baseline, results[n:], strict=True)
+        ]
     if cfg.ablate:
-        summary["reliance"] = reliance(records, {kind: of_model[kind] for kind in cfg.ablate}, metric)
+        summary["reliance"] = reliance(records, dict(zip(cfg.ablate, results[1:n], strict=True)), metric)
     return summary
 
 
 def write_report(
-    cfg: EvalConfig,
-    summary: dict,
-    records: Sequence[dict],
-    others: Mapping[str, Sequence[dict]],
-    examples: Mapping[str, Example],
+    cfg: EvalConfig, summary: dict, results: Sequence[list[dict]], examples: Mapping[str, Example]
 ) -> None:
-    """`others`: of the same examples, by what answered them; `examples` by uid, as they were shown."""
+    """`results` as in `summarise_all`; `examples` by uid, as they were shown."""
     out, checkpoint = Path(cfg.out), locate(cfg.model)[1]
-    names = [f"ablate_{kind}" for kind in cfg.ablate] + [f"baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
+    names = [f"_ablate_{kind}" for kind in cfg.ablate] + [f"_baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
+    titles = [IMAGES[kind] for kind in cfg.ablate] + [f"baseline {path}" for path in cfg.baseline]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
-    for name, of in zip(["", *(f"_{name}" for name in names)], [records, *others.values()], strict=True):
-        write_text(out / f"predictions{name}.jsonl", "".join(json.dumps(without_images(r)) + "\n" for r in of))
+    for name, records in zip(["", *names], results, strict=True):
+        lines = [json.dumps(without_images(record)) + "\n" for record in records]
+        write_text(out / f"predictions{name}.jsonl", "".join(lines))
     written = [out / "eval.json", out / "predictions.jsonl"]
     if page := find_drawing("page"):  # last, so that nothing is lost where it fails
         rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
         title = f"{Path(cfg.model).name} on {Path(cfg.data).name}"
-        shown = Shown(title, records, examples, summary, others=others, folder=out / "images")
+        others = dict(zip(titles, results[1:], strict=True))
+        shown = Shown(title, results[0], examples, summary, others=others, folder=out / "images")
         page.write_pages(out / "report.html", shown, page.run_curves(rows))
         written.append(out / "report.html")
-    print(f"wrote {', '.join(map(str, written[:-1]))} and {written[-1]}")
+    print(f"wrote {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

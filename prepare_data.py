@@ -19,9 +19,8 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -39,26 +38,29 @@ from rewards.grade import check_tasks
 from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import ImageTable, LazyImages, open_parquet, print_once, row_places
-from sources.paths import File, as_path, scheme_of, store_errors
+from sources.lazy import LazyImages, Place, print_once, row_places
 from sources.tables import (
     SPLITS,
+    File,
     Record,
+    as_path,
     data_files,
     extra_column,
     file_names,
+    open_parquet,
     parquet_columns,
     parquet_rows,
+    scheme_of,
+    store_errors,
 )
 
-ROLES = ("system", "user", "assistant", "tool")
-VIDEOS = ("videos", "video")
+ROLES, VIDEOS = ("system", "user", "assistant", "tool"), ("videos", "video")
 SPECIAL = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
 MAX_DEPTH = 32  # levels of lists and objects in a row
 WORKERS = 8  # threads that check rows: decoding and fetching release the GIL
-AHEAD = 2 * WORKERS  # rows that are read before the first of them is done with: so many images are in memory
+ROWS_AT_ONCE = 32  # rows that are read, then checked, together: so many images are in memory
 ROW_GROUP_ROWS = 128
-ROW_GROUP_BYTES = 4 << 20  # to read one of its rows all before it pass by: 1 ms; a footer has 1 kB for each group
+ROW_GROUP_BYTES = 4 << 20  # a row is read with its group, in 2 ms; a footer has 1 kB for each group
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,8 @@ class Example:
     @property
     def image_sizes(self) -> list[tuple[int, int]]:
         """(width, height) of each image."""
-        if isinstance(self.images, LazyImages):
-            return list(self.images.sizes)
-        return [image.size for image in self.pil_images]
+        lazy = isinstance(self.images, LazyImages)
+        return list(self.images.sizes) if lazy else [image.size for image in self.pil_images]
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class Raw:
     record: dict | str  # by column, or why the source could not read it
     root: File = Path()  # where relative image paths start
     name: str = ""  # tells its file from others in uids
-    place: tuple[ImageTable, int, int] | None = None  # where its images stay
+    place: Place | None = None  # where its images stay
     marked: bool = False  # marks were added to its prompt, which had images but no marks
 
 
@@ -119,20 +120,20 @@ class ReadingConfig:
     fetch = None  # training touches no network
 
     def known(self) -> set[str]:
-        """All columns that are something else than further information about a row."""
+        """Return all columns that are something else than further information about a row."""
         keys = [self.image_key, self.answer_key] + [self.prompt_key] * (not self.prompt_template)
-        split = itertools.chain.from_iterable(named_columns(key, ()) for key in keys)
-        return {*keys, *split, "data_source", "reward_model", "extra_info", *VIDEOS}
+        names = [name for key in keys for name in (key, *named_columns(key, ()))]
+        return {*names, "data_source", "reward_model", "extra_info", *VIDEOS}
 
-    def check_columns(self, columns: Iterable[str], file: Path) -> None:
+    def check_columns(self, columns: Iterable[str], file: File) -> None:
         """Raise UserError unless a file has what the keys name."""
-        flags = ("prompt_key", "image_key", "answer_key")
-        named = {flag: named_columns(getattr(self, flag), columns) for flag in flags}
+        named = {key: named_columns(getattr(self, key), columns) for key in ("prompt_key", "image_key", "answer_key")}
         if self.prompt_template:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
-        for flag, keys in named.items():
-            for column in ("reward_model" if key == TRUTH else key for key in keys):
-                told = f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_of(flag)}"
+        for setting_name, names in named.items():
+            for name in names:
+                column = "reward_model" if name == TRUTH else name
+                told = f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_of(setting_name)}"
                 need(column in columns, told)
 
 
@@ -161,12 +162,9 @@ class FileConfig(ReadingConfig):
     url_tries: int = setting(3, "tries per URL", least=1)
     url_private: bool = setting(False, "fetch also from private, loopback and link-local addresses")
 
-    def fetch(self, url: str | File) -> bytes:
-        limits, remedy = (self.url_timeout, self.url_max_mb, self.url_tries), "give files of this machine"
-        if isinstance(url, str) and scheme_of(url) in ("http", "https"):
-            return plug_in("sources.fetch", f"{url:.80}", remedy).fetch_url(url, *limits, self.url_private)
-        remote = plug_in("sources.remote", f"{url:.80}" if isinstance(url, str) else str(url), remedy)
-        return remote.fetch_remote(remote.RemoteFile.of_row(url) if isinstance(url, str) else url, *limits)
+    def fetch(self, file: str | File) -> bytes:
+        fetch = plug_in("sources.fetch", f"{file!s:.80}", "give files of this machine").fetch
+        return fetch(file, self.url_timeout, self.url_max_mb, self.url_tries, self.url_private)
 
 
 @dataclass(frozen=True)
@@ -215,38 +213,32 @@ def to_messages(prompt: object, system: str = "", instruction: str = "") -> list
         need(isinstance(text, str), f"message {i} has no content string or parts; write images as {MARK} marks in it")
         role = m.get("role")
         need(role in ROLES, f"message {i} has role {role!r}, expected one of {', '.join(ROLES)}")
-        two = system and role == "system"
-        need(not two, "the prompt already has a system message and --system gives another; drop one")
-        more = [k for k, v in m.items() if k not in ("role", "content") and v is not None]
-        need(not more, f"message {i} has fields the format cannot hold: {', '.join(more)}")
+        need(role != "system" or not system, "the prompt already has a system message; drop --system")
+        others = [k for k, v in m.items() if k not in ("role", "content") and v is not None]
+        need(not others, f"message {i} has fields the format cannot hold: {', '.join(others)}")
+        for token in SPECIAL.findall(text):
+            raise UserError(f"message {i} contains {token!r}, a special token to tokenizers; remove or rephrase it")
+        need("<video>" not in text, f"message {i} contains <video>, and videos are not supported; leave such rows out")
         messages.append({"role": role, "content": text})
     questions = [m for m in messages if m["role"] == "user"]
     need(any(m["content"].strip() for m in questions), "empty prompt: no user message has any text")
-    told = "the last message is the assistant's (an answer left in the prompt?); it must be the user's"
-    need(messages[-1]["role"] != "assistant", told)
-    if not questions[-1]["content"].endswith(instruction):
-        content = questions[-1]["content"]
-        questions[-1]["content"] += instruction if content.endswith("\n") else f" {instruction}"
-    for i, m in enumerate(messages):
-        if found := SPECIAL.search(m["content"]):
-            raise UserError(f"message {i} contains {found[0]!r}, a special token to tokenizers; write it otherwise")
-        video = "<video>" in m["content"]
-        need(not video, f"message {i} contains <video>, and videos are not supported; leave such rows out")
+    need(role != "assistant", "the last message is the assistant's (an answer left in the prompt?); remove it")
+    last = questions[-1]
+    if not last["content"].endswith(instruction):
+        last["content"] += instruction if last["content"].endswith("\n") else f" {instruction}"
     return messages
 
 
 def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
-    """Image cells -> encoded files that decode; of a parquet file that is read only where they are."""
-    images, sizes, sums = [], [], []
+    """Return the encoded files of image cells, which decode; for a parquet file that is read only where they are."""
+    images, sizes = [], []
     for i, cell in enumerate(cells):
         try:
-            data = image_bytes(cell, raw.root, reading.fetch, reading.image_root)
-            sizes.append(check_decodes(data))
+            images.append(image_bytes(cell, raw.root, reading.fetch, reading.image_root))
+            sizes.append(check_decodes(images[i]))
         except UserError as e:
             raise UserError(f"image {i} {e}") from e
-        sums.append(zlib.crc32(data))
-        images += [] if raw.place else [data]
-    return LazyImages(*raw.place, tuple(sizes), tuple(sums)) if raw.place else images
+    return LazyImages(raw.place, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.place else images
 
 
 def add_marks(messages: list[dict], images: int) -> bool:
@@ -323,30 +315,24 @@ def good_rows(
             return e
 
     def results() -> Iterator[tuple[Raw, Example | UserError]]:
-        waiting: deque[tuple[Raw, Future]] = deque()
-        pool = ThreadPoolExecutor(WORKERS)
+        rows, pool = iter(raws), ThreadPoolExecutor(WORKERS)
         try:
-            for raw in itertools.chain(raws, [None] * AHEAD):
-                if len(waiting) == AHEAD or (raw is None and waiting):
-                    first, done = waiting.popleft()
-                    yield first, done.result()
-                if raw is not None:
-                    waiting.append((raw, pool.submit(attempt, raw)))
+            while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
+                yield from zip(chunk, pool.map(attempt, chunk), strict=True)
         finally:  # drops what is not begun: Ctrl-C is not to wait for it
             pool.shutdown(cancel_futures=True)
 
     taken: dict[str, str] = {}  # uid -> the row that has it
     marked = 0
     for raw, result in results():
-        if isinstance(result, Example) and result.uid in taken:
-            uid = result.uid[:200]
-            result = UserError(f"uid {uid!r} is already taken by {taken[result.uid]}; make extra_info.uid unique")
         try:
-            check([result] if isinstance(result, Example) else [])
+            if isinstance(result, UserError):
+                raise result
+            told = f"uid {result.uid[:200]!r} is already taken by {taken.get(result.uid)}; make extra_info.uid unique"
+            need(result.uid not in taken, told)
+            check([result])
         except UserError as e:
-            result = e
-        if isinstance(result, UserError):
-            bad.append(printable(f"{raw.where}: {result}"))
+            bad.append(printable(f"{raw.where}: {e}"))
             continue
         taken[result.uid] = raw.where
         marked += raw.marked
@@ -368,8 +354,13 @@ def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
 
 
 def first_of(bad: list[str]) -> list[str]:
-    """The first few lines, and how many more there are."""
-    return bad[:5] + ([f"... and {len(bad) - 5} more"] if len(bad) > 5 else [])
+    """Return the first few lines, and how many more there are."""
+    return bad[:5] + [f"... and {len(bad) - 5} more"] * (len(bad) > 5)
+
+
+def print_left_out(bad: list[str]) -> None:
+    for line in first_of(bad):
+        print("left out:", line)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -382,8 +373,7 @@ def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, R
     """Rows of a parquet file; where a file is made, with those columns too that have no meaning here."""
     row = 0
     try:
-        opened = file if isinstance(file, Path) else file.open()
-        with open_parquet(opened) as parquet:
+        with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             reading.check_columns(schema.names, file)
             more = [c for c in schema.names if c not in reading.known()] if reading.split else []
@@ -392,12 +382,11 @@ def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, R
             if binary:
                 print(f"{file}: left out the binary columns {', '.join(binary)}")
             columns = [c for c in schema.names if (c in more or c in reading.known()) and c not in binary]
-            for record in parquet_rows(parquet, columns):
+            need(parquet.metadata.num_rows, f"{file} has no rows")
+            for row, record in enumerate(parquet_rows(parquet, columns)):
                 yield f"row {row}", record
-                row += 1
     except (pa.ArrowException, OSError, *store_errors()) as e:
         raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}; make or copy it again") from e
-    need(row > 0, f"{file} has no rows")
 
 
 def text_records(file: File, reading: ReadingConfig, kind: str) -> Iterator[tuple[str, Record]]:
@@ -433,9 +422,9 @@ def read_examples(
     examples, and one line per row left out (only with bad_rows="skip"). A file without data sources gives "". Raises
     UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
-    remote = [name for name in (path if isinstance(path, list) else [path]) if scheme_of(str(name))]
-    told = "training touches no network; prepare_data.py parquet --input URL brings it here"
-    need(not remote, f"{''.join(remote[:1])}: {told}")
+    for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
+        told = f"{name}: training touches no network; prepare_data.py parquet --input URL brings it here"
+        need(not scheme_of(str(name)), told)
     files = data_files(path)
     for file in files:
         remedy = f"run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet"
@@ -465,30 +454,21 @@ def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
 
 
 def lazy_rows(files: list[Path], reading: ReadingConfig) -> Iterator[Raw]:
-    """Rows of parquet files, with the place of each one's images."""
-
-    def places() -> Iterator[tuple[ImageTable, int, int]]:
-        for file in files:
-            names = pq.read_schema(file).names
-            columns = named_columns(reading.image_key, names) + named_columns(reading.prompt_key, names)
-            root = Path(reading.image_root or file.parent)
-            yield from row_places(ImageTable.of(file, root, reading.prompt_key, reading.image_key, columns))
-
-    for raw, place in zip(table_rows(files, reading), places(), strict=False):
-        raw.place = place
+    """Yield the rows of parquet files, with the place of each one's images."""
+    keys = (reading.prompt_key, reading.image_key)
+    places = (place for file in files for place in row_places(file, Path(reading.image_root or file.parent), *keys))
+    for raw, raw.place in zip(table_rows(files, reading), places, strict=False):
         yield raw
 
 
 # ---------------------------------------------------------------------------------------------------- writing
 
-SCHEMA = pa.schema(
-    {
-        "data_source": pa.string(),
-        "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
-        "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
-    }
-)  # and extra_info, a struct whose fields depend on the data
+SCHEMA = pa.schema({
+    "data_source": pa.string(),
+    "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+    "images": pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+    "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+})  # and extra_info, a struct whose fields depend on the data
 
 
 def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -591,9 +571,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
         commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
-        other = TASKS[name].name if name in TASKS else name
-        listed = about if name == other else f"The same as {other}."
-        command = sources.add_parser(name, help=listed, description=about)
+        command = sources.add_parser(name, help=about, description=about)
         for group in config.__mro__[:-1]:
             add_settings(command, group)
         for action in command._actions:
@@ -626,8 +604,7 @@ def make_file(source: str, cfg: FileConfig) -> None:
         count = write_examples(good_rows(raws, cfg, bad, cfg.limit, check), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
     print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
-    for line in first_of(bad):
-        print("left out:", line)
+    print_left_out(bad)
     if cfg.inspect:
         inspect_file(InspectConfig(file=cfg.out))
 
@@ -639,14 +616,8 @@ def inspect_file(cfg: InspectConfig) -> None:
     for example in examples[: cfg.rows]:
         look.print_example(example)
     print(f"=== {cfg.file}: {len(examples)} rows, {len(bad)} left out")
-    for line in first_of(bad):
-        print("left out:", line)
-    processor = None
-    if cfg.model:
-        from model import load_processor
-
-        processor = load_processor(cfg.model, min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels)
-    look.print_statistics(examples, processor)
+    print_left_out(bad)
+    look.print_statistics(examples, cfg.model, cfg.min_pixels, cfg.max_pixels)
 
 
 def main(command: tuple[str, FileConfig | InspectConfig]) -> None:

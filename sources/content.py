@@ -2,9 +2,10 @@
 
 import json
 import re
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from string import Formatter
 
 from errors import UserError, need, refusing
@@ -50,9 +51,15 @@ def place_images(prompt: object, column: list) -> tuple[object, list]:
     that are left come last. A numbered mark takes the image of its number. What is no prompt stays as it is. Raises
     UserError with the reason.
     """
-    following = enumerate(column)
+    following = deque(enumerate(column))
     placed = []
     numbered = set()
+
+    def place_next(number: int | None = None) -> None:
+        if following:
+            at, cell = following.popleft()
+            need(number in (None, at), f"names image {number!r:.20} of the row where the next is {at}; order them so")
+            placed.append(cell)
 
     def place_mark(mark: re.Match) -> str:
         if mark[1]:
@@ -60,40 +67,34 @@ def place_images(prompt: object, column: list) -> tuple[object, list]:
             numbered.add(int(mark[1]) - 1)
             placed.append(column[int(mark[1]) - 1])
         else:
-            placed.extend(cell for _, cell in islice(following, 1))
+            place_next()
         return MARK
-
-    def place(text: str) -> str:
-        return NATIVE.sub(place_mark, text)
 
     def place_part(part: dict) -> str:
         content = read_part(part)
         if isinstance(content, str):
-            return place(content)
-        if not content:
-            named = part.get("index")
-            for at, cell in islice(following, 1):
-                need(named in (None, at), f"names image {named!r:.20} of the row where the next is {at}; order them so")
-                content = [cell]
+            return NATIVE.sub(place_mark, content)
         placed.extend(content)
+        if not content:
+            place_next(part.get("index"))
         return MARK
 
+    def place_message(i: int, message: object) -> object:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            return message | {"content": NATIVE.sub(place_mark, content)}
+        if isinstance(content, list):
+            texts = []
+            for j, part in enumerate(content):
+                with refusing(UserError, f"message {i}, part {j}"):
+                    texts.append(place_part(part))
+            return message | {"content": "".join(texts)}
+        return message
+
     if isinstance(prompt, str):
-        prompt = place(prompt)
+        prompt = NATIVE.sub(place_mark, prompt)
     elif isinstance(prompt, list):
-        messages = []
-        for i, message in enumerate(prompt):
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, str):
-                message = {**message, "content": place(content)}
-            elif isinstance(content, list):
-                texts = []
-                for j, part in enumerate(content):
-                    with refusing(UserError, f"message {i}, part {j}"):
-                        texts.append(place_part(part))
-                message = {**message, "content": "".join(texts)}
-            messages.append(message)
-        prompt = messages
+        prompt = [place_message(i, message) for i, message in enumerate(prompt)]
     return prompt, placed + [cell for at, cell in following if at not in numbered]
 
 
@@ -167,20 +168,17 @@ def cell_text(record: dict, name: str | None) -> str:
 
 
 def row_truth(record: dict, answer_key: str) -> str:
-    """The ground truth of a row: a column, or several as one JSON object without those that are empty."""
+    """Return the ground truth of a row as a string: a column, or several as one JSON object without those that are
+    empty. Strings stay, everything else becomes JSON."""
     names = named_columns(answer_key, record)
-    found = {name: record.get(name) for name in names if record.get(name) not in (None, "")}
-    return to_truth(record.get(names[0]) if len(names) == 1 else found or None)
-
-
-def to_truth(value: object) -> str:
-    """Ground truth as a string: strings stay, everything else becomes JSON."""
-    empty = value is None or not str(value).strip()
+    truth = {name: record.get(name) for name in names if record.get(name) not in (None, "")} or None
+    truth = record.get(names[0]) if len(names) == 1 else truth
+    empty = truth is None or not str(truth).strip()
     need(not empty, "no ground truth: the answer is missing or empty; --answer-key names its column")
-    if isinstance(value, str):
-        return value
-    with refusing((TypeError, ValueError), f"ground truth {value!r} is neither a string nor JSON"):
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if isinstance(truth, str):
+        return truth
+    with refusing((TypeError, ValueError), f"ground truth {truth!r} is neither a string nor JSON"):
+        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
 
 
 def too_deep(value: object, levels: int) -> bool:

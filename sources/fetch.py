@@ -1,4 +1,5 @@
-"""Image files from URLs: only from public addresses, each within a deadline and a size."""
+"""Files that rows name by a URL: of object stores, or of the web from public addresses only, within a deadline and a
+size."""
 
 import http.client
 import ipaddress
@@ -13,13 +14,17 @@ from functools import partial
 from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 
-from errors import UserError, need
+from errors import UserError, describe_error, need
+from sources.remote import RemoteFile
+from sources.tables import scheme_of, store_errors
+
+WEB = ("http", "https")
 
 
 def clean_url(url: str) -> str:
-    """An http(s) URL with all but its host percent-encoded. Raises ValueError."""
+    """Return an http(s) URL with all but its host percent-encoded. Raise ValueError for any other URL."""
     parts = urlsplit(url)
-    need(parts.scheme in ("http", "https") and parts.hostname, "not an http(s) URL with a host")
+    need(parts.scheme in WEB and parts.hostname, "not an http(s) URL with a host")
     need("@" not in parts.netloc, "it holds a user name; fetch such files yourself and give their paths")
     need(parts.port != 0, "port 0")  # others outside 1..65535 raise by themselves
     path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
@@ -80,21 +85,19 @@ class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.re
     ) -> socket.socket:
         host, port = address
         places = [found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        inside = [ip for ip, _ in places if not is_public(ip)]
-        if inside and not private:
-            raise ValueError(f"{host} is at {inside[0]}, not public (--url-private allows that)")
-        failure = OSError("no address")
-        for place in places:
-            try:
-                connected = socket.create_connection(place, timeout)
-            except OSError as e:
-                failure = e
-                continue
-            self.sockets.append(connected.dup())  # the same connection, whatever wraps the first handle
-            if self.closed:
-                raise TimeoutError("timed out")
-            return connected
-        raise failure
+        for ip, _ in places:
+            need(private or is_public(ip), f"{host} is at {ip}, not public (--url-private allows that)")
+        for place in places[:-1]:
+            with suppress(OSError):
+                return self.dial(place, timeout)
+        return self.dial(places[-1], timeout)
+
+    def dial(self, place: tuple[str, int], timeout: float) -> socket.socket:
+        connected = socket.create_connection(place, timeout)
+        self.sockets.append(connected.dup())  # the same connection, whatever wraps the first handle
+        if self.closed:
+            raise TimeoutError
+        return connected
 
     def close(self) -> None:
         """End all connections, and any that another thread is about to make: who reads from them reads their end."""
@@ -104,47 +107,50 @@ class Fetcher(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.re
                 connected.shutdown(socket.SHUT_RDWR)
 
 
-def fetch_once(url: str, timeout: float, max_bytes: int, private: bool) -> bytes:
-    """Body of a URL, redirects followed, in `timeout` seconds. Raises OSError, HTTPException or ValueError."""
-    fetcher = Fetcher(private)
-    opener = urllib.request.build_opener(fetcher)
-    opener.addheaders = [("User-Agent", "prepare_data")]
-    request = urllib.request.Request(clean_url(url))
+def final(error: Exception) -> bool:
+    """Return whether another try would fail in the same way."""
+    if isinstance(error, HTTPError):
+        return error.code < 500 and error.code not in (408, 429)
+    # an InvalidURL is an HTTPException, a UnicodeError of a name a ValueError
+    return isinstance(error, ValueError | http.client.InvalidURL | FileNotFoundError | PermissionError)
 
-    def body() -> bytes:
-        with opener.open(request, timeout=timeout) as response:
-            data = response.read(max_bytes + 1)
-            if len(data) > max_bytes:
-                raise ValueError(f"it is larger than {max_bytes / 2**20:g} MiB (raise --url-max-mb)")
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
+
+def fetch(
+    file: str | RemoteFile, timeout: float = 20, max_mb: float = 32, tries: int = 3, private: bool = False
+) -> bytes:
+    """Return the content of a URL in a row, redirects followed, or of a store's file.
+
+    `timeout` seconds bound each try as a whole. Raise UserError, naming the flag to change, if all tries fail; at once
+    for addresses that are not public, redirects to them included, unless `private`.
+    """
+    most = int(max_mb * 2**20)
+    web = isinstance(file, str) and scheme_of(file) in WEB
+    file = file if web or isinstance(file, RemoteFile) else RemoteFile.of_row(file)
+
+    def read(fetcher: Fetcher) -> bytes:
+        opener = urllib.request.build_opener(fetcher)
+        opener.addheaders = [("User-Agent", "prepare_data")]
+        with opener.open(clean_url(file), timeout=timeout) if web else file.fs.open(file.path) as opened:
+            data = opened.read(most + 1)
+            need(len(data) <= most, f"it is larger than {max_mb:g} MiB (raise --url-max-mb)")
+            if web and opened.length:
+                raise http.client.IncompleteRead(b"", opened.length)
             return data
 
-    # A socket's timeout is per operation, and a header can come byte by byte; looking up a name knows none at all. So a
-    # thread does it, which is left behind at the deadline, without its connections.
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(body).result(timeout)
-    finally:
-        pool.shutdown(wait=False)
-        fetcher.close()
-
-
-def fetch_url(url: str, timeout: float = 20, max_mb: float = 32, tries: int = 3, private: bool = False) -> bytes:
-    """Body of an http(s) URL; `timeout` seconds bound each try as a whole. Raises UserError naming the flag to change.
-
-    Addresses that are not public are refused unless `private`, redirects to them too.
-    """
     for attempt in range(tries):
         time.sleep(0.5 * attempt)
+        fetcher = Fetcher(private)
+        # A socket's timeout is per operation, a header can come byte by byte, and looking up a name knows none at all.
+        # So a thread does it, which is left behind at the deadline, without its connections.
+        pool = ThreadPoolExecutor(1)
         try:
-            return fetch_once(url, timeout, int(max_mb * 2**20), private)
-        except HTTPError as e:
-            problem = f"HTTP {e.code} {e.reason}"
-            if e.code < 500 and e.code not in (408, 429):
-                raise UserError(f"{url} could not be fetched: {problem}; correct or remove the URL") from e
-        except (ValueError, http.client.InvalidURL) as e:  # UnicodeErrors of names are ValueErrors
-            raise UserError(f"{url} cannot be fetched: {e}; correct or remove the URL") from e
-        except (OSError, http.client.HTTPException) as e:  # URLErrors and timeouts are OSErrors
-            problem = f"{str(e) or 'timed out'} (--url-timeout {timeout:g})"
-    raise UserError(f"{url} could not be fetched in {tries} tries: {problem}; try again or raise --url-tries")
+            return pool.submit(read, fetcher).result(timeout)
+        except (OSError, ValueError, http.client.HTTPException, *store_errors()) as e:
+            why = describe_error(e).removeprefix("UserError: ")
+            if final(e):
+                raise UserError(f"{file} cannot be fetched: {why}; correct or remove the URL") from e
+        finally:
+            pool.shutdown(wait=False)
+            fetcher.close()
+    told = f"{file} could not be fetched in {tries} tries: {why}"
+    raise UserError(f"{told}; try again, or raise --url-tries or --url-timeout {timeout:g}")

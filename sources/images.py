@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from errors import UserError, need, refusing
-from sources.paths import ROW_SCHEMES, File, scheme_of
+from sources.tables import File, scheme_of
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
@@ -107,16 +107,12 @@ def image_bytes(
     if cell.startswith("data:"):
         head, _, cell = cell.partition(",")
         need(head.endswith(";base64"), f"data URI {head[:40]!r} is not base64")
-    elif scheme := scheme_of(cell[:4096]).removeprefix("file"):
-        schemes = ("http", "https", *ROW_SCHEMES)
-        told = f"{cell[:80]!r} has a scheme that a row may not have; it may have {', '.join(schemes)}"
-        need(scheme in schemes and (scheme in ("http", "https") or "::" not in cell), told)
+    elif scheme_of(cell) not in ("", "file"):
         need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
         return fetch(cell)
-    elif not isinstance(root, Path) and "." in cell and len(cell) < 4096:  # no dot in base64
-        need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
-        return fetch(root / cell)
-    elif len(cell) < 4096 and isinstance(root, Path):  # an existing file wins: its name may happen to be valid base64
+    elif len(cell) >= 4096:
+        pass  # base64
+    elif isinstance(root, Path):  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
             return read_file(path, folder)
@@ -125,6 +121,9 @@ def image_bytes(
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
             reason = f"{getattr(e, 'strerror', e)}; relative paths start at the file's folder or --image-root"
             need("." not in cell and len(cell) >= 40, f"{path}: {reason}")  # no dot in base64, no image in 30 bytes
+    elif "." in cell:
+        need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
+        return fetch(root / cell)
     with refusing(ValueError, f"{cell[:40]!r} is neither an existing file nor valid base64"):
         return base64.b64decode("".join(cell.split()), validate=True)
 

@@ -12,12 +12,6 @@ from PIL import Image
 from errors import printable
 
 
-def spread(values: list[int]) -> str:
-    """min, median, p90 and max of a non-empty list, as text."""
-    low, mid, p90, high = np.percentile(values, [0, 50, 90, 100], method="nearest")
-    return f"min {low}, median {mid}, p90 {p90}, max {high}"
-
-
 def print_example(e: Any) -> None:
     """A row, an Example, in full."""
     print(f"--- {printable(e.uid)}  [{printable(e.data_source)}]  answer: {printable(e.ground_truth)}")
@@ -29,18 +23,23 @@ def print_example(e: Any) -> None:
     print(f"extra: {printable(json.dumps(e.extra, ensure_ascii=False, default=str), 10_000)}")
 
 
-def print_statistics(examples: list, processor: Any = None) -> None:
-    """Counts and distributions over rows; with a processor also of their prompts' tokens."""
+def print_statistics(examples: list, model: str | None, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Print counts and distributions over rows; with a model also of their prompts' tokens."""
     print("data_source:", dict(Counter(e.data_source for e in examples).most_common()))
     for key in ("split", "answer_type"):
         if counts := Counter(str(e.extra[key]) for e in examples if key in e.extra):
             print(f"{key}:", dict(counts.most_common()))
     print("images per row:", dict(sorted(Counter(len(e.images) for e in examples).items())))
-    sizes = [e.image_sizes for e in examples]
-    if flat := list(chain.from_iterable(sizes)):
-        print("image width:", spread([width for width, _ in flat]))
-        print("image height:", spread([height for _, height in flat]))
-        print("image bytes:", spread([len(data) for data in chain.from_iterable(e.images for e in examples)]))
-    if processor:
-        counts = [processor.count_tokens(e.messages, s) for e, s in zip(examples, sizes, strict=True)]
-        print("prompt tokens, image tokens included:", spread(counts))
+    sizes = list(chain.from_iterable(e.image_sizes for e in examples))
+    figures = {"image width": [width for width, _ in sizes], "image height": [height for _, height in sizes]}
+    figures["image bytes"] = [len(data) for e in examples for data in e.images]
+    if model:
+        from model import load_processor
+
+        processor = load_processor(model, min_pixels=min_pixels, max_pixels=max_pixels)
+        tokens = [processor.count_tokens(e.messages, e.image_sizes) for e in examples]
+        figures["prompt tokens, image tokens included"] = tokens
+    for name, values in figures.items():
+        if values:
+            low, mid, p90, high = np.percentile(values, [0, 50, 90, 100], method="nearest")
+            print(f"{name}: min {low}, median {mid}, p90 {p90}, max {high}")

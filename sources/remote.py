@@ -1,30 +1,24 @@
 """Files of object stores, s3://, gs:// and all else that fsspec knows: tables of the user's, images that rows name."""
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from errors import UserError, need, refusing
-from sources.paths import ROW_SCHEMES, scheme_of, store_errors
-from sources.tables import SPLITS
+from errors import UserError, describe_error, need, refusing
+from sources.tables import ROW_SCHEMES, SPLITS, scheme_of, store_errors
 
 
 @contextmanager
 def refusing_remote(what: str) -> Iterator[None]:
-    """Makes of whatever keeps a store's file from being read a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as e:
-        package = ROW_SCHEMES.get(scheme_of(what), "")
-        raise UserError(f"{what}: {e}; run pip install fsspec {package}".rstrip()) from e
-    except (OSError, ValueError, *store_errors()) as e:
-        raise UserError(f"{what} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+    """Turn whatever keeps a store's file from being read into a UserError."""
+    package = ROW_SCHEMES.get(scheme_of(what), "")
+    with refusing(ImportError, f"{what}: run pip install fsspec {package}".rstrip()):
+        try:
+            yield
+        except (OSError, ValueError, *store_errors()) as e:
+            raise UserError(f"{what} cannot be read: {describe_error(e)}") from e
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class RemoteFile:
 
     @classmethod
     def of(cls, url: str) -> "RemoteFile":
-        """Of a URL that the user gave, chained ones too."""
+        """Return what a URL of the user's names, chained ones too."""
         with refusing_remote(url):
             from fsspec.core import url_to_fs
 
@@ -44,8 +38,10 @@ class RemoteFile:
 
     @classmethod
     def of_row(cls, url: str) -> "RemoteFile":
-        """Of a URL in a row: the store of its scheme with the user's own settings; nothing else of it is obeyed."""
-        need(scheme_of(url) in ROW_SCHEMES and "::" not in url, f"{url[:80]} is no URL that a row may have")
+        """Return the file of a URL in a row: of its scheme's store with the user's own settings; nothing else of it is
+        obeyed."""
+        told = f"{url[:80]!r} has a scheme that a row may not have; it may have http, https, {', '.join(ROW_SCHEMES)}"
+        need(scheme_of(url) in ROW_SCHEMES and "::" not in url, told)
         with refusing_remote(url[:200]):
             import fsspec
 
@@ -63,9 +59,6 @@ class RemoteFile:
     def __truediv__(self, name: str) -> "RemoteFile":
         return RemoteFile(self.fs, f"{self.path.rstrip('/')}/{name}")
 
-    def __lt__(self, other: "RemoteFile") -> bool:
-        return self.path < other.path
-
     def relative_to(self, folder: "RemoteFile") -> str:
         return self.path.removeprefix(folder.path.rstrip("/") + "/")
 
@@ -77,45 +70,16 @@ class RemoteFile:
         with refusing_remote(str(self)):
             return self.fs.isfile(self.path)
 
-    def glob(self, pattern: str = "") -> list["RemoteFile"]:
-        """Files of a pattern below this folder; without one this path is a pattern itself."""
+    def glob(self, pattern: str) -> list["RemoteFile"]:
         with refusing_remote(str(self)):
-            found = self.fs.glob((self / pattern).path if pattern else self.path)
-        return [RemoteFile(self.fs, path) for path in sorted(found)]
+            return [RemoteFile(self.fs, path) for path in self.fs.glob(f"{self.path.rstrip('/')}/{pattern}")]
 
     def rglob(self, pattern: str) -> list["RemoteFile"]:
         return self.glob(f"**/{pattern}")
 
     def open(self) -> BinaryIO:
         with refusing_remote(str(self)):
-            return self.fs.open(self.path, "rb")
-
-
-def fetch_remote(file: RemoteFile, timeout: float = 20, max_mb: float = 32, tries: int = 3) -> bytes:
-    """Content of a file; `timeout` seconds bound each try as a whole. Raises UserError naming the flag to change."""
-    most = int(max_mb * 2**20)
-
-    def content() -> bytes:
-        with refusing_remote(str(file)), file.open() as opened:
-            return opened.read(most + 1)
-
-    for attempt in range(tries):
-        time.sleep(0.5 * attempt)
-        pool = ThreadPoolExecutor(1)  # left behind at the deadline
-        try:
-            data = pool.submit(content).result(timeout)
-        except TimeoutError:
-            problem = f"timed out (--url-timeout {timeout:g})"
-        except UserError as e:
-            if isinstance(e.__cause__, FileNotFoundError | PermissionError | ImportError) or e.__cause__ is None:
-                raise
-            problem = str(e)
-        else:
-            need(len(data) <= most, f"{file} is larger than {max_mb:g} MiB (raise --url-max-mb)")
-            return data
-        finally:
-            pool.shutdown(wait=False)
-    raise UserError(f"{file} could not be fetched in {tries} tries: {problem}; try again or raise --url-tries")
+            return self.fs.open(self.path)
 
 
 def download(hub_id: str, split: str) -> Path:

@@ -1,55 +1,81 @@
-"""Tables of rows in parquet files, as found. A row that cannot be read is a text that says why."""
+"""What paths and URLs name, and tables of rows in parquet files. A row that cannot be read is a text that says why."""
 
 import glob
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from errors import nearest_path, need, refusing
-from sources.paths import File, as_path, store_errors
+from errors import nearest_path, need, plug_in, refusing
 
+File = Any  # a Path, or a remote.RemoteFile
+# Schemes that rows may name: remote stores, and nothing that could be this machine, or code. The user may name any.
+ROW_SCHEMES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
+               "abfss": "adlfs", "hf": "huggingface_hub", "oss": "ossfs", "r2": "s3fs"}  # fmt: skip
+THEIR_ERRORS = {  # of the stores' libraries, where they are loaded
+    "botocore.exceptions": "BotoCoreError", "google.auth.exceptions": "GoogleAuthError",
+    "azure.core.exceptions": "AzureError", "aiohttp": "ClientError", "gcsfs.retry": "HttpError",
+}  # fmt: skip
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
-BATCH_ROWS = 64  # of a parquet file that are read at once, or fewer
-BATCH_BYTES = 2 << 20
+BATCH_ROWS = 16  # of a parquet file that are in memory at once
 MAX_ROW_BYTES = 256 << 20  # of a row in memory, or of a line of text
 VALUE_BYTES = 100  # of each value as a Python object: a few kilobytes of a file can hold millions of nulls
 # What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
 CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
 
+def scheme_of(name: str) -> str:
+    """Of a URL, in small letters; "" of what is none."""
+    return name.partition("://")[0].lower() if "://" in name else ""
+
+
+def store_errors() -> tuple[type[Exception], ...]:
+    """What reading may raise besides OSErrors and ValueErrors."""
+    return tuple(getattr(sys.modules[m], name) for m, name in THEIR_ERRORS.items() if m in sys.modules)
+
+
+def as_path(name: str) -> File:
+    """Return what the user names: a path, file:// one too, or a URL."""
+    if scheme_of(name) in ("", "file"):
+        return Path(name.removeprefix("file://"))
+    return plug_in("sources.remote", name, "give a path of this machine").RemoteFile.of(name)
+
+
 def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
-    """A file, a folder of shards, a glob, a comma list or a list of those, URLs among them -> files in order.
+    """Return the files, in order, of a file, a folder of shards, a glob, a comma list or a list of those, URLs among
+    them.
 
     Of a folder with shards of several splits only those of `split` are taken.
     """
     name = str(path)
     need(path, "--input is missing: the files to read")
     if isinstance(path, list | tuple):
-        files = list(chain.from_iterable(data_files(p, split) for p in path))
-    elif "," in name and not os.path.exists(name):
-        files = data_files([p.strip() for p in name.split(",") if p.strip()], split)
-    elif (file := as_path(name)).is_dir():
+        return list(chain.from_iterable(data_files(part, split) for part in path))
+    if "," in name and not os.path.exists(name):
+        return data_files([part.strip() for part in name.split(",") if part.strip()], split)
+    if (file := as_path(name)).is_dir():
         files = shards_of(file, split)
     elif file.is_file():
         files = [file]
     else:
-        found = map(Path, sorted(glob.glob(name))) if isinstance(file, Path) else file.glob()
-        files = [p for p in found if p.is_file()]
+        found = map(Path, glob.glob(name)) if isinstance(file, Path) else file.parent.glob(file.name)
+        files = sorted((p for p in found if p.is_file()), key=str)
     of_split = f" of --split {split}" if split else ""
     need(files, f"{name}: no such file, nor folder of parquet files{of_split}, nor glob of either{nearest_path(name)}")
     return files
 
 
 def shards_of(folder: File, split: str | None) -> list[File]:
-    """The parquet files of a folder, or of its `data`; those of `split` if their names begin with splits."""
-    files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
+    """Return the parquet files of a folder, or of its `data`; those of `split` if their names begin with splits."""
+    files = sorted([*folder.glob("*.parquet")] or folder.glob("data/*.parquet"), key=str)
     by_split = {ours: [f for f in files if f.name.startswith(hub)] for ours, hub in SPLITS.items()}
     there = [ours for ours, shards in by_split.items() if shards]
     if split and there:
@@ -60,14 +86,11 @@ def shards_of(folder: File, split: str | None) -> list[File]:
 
 
 def file_names(files: list[File]) -> list[str]:
-    """The files' names for uids: each without its ending, with as many folders in front as tell it from the others."""
-    paths = [Path(os.path.abspath(str(f))).with_suffix("").parts for f in files]
-    names = []
-    for path in paths:
-        others = [p for p in paths if p != path]
-        n = next(n for n in range(1, len(path) + 1) if all(p[-n:] != path[-n:] for p in others))
-        names.append("/".join(path[-n:]))
-    return names
+    """Return the files' names for uids: without their ending, with as many folders in front as tell them apart."""
+    paths = [Path(os.path.abspath(str(file))).with_suffix("").parts for file in files]
+    lengths = range(1, max(map(len, paths)) + 1)
+    n = next(n for n in lengths if len({path[-n:] for path in paths}) == len(set(paths)))
+    return ["/".join(path[-n:]) for path in paths]
 
 
 def batch_records(batch: pa.RecordBatch) -> list[Record]:
@@ -91,29 +114,28 @@ def count_values(array: pa.Array) -> int:
     return len(array) + sum(map(count_values, inner if isinstance(inner, list) else [inner]))
 
 
+def open_parquet(file: File) -> pq.ParquetFile:
+    """Open a file to read it piece by piece, and verify the checksums of its pages if it has any. Without a buffer size
+    pyarrow reads a whole row group at once."""
+    opened = file if isinstance(file, Path) else file.open()
+    return pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True)
+
+
 def parquet_columns(file: File) -> list[str]:
-    """Names of the columns. Raises UserError if it is no parquet file."""
+    """Return the names of the columns. Raise UserError if it is no parquet file."""
     with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file, or is damaged"):
-        return pq.read_schema(file if isinstance(file, Path) else file.open()).names
+        return open_parquet(file).schema_arrow.names
 
 
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
-    """Rows of a file, a few MiB of them in memory at once."""
-    groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
-    size = sum(group.total_byte_size for group in groups) + VALUE_BYTES * values
-    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * parquet.metadata.num_rows // max(1, size)))
-    for batch in parquet.iter_batches(at_once, columns=columns):
-        yield from batch_records(batch)
+    return chain.from_iterable(map(batch_records, parquet.iter_batches(BATCH_ROWS, columns=columns)))
 
 
 def extra_column(extras: list[dict]) -> pa.StructArray:
-    """The extra_info column. A field whose values have no common type is stored as JSON text, and that is said."""
-    first = [key for key in ("split", "index", "uid", "answer_type") if any(key in extra for extra in extras)]
-    names = dict.fromkeys(chain(first, *extras))
+    """Return the extra_info column. A field whose values have no common type is stored as JSON text, and is printed."""
     columns: dict[str, pa.Array] = {}
     mixed = []
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(extras)):
         values = [extra.get(name) for extra in extras]
         column = None
         with suppress(pa.ArrowTypeError, pa.ArrowInvalid, OverflowError):

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from errors import UserError, need, refusing
-from sources.paths import File
 from sources.remote import RemoteFile, refusing_remote
-from sources.tables import MAX_ROW_BYTES, Record
+from sources.tables import MAX_ROW_BYTES, File, Record
 
 
 def text_lines(file: File) -> Iterator[str]:

@@ -8,8 +8,7 @@ from typing import Any
 from errors import need
 from prepare_data import TABLES, Raw, TaskConfig, table_rows
 from sources.content import named_columns
-from sources.paths import File
-from sources.tables import Record, data_files, parquet_columns
+from sources.tables import File, Record, data_files, parquet_columns
 
 IMAGES = ("image", "image_url")
 

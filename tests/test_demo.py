@@ -203,7 +203,7 @@ def test_no_reply_of_a_toy_is_usually_right(task, toy_examples):
     for e in toy_examples(task, "train"):
         by_kind.setdefault(e.extra["answer_type"], []).append(e)
     of_kind = {}
-    for kind, _, reply, _ in demo.first_scenes(task):
+    for kind, _, reply, _ in demo.first_questions(task):
         of_kind.setdefault(kind, Counter())[reply] += 1
     best = []
     for kind, examples in by_kind.items():

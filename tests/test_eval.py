@@ -416,7 +416,6 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
-    (["TOY", "--group-by", "uid", "uid"], "--group-by uid uid: the same twice"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
     (["CODE"], "its files name Python code of their own to be run"),

@@ -6,7 +6,6 @@ pytest tests/test_lazy.py
 import base64
 import io
 import multiprocessing
-import os
 import pickle
 import random
 import re
@@ -33,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Nothing kept from another test."""
-    monkeypatch.setattr(lazy, "ROWS", lazy.Rows())
+    monkeypatch.setattr(lazy, "ROW_GROUPS", lazy.RowGroups())
 
 
 def read(path, **settings) -> list[Example]:
@@ -60,17 +59,15 @@ def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, 
     monkeypatch.setattr(lazy, "BOUND", bound)
     images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
     examples = read(tmp_path / "f.parquet")
-    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROWS.kept
+    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROW_GROUPS.kept
     shuffled = random.Random(0).sample(range(30), 30)
     for order in (range(30), range(29, -1, -1), shuffled, [3] * 3):
         assert [examples[i].images[0] for i in order] == [images[i] for i in order]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda i: examples[i].images[-1], order)) == [images[i] for i in order]
-    kept = lazy.ROWS.kept
-    assert lazy.ROWS.bytes == sum(batch.nbytes for batch in kept.values()) and (
-        lazy.ROWS.bytes <= bound or len(kept) == 1
-    )
-    assert len(kept) == 30 or bound < 1 << 30
+    kept = lazy.ROW_GROUPS.kept
+    assert len(kept) == 1 or sum(group.nbytes for group in kept.values()) <= bound
+    assert len(kept) == -(-30 // rows) or bound < 1 << 30
 
 
 def test_it_is_a_sequence_of_bytes(tmp_path):
@@ -129,7 +126,7 @@ def test_cells_of_all_kinds_stay_where_they_are(tmp_path):
     ]
     examples = read(save(tmp_path / "f.parquet", rows))
     assert [list(e.images) for e in examples] == [[BLUE, RED], [BLUE]]
-    lazy.ROWS.__init__()
+    lazy.ROW_GROUPS.__init__()
     (tmp_path / "a.png").write_bytes(BLUE)
     assert examples[0].images[0] == BLUE, "which did not change"
     with pytest.raises(UserError, match=r"f.parquet row group 0 row 0: image 1: has changed since it was checked"):
@@ -144,24 +141,29 @@ def test_a_file_that_changed_or_is_gone_is_named(tmp_path):
     noise_file(path, 3)
     examples, data = read(path), path.read_bytes()
     path.unlink()
-    with pytest.raises(UserError, match=rf"{path}: gone since its rows were checked.*No such file"):
+    with pytest.raises(UserError, match=rf"{path} row group 0 cannot be read.*No such file"):
         examples[0].images[0]
-    path.write_bytes(data)  # the same, and yet nobody knows
-    with pytest.raises(UserError, match=rf"{path} has changed since its rows were checked"):
-        examples[0].images[0]
-    status = os.stat(path)
     for change, told in ((lambda d: d.replace(noise(1)[50:60], bytes(10)), "has changed since it was checked"),
                          (lambda d: bytes(len(d)), "cannot be read; it may have changed")):  # fmt: skip
-        path.write_bytes(data)
-        examples = read(path)
-        status = os.stat(path)
         path.write_bytes(change(data))
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # neither size nor time tells
-        lazy.ROWS.__init__()
+        lazy.ROW_GROUPS.__init__()
         with pytest.raises(UserError, match=rf"{path} row group 0.*{told}"):
             examples[1].images[0]
     path.write_bytes(data)
-    assert read(path)[1].images == [noise(1)], "a new start helps"
+    lazy.ROW_GROUPS.__init__()
+    assert examples[1].images == [noise(1)] == read(path)[1].images
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [0]])
+def test_other_rows_are_never_read_as_those_that_were_checked(tmp_path, rows):
+    path = tmp_path / "f.parquet"
+    noise_file(path, 3)
+    examples = read(path)
+    pq.write_table(pq.read_table(path).take(rows), path)
+    for i in (1, 2):  # another image, and no such row
+        lazy.ROW_GROUPS.__init__()
+        with pytest.raises(UserError, match="f.parquet row group 0 .*changed since"):
+            list(examples[i].images)
 
 
 def test_it_works_in_another_process(tmp_path):
