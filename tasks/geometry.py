@@ -422,6 +422,8 @@ MIRROR = str.maketrans("<>≤≥", "><≥≤")
 
 def split(text: str, separators: str) -> tuple[list[str], str]:
     """Members and separators of `text`, cut only outside brackets."""
+    if not any(separator in text for separator in separators):
+        return [text.strip()], ""
     members, found, depth = [""], "", 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
