@@ -19,7 +19,7 @@ from errors import need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
 from tasks._tables import any_rows, first
-from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
+from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, rows_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
@@ -182,11 +182,7 @@ def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
         colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
         image = Image.new("RGB", (SMALL, SMALL), (rng.randint(236, 255),) * 3)
         x, y = (SMALL / 2 + rng.uniform(-6, 6) for _ in range(2))
-        r = rng.uniform(14, 20)
-        if shape == "circle":
-            ImageDraw.Draw(image).ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
-        else:
-            ImageDraw.Draw(image).polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
+        draw_shape(ImageDraw.Draw(image), shape, x, y, rng.uniform(14, 20), COLOURS[colour])
         data = png(image)
         if in_split(data, split):
             yield data, colour
@@ -194,7 +190,7 @@ def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless groups of images, each of a colour of its own: eight of ten times two, else three or four."""
-    rng = random.Random(f"pairs/{SALT[split]}/{seed}")
+    rng = random_of("pairs/", split, seed)
     source = drawings(rng, split)
     while True:
         n = rng.choice([2] * 8 + [3, 4])
@@ -222,7 +218,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, statements and questions in turn, of different images."""
-    need(split in SALT, f"--split {split!r}: pairs has {', '.join(SALT)}")
     sources = {"statement": "nlvr2", "which": "which"}
     for row in rows_of("pairs", n, split, seed, scenes(split, seed), list(sources)):
         yield row | {"data_source": sources[row["extra_info"]["answer_type"]]}

@@ -705,7 +705,7 @@ def test_toy_becomes_a_file(tmp_path):
     make_file("geospot", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"geospot": 12}
-    with pytest.raises(UserError, match="--split 'val': geospot's map has warm, train, test"):
+    with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         list(geospot.toy(1, "val", 0))
 
 
