@@ -93,9 +93,9 @@ def rouge_l(words: Words, references: list[Words]) -> float:
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
 
 
-def grams_of(texts: list[Words], n: int) -> set[Words]:
-    """The n-grams that any of the texts has."""
-    return set().union(*(ngrams(text, n) for text in texts))
+def grams_of(texts: list[Words]) -> set[Words]:
+    """The n-grams that any of the texts has, of all lengths."""
+    return set().union(*(ngrams(text, n) for text in texts for n in range(1, MAX_N + 1)))
 
 
 class Corpus:
@@ -108,13 +108,12 @@ class Corpus:
     def add(self, references: list[Words]) -> None:
         """Count a row."""
         self.size += 1
-        for n in range(1, MAX_N + 1):
-            self.frequency.update(grams_of(references, n))
+        self.frequency.update(grams_of(references))
 
     def of(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
-        grams = set().union(*(grams_of(references, n) for n in range(1, MAX_N + 1)))
-        return {" ".join(gram): self.frequency[gram] for gram in sorted(grams) if self.frequency[gram] > 1}
+        grams = sorted(grams_of(references))
+        return {" ".join(gram): self.frequency[gram] for gram in grams if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:
         """TF-IDF of a text's n-grams."""

@@ -61,19 +61,16 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))
         values = [value for _, value in chosen]
+        absent = [digit for digit in DIGITS if int(digit) not in values]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
-            exists(rng, "Is there a {}?", str(rng.choice(values)), absent(values)),
+            exists(rng, "Is there a {}?", str(rng.choice(values)), absent),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
         seen = " ".join(map(str, sorted(values)))
         start = f"{MARK}{INSTRUCTION}"  # first, so that all questions about an image share it
         yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
-
-
-def absent(values: list[int]) -> list[str]:
-    return [digit for digit in DIGITS if int(digit) not in values]
 
 
 toy = toy_table_of("digits", scenes, ANSWER_TYPES)

@@ -145,9 +145,12 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     if not isinstance(text, str) or truth is None:
         return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth) if statement is not None else truth
-    if statement is not None and unwrap_truth(str(truth)).lower() not in ("true", "false"):
-        return f"label is {truth!r:.80}, expected True or False"
+    source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
+    if statement is not None:
+        source, kind, asked, instruction = "nlvr2", "statement", f"Statement: {text}", INSTRUCTION
+        truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth)
+        if unwrap_truth(str(truth)).lower() not in ("true", "false"):
+            return f"label is {truth!r:.80}, expected True or False"
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
@@ -156,14 +159,12 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     if images is None:
         columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
         return f"no images: looked for {columns}, and for {stem}-img0.png below {root}"
-    marks = MARK * (len(images) if isinstance(images, list) else 1)
-    asked = f"{marks}Statement: {text}" if statement is not None else f"{marks}{text}"
-    instruction = INSTRUCTION if statement is not None else WHICH_INSTRUCTION
+    asked = MARK * (len(images) if isinstance(images, list) else 1) + asked
     used = {cfg.image_key, cfg.prompt_key, cfg.answer_key, "sentence", "question", "label", "answer"}
     used.update(*SIDES)
     return {name: value for name, value in record.items() if name not in used} | {
-        "data_source": "nlvr2" if statement is not None else "which",
-        "answer_type": "statement" if statement is not None else "which",
+        "data_source": source,
+        "answer_type": kind,
         cfg.prompt_key: asked if cfg.instruction or MARK in text else f"{asked} {instruction}",
         cfg.image_key: images,
         "reward_model": {"style": "rule", "ground_truth": str(truth)},
