@@ -81,7 +81,10 @@ def printable(text: object, length: int = 600, keep: str = "") -> str:
     """Return a text that is safe to print: without control characters other than `keep`, cut after `length`."""
     text = str(text)
     cut = f"... ({len(text)} characters)" if len(text) > length else ""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text[:length]) + cut
+    text = text[:length]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+    return text + cut
 
 
 def describe_error(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
@@ -34,6 +34,7 @@ from settings import never, setting
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
+NUMBERS = Real | Decimal
 MAX_PARTS = 100  # named numbers of a reward: each is a metric, and a column of the pages
 # names of our own metrics reward/<name>
 RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong", "errors", "timeouts")
@@ -223,16 +224,25 @@ def weighted(accuracy: float, form: float) -> dict[str, float]:
 
 @dataclass
 class Counting:
-    """What whoever calls rewards knows and learns about the calls, apart from their results.
+    """What whoever calls rewards knows and learns about the calls inside `with Counting() as counted`, apart from their
+    results. No other one further out sees what is counted.
 
     `counts`: graded, answers compared; cas, those that math-verify compared; of wrong answers: no_box, no complete box;
     bad_truth, the truth holds no answer; unreadable, no such expression; refused, too long, deep or large; cas_timeout,
     math-verify was late; cas_crash, it failed; cas_budget, it was late too often.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
     late: set[Any] = field(default_factory=set)  # questions for math-verify that were late: known to be wrong
     limit: Callable[[float, Any], None] | None = None  # of a process that is ended when it is late: see `time_limit`
+    counts: Counter[str] = field(default_factory=Counter)
+    token: Token | None = None
+
+    def __enter__(self) -> "Counting":
+        self.token = COUNTING.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        COUNTING.reset(self.token)
 
     @contextmanager
     def time_limit(self, seconds: float, question: Any = None) -> Iterator[None]:
@@ -249,19 +259,9 @@ COUNTING: ContextVar[Counting] = ContextVar("COUNTING")
 
 
 def count(name: str) -> None:
-    """Add 1 to a count of the call that runs; without `counting` around it, do nothing."""
+    """Add 1 to a count of the call that runs; without a `Counting` around it, do nothing."""
     if counting_now := COUNTING.get(None):
         counting_now.counts[name] += 1
-
-
-@contextmanager
-def counting(late: set[Any] | None = None, limit: Callable[[float, Any], None] | None = None) -> Iterator[Counting]:
-    """Collect what is counted inside; no `counting` further out sees it."""
-    token = COUNTING.set(Counting(late=set() if late is None else late, limit=limit))
-    try:
-        yield COUNTING.get()
-    finally:
-        COUNTING.reset(token)
 
 
 # --- what a reward returns ----------------------------------------------------------------------------------------
@@ -283,21 +283,22 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
             rewards["reward"] = fmean(numbers)
     if "reward" not in rewards:
         raise UserError(f"row {uid!r}: the reward returned {reprlib.repr(rewards)}; add a total as 'reward'")
-    for name, value in rewards.items():
-        need(name not in RESERVED_NAMES,
-             f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
-        if as_number(value) is None:
+    numbers = {name: as_number(value) for name, value in rewards.items()}
+    for name, number in numbers.items():
+        if name in RESERVED_NAMES:
+            raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
+        if number is None:
             raise UserError(
-                f"row {uid!r}: reward part {name!r} is {short(value)} for the response {response[:80]!r}; "
+                f"row {uid!r}: reward part {name!r} is {short(rewards[name])} for the response {response[:80]!r}; "
                 f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g} (for a tensor: float(x))"
             )
-    return {printable(name): as_number(value) for name, value in rewards.items()}
+    return {printable(name): number for name, number in numbers.items()}
 
 
 def as_number(value: Any) -> float | None:
     """Any kind of real number of at most MAX_REWARD as a float, also numpy's and torch's scalars; else None."""
     number = value.item() if getattr(value, "shape", None) == () else value
-    known = isinstance(number, Real | Decimal) and not (isinstance(number, Decimal) and number.is_nan())
+    known = isinstance(number, NUMBERS) and not (isinstance(number, Decimal) and number.is_nan())
     return float(number) if known and abs(number) <= MAX_REWARD else None
 
 

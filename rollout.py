@@ -24,7 +24,7 @@ from PIL import Image
 from errors import need, plug_in, printable
 from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
-from packing import Batch, common_prefix
+from packing import Batch
 from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
 from reward import RewardContext
 from rewards.grade import Grader

@@ -6,7 +6,6 @@ import fcntl
 import os
 import select
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,8 +14,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from errors import Note, UserError, keep_printing, users_traceback
-from reward import Failure, Outcome, Stage, checked, counting, load_tasks
+from errors import UserError, keep_printing, users_traceback
+from reward import Counting, Failure, Outcome, Stage, checked, load_tasks
 from rewards.functions import Function, function_of, load_function
 
 CAUGHT = (Exception, SystemExit, asyncio.CancelledError)  # a reward may fail in any way, and the run goes on
@@ -32,15 +31,12 @@ class Item(NamedTuple):
     finish_reason: str
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     round: int  # calls of the same round share examples, and know the same late questions for math-verify
     key: str  # FILE.py:FUNCTION, or the name of a task
     items: Sequence[Item]  # several of a batch function
     step: int | None = None
     stage: Stage = Stage()
-    number: int = 0  # by a Pool
-    late: tuple = ()  # by a Pool: questions for math-verify that were late
 
 
 # --- calling it -----------------------------------------------------------------------------------------------------
@@ -53,14 +49,12 @@ def arguments(function: Function, call: Call) -> tuple[tuple, dict[str, Any]]:
     return first, {name: named[name] for name in function.takes}
 
 
-def noted(items: Sequence[Item]) -> Note:
+def failed(items: Sequence[Item], error: BaseException) -> list[Outcome]:
+    """Return a failure for each item, after a note on the error which these are."""
     uid, response = items[0].example.uid, items[0].response
     more = f" and {len(items) - 1} more" if len(items) > 1 else ""
-    return Note(f"raised by the reward of row {uid!r} for the response {response[:200]!r}{more}")
-
-
-def failed(call: Call, error: BaseException) -> list[Outcome]:
-    return [Failure.of(error, item.example.uid) for item in call.items]
+    error.add_note(f"raised by the reward of row {uid!r} for the response {response[:200]!r}{more}")
+    return [Failure.of(error, item.example.uid) for item in items]
 
 
 def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
@@ -77,20 +71,18 @@ def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
 
 def outcome(result: Any, item: Item) -> Outcome:
     try:
-        with noted([item]):
-            return checked(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
+        return checked(result, item.example.uid, item.response, len(getattr(item.example, "images", ())))
     except CAUGHT as error:  # its numbers are the user's objects too
-        return Failure.of(error, item.example.uid)
+        return failed([item], error)[0]
 
 
 def run(function: Function, call: Call) -> list[Outcome]:
     """Make a call. Failures are outcomes."""
     first, named = arguments(function, call)
     try:
-        with noted(call.items):
-            return outcomes(function, call, function.call(*first, **named))
+        return outcomes(function, call, function.call(*first, **named))
     except CAUGHT as error:
-        return failed(call, error)
+        return failed(call.items, error)
 
 
 async def run_async(function: Function, call: Call, limit: float | None) -> list[Outcome]:
@@ -98,12 +90,11 @@ async def run_async(function: Function, call: Call, limit: float | None) -> list
     first, named = arguments(function, call)
     clock = asyncio.timeout(limit)
     try:
-        with noted(call.items):
-            async with clock:
-                result = await function.call(*first, **named)
-            return outcomes(function, call, result)
+        async with clock:
+            result = await function.call(*first, **named)
+        return outcomes(function, call, result)
     except CAUGHT as error:
-        return fail_late(call, limit) if clock.expired() else failed(call, error)
+        return fail_late(call, limit) if clock.expired() else failed(call.items, error)
 
 
 def fail_late(call: Call, limit: float) -> list[Outcome]:
@@ -173,43 +164,41 @@ class Worker:
         with suppress(BrokenPipeError):  # then there will be nothing to receive either
             conn.send(("ready",))
 
-    def receive(self) -> list[Call]:
-        """Return the calls of a message, with their examples."""
-        examples, calls = self.conn.recv()
-        if calls[0].round != self.round:
-            self.round = calls[0].round
+    def receive(self) -> dict[int, Call]:
+        """Return the calls of a message by their numbers, with their examples."""
+        round, examples, self.late, calls = self.conn.recv()
+        if round != self.round:
+            self.round = round
             self.examples.clear()
         self.examples |= examples
-        whole = []
-        for call in calls:
+        for number, call in calls.items():
             items = [item._replace(example=self.examples[item.example]) for item in call.items]
-            whole.append(replace(call, items=items))
-        return whole
+            calls[number] = call._replace(items=items)
+        return calls
 
-    def limit(self, call: Call, seconds: float, question: Any) -> None:
+    def limit(self, number: int, seconds: float, question: Any) -> None:
         """Tell the trainer that what follows has a limit of its own, or (0) no longer has."""
-        self.conn.send(("limit", call.number, seconds, question))
+        self.conn.send(("limit", number, seconds, question))
 
-    def counting(self, call: Call) -> Any:
-        return counting(set(call.late), partial(self.limit, call))
+    def counting(self, number: int) -> Counting:
+        return Counting(set(self.late), partial(self.limit, number))
 
-    def send(self, call: Call, results: Sequence[Outcome], counts: Counter[str], began: float) -> None:
+    def send(self, number: int, results: Sequence[Outcome], counts: Counter[str]) -> None:
         counts = dict(counts)
         if self.judge:
             counts |= {f"judge/{name}": n - self.counted[name] for name, n in self.judge.counts.items()}
             self.counted = Counter(self.judge.counts)
         plain = [replace(o, error=None) if isinstance(o, Failure) else o for o in results]
-        self.conn.send(("done", call.number, plain, counts, time.perf_counter() - began))
+        self.conn.send(("done", number, plain, counts))
 
 
 def serve(worker: Worker) -> None:
     """Make one call after another."""
     while True:
-        for call in worker.receive():
-            began = time.perf_counter()
-            with worker.counting(call) as counted:
+        for number, call in worker.receive().items():
+            with worker.counting(number) as counted:
                 results = run(function_of(call.key, worker.functions), call)
-            worker.send(call, results, counted.counts, began)
+            worker.send(number, results, counted.counts)
 
 
 async def serve_together(conn: Connection, setup: Setup) -> None:
@@ -218,17 +207,16 @@ async def serve_together(conn: Connection, setup: Setup) -> None:
     closed = asyncio.Event()
     tasks: set[asyncio.Task] = set()  # the loop itself would let them go
 
-    async def make(call: Call) -> None:
-        began = time.perf_counter()
+    async def make(number: int, call: Call) -> None:
         limit = None if call.key == JUDGE else setup.limit
-        with worker.counting(call) as counted:
+        with worker.counting(number) as counted:
             results = await run_async(function_of(call.key, worker.functions), call, limit)
-        worker.send(call, results, counted.counts, began)
+        worker.send(number, results, counted.counts)
 
     def receive() -> None:
         try:
-            for call in worker.receive():
-                task = asyncio.create_task(make(call))
+            for number, call in worker.receive().items():
+                task = asyncio.create_task(make(number, call))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         except (EOFError, OSError):

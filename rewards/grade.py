@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import reward
 from errors import Note, UserError, need, plug_in
 from reward import (
+    Counting,
     Failure,
     Outcome,
     RewardConfig,
     RewardContext,
     Stage,
     Task,
-    counting,
     find_task,
     load_tasks,
     task_name,
@@ -91,7 +91,7 @@ def check_tasks(
         if graded_elsewhere(example):
             continue
         task, truth = find_task(example), example.ground_truth
-        with counting() as counted:
+        with Counting() as counted:
             right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
         reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if counted.counts[name])
         row = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
@@ -131,6 +131,10 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> Ju
 # --- a run ----------------------------------------------------------------------------------------------------------
 
 
+# Of a response: by what grades it, in order, the results of a call and its place in them, once that was made
+Called = dict[str, tuple[Future[Result], int] | None]
+
+
 class Grader:
     """Grades the responses of a run: by the tasks' own rewards, the user's functions, and a judge. Making one says what
     is wrong with --reward and --judge.
@@ -157,10 +161,10 @@ class Grader:
         self.played = played
         self.custom, self.functions = load_functions(self.cfg.reward)
         self.judge = load_judge(self.cfg, out, rank, world)
-        self.pools: dict[str, Pool | InProcess] = {}  # by function; "" is the one that plain functions share
+        self.here = InProcess(self.functions) if self.cfg.reward_workers == 0 else None
+        self.pools: dict[str, Pool] = {}  # by function; "" is the one that plain functions share
         self.lock = threading.Lock()  # batches that are sampled ahead are submitted by threads of their own
-        # Of each response: by what grades it, in order, the results of a call and its place in them, once it was made
-        self.submitted: WeakKeyDictionary[Any, dict[str, tuple[Future[Result], int] | None]] = WeakKeyDictionary()
+        self.submitted: WeakKeyDictionary[Any, Called] = WeakKeyDictionary()
         self.round = 0  # how many batches were collected
         self.counts: Counter[str] = Counter()
         self.failed: dict[int, Failure] = {}
@@ -175,6 +179,8 @@ class Grader:
         for pool in self.pools.values():
             pool.close()
         self.pools.clear()
+        if self.here:
+            self.here.close()
 
     # who grades a row
 
@@ -260,33 +266,34 @@ class Grader:
         keys = [key for key in self.keys(example) if key != JUDGE or judged]
         if not keys and not self.played:
             find_task(example)  # says what is missing
-        self.submitted[rollout] = dict.fromkeys(keys)
+        called = self.submitted[rollout] = dict.fromkeys(keys)
         for key in keys:
             if key == JUDGE or not function_of(key, self.functions).batch:
-                self._call(key, [rollout])
+                self._call(key, [(rollout, called)])
 
     def collect(self, rollouts: Sequence[Any], errors: str | None = None) -> list[dict[str, float] | None]:
         """Return the rewards of a batch's responses in their order, once all are there; None for one that is to be
         dropped, as its reward failed. Raise what a reward raised if `errors` (default: --reward-errors) is "stop"."""
         errors = errors or self.cfg.reward_errors
-        batches: dict[tuple, list[Any]] = {}
-        graded = [r for r in rollouts if r.ended_by != "error"]  # else its environment failed, and said so
-        for r in graded:
-            if r not in self.submitted:
+        batches: dict[tuple, list[tuple[Any, Called]]] = {}
+        calls: list[Called] = []
+        for r in rollouts:
+            if r.ended_by != "error" and r not in self.submitted:  # else its environment failed, and said so
                 self.submit(r)
-            for key in [key for key, called in self.submitted[r].items() if called is None]:
+            calls.append(self.submitted.pop(r, {}))
+            for key in [key for key, call in calls[-1].items() if call is None]:
                 task, context = task_name(r.prompt.example.data_source), r.prompt.context or RewardContext()
                 options = task if task in context.stage.options else ""
-                batches.setdefault((key, options, context.step, id(context.stage)), []).append(r)
+                batches.setdefault((key, options, context.step, id(context.stage)), []).append((r, calls[-1]))
         for (key, *_), members in batches.items():
             self._call(key, members)
-        for pool in list(self.pools.values()):
-            pool.flush()
-        for future in {future: None for r in graded for future, _ in self.submitted[r].values()}:
+        if self.here:
+            self.here.run()
+        futures = {future: None for called in calls for future, _ in called.values()}
+        wait(futures)
+        for future in futures:
             self.counts.update(future.result()[1])
-        results = [self._total(r) for r in rollouts]
-        for r in graded:
-            del self.submitted[r]
+        results = list(map(self._total, rollouts, calls))
         self.round += 1
         failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
         if failed and errors == "stop":  # before self refers to the error, whose frames hold the run's objects
@@ -310,38 +317,38 @@ class Grader:
         finally:
             self.counts = before
 
-    def _call(self, key: str, members: Sequence[Any]) -> None:
-        context = members[0].prompt.context or RewardContext()
-        items = [Item(r.text, r.prompt.example, r.finish_reason) for r in members]
-        options = context.stage.options.get(task_name(items[0].example.data_source), {})
-        call = Call(self.round, key, items, context.step, replace(context.stage, options=options))
-        future = self._pool(key).submit(call)
-        for place, r in enumerate(members):
-            self.submitted[r][key] = (future, place)
+    def _call(self, key: str, members: Sequence[tuple[Any, Called]]) -> None:
+        context = members[0][0].prompt.context or RewardContext()
+        items = [Item(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
+        stage = context.stage
+        if stage.options:
+            stage = replace(stage, options=stage.options.get(task_name(items[0].example.data_source), {}))
+        future = self._pool(key).submit(Call(self.round, key, items, context.step, stage))
+        for place, (_, called) in enumerate(members):
+            called[key] = (future, place)
 
     def _pool(self, key: str) -> Pool | InProcess:
         """Return where a function is called: in this process, or in processes that all plain functions share; each
         async function, and a judge, has one of its own."""
         alone = key == JUDGE or function_of(key, self.functions).asynchronous
-        here = self.cfg.reward_workers == 0 and key != JUDGE
-        place = key if alone and not here else ""
+        if self.here and key != JUDGE:
+            return self.here
+        place = key if alone else ""
         with self.lock:
-            if place not in self.pools and here:
-                self.pools[place] = InProcess(self.functions)
-            elif place not in self.pools:
+            if place not in self.pools:
                 keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
                 setup = Setup(keys, self.judge.make if key == JUDGE else None, alone, self.cfg.reward_timeout)
                 size = 1 if alone else self.cfg.reward_workers
                 self.pools[place] = Pool(size, setup, CONCURRENT if alone else 1)
             return self.pools[place]
 
-    def _total(self, rollout: Any) -> Outcome:
+    def _total(self, rollout: Any, called: Called) -> Outcome:
         """Return the rewards of a response. With a judge: its score, and the total of the two. Of an episode the last
         response is graded, and what its environment gave for each turn is added."""
         if rollout.ended_by == "error":
             return {} if rollout.finish_reason == "error" else {"reward": 0.0}
         parts: dict[str, float] = {}
-        for key, (future, place) in self.submitted[rollout].items():
+        for key, (future, place) in called.items():
             outcome = future.result()[0][place]
             if isinstance(outcome, Failure):
                 return outcome

@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,20 +23,20 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from struct import pack
 from typing import Any
 
-from reward import Outcome, counting
-from rewards.call import CAUGHT, CONCURRENT, Call, Item, Setup, fail, fail_late, run, run_async
+from reward import Counting, Outcome
+from rewards.call import CAUGHT, CONCURRENT, Call, Setup, fail, fail_late, run, run_async
 from rewards.functions import Function, function_of
 
 START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
-CHUNK_S = 0.05  # of work is handed to a process at a time
-MAX_CHUNK = 32  # calls
+MAX_CHUNK = 32  # calls that are handed to a process at a time
 SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
 MAX_LATE = 256  # late questions for math-verify that are remembered
 
@@ -46,6 +47,7 @@ Result = tuple[list[Outcome], Counter[str]]  # of a call: an outcome for each it
 class Job:
     """A call that somebody waits for."""
 
+    number: int
     call: Call
     future: Future[Result] = field(default_factory=Future)
     counts: Counter[str] = field(default_factory=Counter)  # of earlier tries
@@ -69,30 +71,39 @@ class Process:
         os.close(held)
         self.conn = Connection(ours.detach())
         self.conn.send(setup)
-        self.deadline = time.monotonic() + START_S
+        self.poll = select.poll()
+        self.poll.register(self.conn, select.POLLIN)
         self.ready = False
         self.jobs: dict[int, Job] = {}  # under way, in order
         self.question: tuple[int, Any] | None = None  # a call's number, and what it has just asked math-verify
         self.sent: set[int] = set()  # examples that it has, by id
         self.round = -1
+        self.deadline = time.monotonic() + START_S
 
-    def send(self, jobs: Sequence[Job], limit: float) -> None:
-        """Hand out calls. An example is sent once a round, however many responses it has. Rounds may take turns: what
-        is kept from message to message depends on the first call's alone, as in Worker.receive."""
-        self.jobs |= {job.call.number: job for job in jobs}
-        self.deadline = time.monotonic() + limit
+    def is_late(self) -> bool:
+        """Wait until it sends something or dies. Return whether the deadline came first."""
+        while True:
+            left = self.deadline - time.monotonic()  # a call that is handed out meanwhile moves it
+            if self.poll.poll(None if left == float("inf") else max(0.0, 1000 * left)):
+                return False
+            if left <= 0:
+                return True
+
+    def send(self, jobs: Sequence[Job], late: Sequence[Any]) -> None:
+        """Hand out calls of a round. An example is sent once a round, however many responses it has."""
+        self.jobs |= {job.number: job for job in jobs}
         examples: dict[int, Any] = {}
-        calls = []
+        calls = {}
         if jobs[0].call.round != self.round:
             self.round = jobs[0].call.round
             self.sent.clear()
         for job in jobs:
-            items = [Item(item.response, id(item.example), item.finish_reason) for item in job.call.items]
+            items = [item._replace(example=id(item.example)) for item in job.call.items]
             new = {id(item.example): item.example for item in job.call.items if id(item.example) not in self.sent}
             self.sent |= new.keys()
             examples |= new
-            calls.append(replace(job.call, items=items))
-        self.conn.send((examples, calls))
+            calls[job.number] = job.call._replace(items=items)
+        self.conn.send((self.round, examples, late, calls))
 
     def end(self, patience: float) -> str:
         """Return how it ended: by itself within `patience` seconds, or killed now; with it all that it has started."""
@@ -110,7 +121,7 @@ class Process:
 
 
 class Pool:
-    """Up to `size` processes that call the same functions, each `concurrent` at a time. They start with the first call
+    """Up to `size` processes that call the same functions, each `concurrent` at a time. They start with the first calls
     and are kept."""
 
     def __init__(self, size: int, setup: Setup, concurrent: int = 1):
@@ -124,7 +135,6 @@ class Pool:
         self.threads: list[threading.Thread] = []
         self.processes: list[Process] = []  # at most one of each thread
         self.late: deque[tuple[int, Any]] = deque(maxlen=MAX_LATE)  # round, question for math-verify
-        self.pace = CHUNK_S  # seconds a call, lately
         self.changed = threading.Condition()
         self.closed = False
         self.shown = False  # where the first late call was
@@ -133,20 +143,19 @@ class Pool:
 
     def submit(self, call: Call) -> Future[Result]:
         """Begin a call."""
-        job = Job(replace(call, number=next(self.numbers)))
+        job = Job(next(self.numbers), call)
         with self.changed:
             self.waiting.append(job)
-            busy = [process for process in self.processes if process.jobs]
-            if len(self.threads) - len(busy) < len(self.waiting) and len(self.threads) < self.size:
-                self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
-                self.threads[-1].start()
-            elif busy and self.concurrent > 1:  # its thread does not look at what waits
-                self._dispatch(busy[0])
+            if not self.threads:
+                make = partial(threading.Thread, target=self._serve, name="rewards", daemon=True)
+                self.threads = [make() for _ in range(self.size)]
+                for thread in self.threads:
+                    thread.start()
+            for process in self.processes if self.concurrent > 1 else ():
+                if process.jobs:  # its thread does not look at what waits
+                    self._dispatch(process)
             self.changed.notify()
         return job.future
-
-    def flush(self) -> None:
-        """Do nothing: calls have begun when they are submitted."""
 
     def close(self) -> None:
         """End the processes and their threads. Those that are idle may tidy up for a second."""
@@ -168,7 +177,7 @@ class Pool:
         process = None
         try:
             while self._wait():
-                while process and process.conn.poll(0):  # it died, or its reward has forked and answers twice
+                while process and process.poll.poll(0):  # it died, or its reward has forked and answers twice
                     process = self._receive(process)
                 process = process or self._start()
                 if process:
@@ -203,7 +212,7 @@ class Pool:
         self.processes.append(process)
         trace = ""
         try:
-            if process.conn.poll(START_S):
+            if not process.is_late():
                 kind, *more = process.conn.recv()
                 process.ready = kind == "ready"
                 trace = "".join(more)
@@ -214,14 +223,14 @@ class Pool:
         how = process.end(1.0)
         with self.changed:
             self.processes.remove(process)
-            while self.waiting and not self.processes:
+            while self.waiting and not any(process.ready for process in self.processes):
                 job = self.waiting.popleft()
                 why = f"no process for rewards could start: {how}"
                 job.future.set_result((fail(job.call, "errors", "no process", why, trace), job.counts))
         return None
 
     def _dispatch(self, process: Process) -> None:
-        """Hand out calls that wait to a process that has room."""
+        """Hand out calls of a round that wait to a process that has room."""
         if not self.waiting or any(job.suspect for job in process.jobs.values()):
             return
         if self.waiting[0].suspect:
@@ -229,40 +238,39 @@ class Pool:
         elif self.concurrent > 1:
             room = self.concurrent - len(process.jobs)
         else:  # more at a time, as each message costs a wait, but not all to the first
-            room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // self.size))
-        jobs = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        for job in jobs:
-            of_round = tuple(question for round, question in self.late if round == job.call.round)
-            job.call = replace(job.call, late=of_round)
+            room = min(MAX_CHUNK, -(-len(self.waiting) // (2 * self.size)))
+        round = self.waiting[0].call.round
+        of_round = itertools.takewhile(lambda job: job.call.round == round, self.waiting)
+        jobs = list(itertools.islice(of_round, room))
+        for _ in jobs:
+            self.waiting.popleft()
         if jobs:
+            process.deadline = time.monotonic() + self.limit
             try:
-                process.send(jobs, self.limit)
+                process.send(jobs, [question for when, question in self.late if when == round])
             except OSError:  # it is dead, or does not read
                 process.popen.kill()
 
     def _receive(self, process: Process) -> Process | None:
         """Wait for a message of a process. Return it, or None if it died or had to be killed."""
-        left = process.deadline - time.monotonic() if process.jobs else 0.0
         try:
-            if not process.conn.poll(None if left == float("inf") else max(0.0, left)):
-                is_late = time.monotonic() >= process.deadline  # a call handed out since then has moved it
-                return self._lose(process, late=True) if is_late else process
+            if process.is_late():
+                return self._lose(process, late=True)
             kind, number, *content = process.conn.recv()
         except CAUGHT:  # it ended, or a reward wrote into descriptors that are not its own
             return self._lose(process, late=False)
         with self.changed:
-            process.deadline = time.monotonic() + self.limit
             if kind == "limit":
                 seconds, question = content
                 process.question = (number, question) if question else None
-                process.deadline += seconds - self.limit if seconds else 0.0
+                process.deadline = time.monotonic() + (seconds or self.limit)
                 return process
-            outcomes, counts, seconds = content
-            self.pace += 0.1 * (max(seconds, 1e-5) - self.pace)
+            process.deadline = time.monotonic() + self.limit
             job = process.jobs.pop(number, None)  # a reward that forked answers twice
             if self.concurrent > 1:
                 self._dispatch(process)
         if job:
+            outcomes, counts = content
             job.counts.update(counts)
             job.future.set_result((outcomes, job.counts))
         return process
@@ -294,45 +302,46 @@ class Pool:
 
 
 class InProcess:
-    """Makes calls in this process when `flush` is called, without time limits: for debuggers."""
+    """Makes calls in this process, when `run` is called and without time limits: for debuggers."""
 
     def __init__(self, functions: Mapping[str, Function]):
         self.functions = functions
-        self.jobs: deque[Job] = deque()
+        self.waiting: deque[tuple[Call, Future[Result]]] = deque()
         self.runner: asyncio.Runner | None = None  # kept: what an async function opens belongs to its loop
 
     def submit(self, call: Call) -> Future[Result]:
-        self.jobs.append(Job(call))
-        return self.jobs[-1].future
+        self.waiting.append((call, Future()))
+        return self.waiting[-1][1]
 
-    def flush(self) -> None:
+    def run(self) -> None:
         """Make all calls that were submitted: those of async functions together, at the end."""
         late: set[Any] = set()
         together = []
-        while self.jobs:
-            job = self.jobs.popleft()
-            function = function_of(job.call.key, self.functions)
+        while self.waiting:
+            call, future = self.waiting.popleft()
+            function = function_of(call.key, self.functions)
             if function.asynchronous:
-                together.append((function, job))
+                together.append((function, call, future))
                 continue
-            with counting(late) as counted:
-                outcomes = run(function, job.call)
-            job.future.set_result((outcomes, counted.counts))
+            with Counting(late) as counted:
+                outcomes = run(function, call)
+            future.set_result((outcomes, counted.counts))
         if together:
             self.runner = self.runner or asyncio.Runner()
             self.runner.run(self._together(together))
 
-    async def _together(self, jobs: Sequence[tuple[Function, Job]]) -> None:
+    async def _together(self, calls: Sequence[tuple[Function, Call, Future[Result]]]) -> None:
         few = asyncio.Semaphore(CONCURRENT)
 
-        async def make(function: Function, job: Job) -> None:
+        async def make(function: Function, call: Call, future: Future[Result]) -> None:
             async with few:
-                with counting() as counted:
-                    outcomes = await run_async(function, job.call, None)
-                job.future.set_result((outcomes, counted.counts))
+                with Counting() as counted:
+                    outcomes = await run_async(function, call, None)
+                future.set_result((outcomes, counted.counts))
 
-        await asyncio.gather(*(make(function, job) for function, job in jobs))
+        await asyncio.gather(*(make(*one) for one in calls))
 
     def close(self) -> None:
         if self.runner:
             self.runner.close()
+            self.runner = None

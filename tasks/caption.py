@@ -23,7 +23,7 @@ from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register, unwrap_truth
 from sources.tables import Record
 from tasks._tables import IMAGES, any_rows, first
-from tasks.shapes import COLOURS, SALT, SHAPES, SIDE, Scene, draw_shapes, in_split, png, rows_of
+from tasks.shapes import COLOURS, SHAPES, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = "Describe the image in one sentence."
 MAX_CAPTION_CHARS = 4000  # a longer one is none
@@ -33,11 +33,11 @@ BETA = 1.2  # of ROUGE-L: how much more recall counts than precision
 ROOM = 1.5  # lengths up to this times the longest reference's, and down to the shortest's divided by it, are free
 WEIGHTS = {"cider": 0.04, "bleu4": 0.1, "rouge_l": 0.3, "keywords": 0.2, "length": -0.5, "repetition": -0.5}
 STOP_WORDS = set(
-    (
-        "a an the this that these those some of in on at to by for from with without into onto over under near between "
-        "and or but as is are was were be been being has have had do does it its he she they his her their there here "
-        "which who what while very up down out off image picture photo photograph drawing"
-    ).split()
+    """
+a an the this that these those some of in on at to by for from with without into onto over under near between and or but
+as is are was were be been being has have had do does it its he she they his her their there here who which what while
+very up down out off image picture photo photograph drawing
+""".split()
 )
 
 Words = tuple[str, ...]
@@ -93,9 +93,9 @@ def rouge_l(words: Words, references: list[Words]) -> float:
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
 
 
-def grams_of(texts: list[Words], n: int) -> set[Words]:
-    """The n-grams that any of the texts has."""
-    return set().union(*(ngrams(text, n) for text in texts))
+def grams_of(texts: list[Words]) -> set[Words]:
+    """The n-grams that any of the texts has, of all lengths."""
+    return set().union(*(ngrams(text, n) for text in texts for n in range(1, MAX_N + 1)))
 
 
 class Corpus:
@@ -108,13 +108,12 @@ class Corpus:
     def add(self, references: list[Words]) -> None:
         """Count a row."""
         self.size += 1
-        for n in range(1, MAX_N + 1):
-            self.frequency.update(grams_of(references, n))
+        self.frequency.update(grams_of(references))
 
     def of(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
-        grams = set().union(*(grams_of(references, n) for n in range(1, MAX_N + 1)))
-        return {" ".join(gram): self.frequency[gram] for gram in sorted(grams) if self.frequency[gram] > 1}
+        grams = sorted(grams_of(references))
+        return {" ".join(gram): self.frequency[gram] for gram in grams if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:
         """TF-IDF of a text's n-grams."""
@@ -299,22 +298,16 @@ TOY_INSTRUCTION = "Describe the image."
 FORMS = ("{}", "there {be} {}", "a drawing of {}")
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless equal shapes and what they are, said in several ways; no image in two splits."""
-    rng = random.Random(f"caption/{SALT[split]}/{seed}")
-    while True:
-        colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))
-        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-        draw_shapes(ImageDraw.Draw(image), rng, colour, shape, count)
-        what = f"{NUMBERS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
-        captions = [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
-        truth = json.dumps({"references": captions, "keywords": what.split()})
-        data = png(image)
-        if in_split(data, split):
-            yield [data], [("caption", f"{MARK}{TOY_INSTRUCTION}", what, truth)]
+@in_one_split("caption")
+def scenes(rng: random.Random) -> Scene:
+    """Equal shapes and what they are, said in several ways."""
+    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+    draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
+    what = f"{NUMBERS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
+    captions = [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
+    truth = json.dumps({"references": captions, "keywords": what.split()})
+    return [png(image)], [("caption", f"{MARK}{TOY_INSTRUCTION}", what, truth)]
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows in the on-disk format, of different images."""
-    need(split in SALT, f"--split {split!r}: caption's drawings have {', '.join(SALT)}")
-    return rows_of("caption", n, split, seed, scenes(split, seed), ["caption"])
+toy = toy_of("caption", scenes, ["caption"])

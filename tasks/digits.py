@@ -6,17 +6,16 @@ pixels each, written by 13 people. A fifth of them is for the test split alone: 
 """
 
 import hashlib
-import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from PIL import Image
 
-from errors import need, refusing
+from errors import refusing
 from prepare_data import MARK
 from reward import register
-from tasks.shapes import CELL, SALT, Scene, boxed, exists, in_turn, png
+from tasks.shapes import CELL, Scene, boxed, exists, png, random_of, toy_table_of
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -52,7 +51,7 @@ def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless digits, each in a cell of its own, a little out of place."""
-    rng = random.Random(f"digits/{SALT[split]}/{seed}")
+    rng = random_of("digits/", split, seed)
     source = written_digits(split == "test")
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
@@ -62,9 +61,10 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             x, y = (corner * CELL + rng.randint(0, CELL - SIZE) for corner in (cell % 2, cell // 2))
             image.paste(digit, (x, y))
         values = [value for _, value in chosen]
+        absent = [digit for digit in DIGITS if int(digit) not in values]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
-            exists(rng, "Is there a {}?", str(rng.choice(values)), absent(values)),
+            exists(rng, "Is there a {}?", str(rng.choice(values)), absent),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
@@ -73,13 +73,4 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
 
 
-def absent(values: list[int]) -> list[str]:
-    return [digit for digit in DIGITS if int(digit) not in values]
-
-
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows {image, question, answer, answer_type}, the types in turn, one question to an image. They are the data."""
-    need(split in SALT, f"--split {split!r}: digits has {', '.join(SALT)}")
-    for index, ([image], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), ANSWER_TYPES)):
-        row = {"data_source": "digits", "image": image, "question": question, "answer": answer, "answer_type": kind}
-        yield row | {"split": split, "index": index, "uid": f"digits-{split}-{seed}-{index}"}
+toy = toy_table_of("digits", scenes, ANSWER_TYPES)

@@ -41,7 +41,7 @@ from reward import (
 from sources.images import read_file
 from sources.tables import data_files
 from tasks import _math_verify
-from tasks.shapes import ANGLES, COLOURS, SALT, SIDE, Scene, boxed, draw_angle, in_split, in_turn, png
+from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_table_of
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 
@@ -138,23 +138,23 @@ CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃≅$~’
 CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
 CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
 MEANINGS = {
-    **{"\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript"},
-    **{"*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!"},
-    **{"≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt"},
-    **{"≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee"},
-    "%": "%",
-    **{"∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime"},
-    **{"π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi"},
+    "\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript",
+    "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!",
+    "≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
+    "≠": "ne neq", "=": "equiv in", "∪": "cup", "∞": "infty", "…": "ldots dots cdots dotsc", " or ": "lor vee",
+    "%": "%", "∠": "angle measuredangle", "△": "triangle", "°": "circ degree deg textdegree", "'": "prime",
+    "π": "pi", "α": "alpha", "β": "beta", "γ": "gamma", "θ": "theta", "φ": "phi varphi",
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
-}
+}  # fmt: skip
 COMMANDS: dict[str, str] = {}
 for _meaning, _names in MEANINGS.items():
     COMMANDS |= dict.fromkeys(_names.split(), _meaning)
 COMMANDS[" "] = " "
-WRAPPERS = "text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline"
-WRAPPERS += " widehat overarc overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf"
-WRAPPERS += " large Large LARGE huge Huge"
+WRAPPERS = """
+text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline widehat overarc
+overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge
+""".split()
 
 
 def repeating(match: re.Match) -> str:
@@ -171,7 +171,7 @@ REWRITES = [
     (r"(^|,)\s*\\q?quad\b|\\q?quad\s*(?=\\text|\\mathrm|$)", r"\1 "),
     (r"\\(?:left|right)\s*\.|\\(?:textcolor|color)\s*\{[a-z]+\}", " "),
     (r"\\(?:overset|stackrel)\s*(?:\{\s*\\frown\s*\}|\\frown)", " "),  # an arc
-    (rf"\\(?:{WRAPPERS.replace(' ', '|')})(?![A-Za-z])\s*(?:\{{([^{{}}\\]*)\}})?", r" \1 "),
+    (rf"\\(?:{'|'.join(WRAPPERS)})(?![A-Za-z])\s*(?:\{{([^{{}}\\]*)\}})?", r" \1 "),
     (r"\\([A-Za-z]+|.)", lambda command: COMMANDS.get(command[1], command[0])),
     (r"(\\[a-z]+)(?=[α-ω])", r"\1 "),  # `\sin\theta`
     (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
@@ -422,6 +422,8 @@ MIRROR = str.maketrans("<>≤≥", "><≥≤")
 
 def split(text: str, separators: str) -> tuple[list[str], str]:
     """Members and separators of `text`, cut only outside brackets."""
+    if not any(separator in text for separator in separators):
+        return [text.strip()], ""
     members, found, depth = [""], "", 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
@@ -753,30 +755,20 @@ def triangle_questions(across: int, up: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless right triangles on a lattice, and straight angles that a ray cuts; no image in two splits."""
-    rng = random.Random(f"geo3k/{SALT[split]}/{seed}")
-    while True:
-        colour, missing = rng.choice(list(COLOURS)), rng.choice(ANGLES) if rng.random() < 0.3 else None
-        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-        if missing:
-            draw_angle(ImageDraw.Draw(image), rng, colour, missing)
-            thought, asked = f"180 - {180 - missing}", [("angle", "Find the white angle in degrees.", str(missing))]
-        else:
-            across, up = rng.choice(LEGS), rng.choice(LEGS)
-            draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
-            thought, asked = f"{across} by {up}", triangle_questions(across, up)
-        data = png(image)
-        if in_split(data, split):
-            yield (
-                [data],
-                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked],
-            )
+@in_one_split("geo3k")
+def scenes(rng: random.Random) -> Scene:
+    """A right triangle on a lattice, or a straight angle that a ray cuts."""
+    colour, missing = rng.choice(list(COLOURS)), rng.choice(ANGLES) if rng.random() < 0.3 else None
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+    if missing:
+        draw_angle(ImageDraw.Draw(image), rng, colour, missing)
+        thought, asked = f"180 - {180 - missing}", [("angle", "Find the white angle in degrees.", str(missing))]
+    else:
+        across, up = rng.choice(LEGS), rng.choice(LEGS)
+        draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
+        thought, asked = f"{across} by {up}", triangle_questions(across, up)
+    questions = [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked]
+    return [png(image)], questions
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows {problem, images, answer, answer_type}, the types in turn, one question to an image."""
-    need(split in SALT, f"--split {split!r}: geo3k's drawings have {', '.join(SALT)}")
-    for index, (images, kind, problem, answer) in enumerate(in_turn(n, scenes(split, seed), TOY_TYPES)):
-        row = {"data_source": "geo3k", "problem": problem, "images": images, "answer": answer, "answer_type": kind}
-        yield row | {"split": split, "index": index, "uid": f"geo3k-{split}-{seed}-{index}"}
+toy = toy_table_of("geo3k", scenes, TOY_TYPES, "images", "problem")

@@ -24,7 +24,7 @@ from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, first
-from tasks.shapes import CELL, COLOURS, SALT, SIDE, Scene, in_split, png, polygon, rows_of
+from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = (
     "Where was this image taken? Look at its signs, buildings, vegetation and roads, then answer on the last line with "
@@ -138,12 +138,15 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-LETTERS = {"ł": "l", "ø": "o", "đ": "d", "ð": "d", "æ": "ae", "œ": "oe", "ı": "i", "þ": "th", "&": " and "}
-LETTERS = str.maketrans(LETTERS)
+LETTERS = str.maketrans(
+    {"ł": "l", "ø": "o", "đ": "d", "ð": "d", "æ": "ae", "œ": "oe", "ı": "i", "þ": "th", "&": " and "}
+)
 SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
-KINDS = "state province region county prefecture district oblast department governorate autonomous community of".split()
-KINDS += "canton voivodeship krai kray kraj lan republic respublika emirate territory comune regione".split()
-KINDS += "wojewodztwo regiao autonoma bundesland freistaat avtonomnyy okrug departement fylke land commonwealth".split()
+KINDS = """
+state province region county prefecture district oblast department governorate autonomous community of canton
+voivodeship krai kray kraj lan republic respublika emirate territory comune regione wojewodztwo regiao autonoma
+bundesland freistaat avtonomnyy okrug departement fylke land commonwealth
+""".split()
 TAIL = re.compile("(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$")  # also of Korea, Japan and China: Suwon-si
 ALSO = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
@@ -479,29 +482,16 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
         reach = SIDE / 2 * rng.uniform(0.85, 1.0)
         coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
     draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
-    for cell in rng.sample(range(9), marks):
-        x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
-        y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
-        r = rng.uniform(8.5, 10.5)
-        if shape == "circle":
-            draw.ellipse((x - r, y - r, x + r, y + r), fill=INK)
-        else:
-            draw.polygon(polygon(shape, x, y, r), fill=INK)
+    draw_shapes(draw, rng, INK, shape, marks)
     return png(image)
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless islands, no image in two splits."""
-    rng = random.Random(f"geospot/{SALT[split]}/{seed}")
-    while True:
-        where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
-        data = draw_map(rng, *where)
-        if in_split(data, split):
-            place = toy_place(*where)
-            yield [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
+@in_one_split("geospot")
+def scenes(rng: random.Random) -> Scene:
+    """An island, and what is where it is."""
+    where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
+    data, place = draw_map(rng, *where), toy_place(*where)
+    return [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows in the on-disk format, of different images."""
-    need(split in SALT, f"--split {split!r}: geospot's map has {', '.join(SALT)}")
-    return rows_of("geospot", n, split, seed, scenes(split, seed), ["place"])
+toy = toy_of("geospot", scenes, ["place"])

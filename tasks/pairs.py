@@ -19,7 +19,7 @@ from errors import need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
 from tasks._tables import any_rows, first
-from tasks.shapes import COLOURS, SALT, SHAPES, Scene, boxed, in_split, only_box, png, polygon, rows_of
+from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, rows_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
@@ -145,9 +145,12 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     if not isinstance(text, str) or truth is None:
         return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth) if statement is not None else truth
-    if statement is not None and unwrap_truth(str(truth)).lower() not in ("true", "false"):
-        return f"label is {truth!r:.80}, expected True or False"
+    source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
+    if statement is not None:
+        source, kind, asked, instruction = "nlvr2", "statement", f"Statement: {text}", INSTRUCTION
+        truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth)
+        if unwrap_truth(str(truth)).lower() not in ("true", "false"):
+            return f"label is {truth!r:.80}, expected True or False"
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
@@ -156,14 +159,12 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
     if images is None:
         columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
         return f"no images: looked for {columns}, and for {stem}-img0.png below {root}"
-    marks = MARK * (len(images) if isinstance(images, list) else 1)
-    asked = f"{marks}Statement: {text}" if statement is not None else f"{marks}{text}"
-    instruction = INSTRUCTION if statement is not None else WHICH_INSTRUCTION
+    asked = MARK * (len(images) if isinstance(images, list) else 1) + asked
     used = {cfg.image_key, cfg.prompt_key, cfg.answer_key, "sentence", "question", "label", "answer"}
     used.update(*SIDES)
     return {name: value for name, value in record.items() if name not in used} | {
-        "data_source": "nlvr2" if statement is not None else "which",
-        "answer_type": "statement" if statement is not None else "which",
+        "data_source": source,
+        "answer_type": kind,
         cfg.prompt_key: asked if cfg.instruction or MARK in text else f"{asked} {instruction}",
         cfg.image_key: images,
         "reward_model": {"style": "rule", "ground_truth": str(truth)},
@@ -182,11 +183,7 @@ def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
         colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
         image = Image.new("RGB", (SMALL, SMALL), (rng.randint(236, 255),) * 3)
         x, y = (SMALL / 2 + rng.uniform(-6, 6) for _ in range(2))
-        r = rng.uniform(14, 20)
-        if shape == "circle":
-            ImageDraw.Draw(image).ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
-        else:
-            ImageDraw.Draw(image).polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
+        draw_shape(ImageDraw.Draw(image), shape, x, y, rng.uniform(14, 20), COLOURS[colour])
         data = png(image)
         if in_split(data, split):
             yield data, colour
@@ -194,7 +191,7 @@ def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless groups of images, each of a colour of its own: eight of ten times two, else three or four."""
-    rng = random.Random(f"pairs/{SALT[split]}/{seed}")
+    rng = random_of("pairs/", split, seed)
     source = drawings(rng, split)
     while True:
         n = rng.choice([2] * 8 + [3, 4])
@@ -222,7 +219,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, statements and questions in turn, of different images."""
-    need(split in SALT, f"--split {split!r}: pairs has {', '.join(SALT)}")
     sources = {"statement": "nlvr2", "which": "which"}
     for row in rows_of("pairs", n, split, seed, scenes(split, seed), list(sources)):
         yield row | {"data_source": sources[row["extra_info"]["answer_type"]]}

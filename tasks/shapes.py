@@ -8,7 +8,7 @@ import io
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -67,6 +67,8 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 # Of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response, truth)
 Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]
+Scenes = Callable[[str, int], Iterator[Scene]]  # of a split and a seed
+Toy = Callable[[int, str, int], Iterator[dict]]  # n rows, of a split and a seed
 
 
 def boxed(answer: str, thought: str = "") -> str:
@@ -95,16 +97,19 @@ def polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float
     return points
 
 
-def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, shape: str, count: int) -> None:
+def draw_shape(draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple) -> None:
+    if shape == "circle":
+        draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    else:
+        draw.polygon(polygon(shape, x, y, r), fill=fill)
+
+
+def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, fill: tuple, shape: str, count: int) -> None:
     """`count` equal shapes, one to a cell, with a little jitter in place and size."""
     for cell in rng.sample(range(9), count):
         x = (cell % 3 + 0.5) * CELL + rng.uniform(-2, 2)
         y = (cell // 3 + 0.5) * CELL + rng.uniform(-2, 2)
-        r = rng.uniform(8.5, 10.5)
-        if shape == "circle":
-            draw.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
-        else:
-            draw.polygon(polygon(shape, x, y, r), fill=COLOURS[colour])
+        draw_shape(draw, shape, x, y, rng.uniform(8.5, 10.5), fill)
 
 
 def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missing: int) -> None:
@@ -129,7 +134,7 @@ def in_split(data: bytes, split: str) -> bool:
 
 def drawings(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
     """Endless (png, [(answer_type, question, answer), ...])."""
-    rng = random.Random(f"{SALT[split]}/{seed}")
+    rng = random_of("", split, seed)
     while True:
         colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
         missing = rng.choice(ANGLES) if rng.random() < 0.2 else None
@@ -138,7 +143,7 @@ def drawings(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str
             draw_angle(ImageDraw.Draw(image), rng, colour, missing)
             questions = [("angle", "What is the missing angle?", str(missing))]
         else:
-            draw_shapes(ImageDraw.Draw(image), rng, colour, shape, count)
+            draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
             questions = [
                 ("count", "How many shapes are there?", str(count)),
                 ("colour", "What colour are they?", colour),
@@ -167,10 +172,26 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
     return "exists", question.format(asked), "yes" if present else "no"
 
 
-def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
-    need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
-    return rows_of("shapes", n, split, seed, scenes(split, seed), ANSWER_TYPES)
+def in_one_split(task: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
+    """Decorator: make a function that draws a scene a task's `scenes(split, seed)`, endless and none in two splits."""
+
+    def make(draw: Callable[[random.Random], Scene]) -> Scenes:
+        def scenes(split: str, seed: int) -> Iterator[Scene]:
+            rng = random_of(f"{task}/", split, seed)
+            while True:
+                images, questions = draw(rng)
+                if in_split(images[0], split):
+                    yield images, questions
+
+        return scenes
+
+    return make
+
+
+def random_of(name: str, split: str, seed: int) -> random.Random:
+    """Return the random numbers of a split's drawings."""
+    need(split in SALT, f"--split {split!r}: toys have {', '.join(SALT)}")
+    return random.Random(f"{name}{SALT[split]}/{seed}")
 
 
 def rows_of(
@@ -204,4 +225,20 @@ def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[t
         yield images, kind, prompt, truth
 
 
-toy = shapes_rows  # for prepare_data.py shapes
+def toy_of(task: str, scenes: Scenes, kinds: Sequence[str]) -> Toy:
+    """Return the `toy` of a task that draws: n rows in the on-disk format, the answer types in turn."""
+    return lambda n, split, seed: rows_of(task, n, split, seed, scenes(split, seed), kinds)
+
+
+def toy_table_of(task: str, scenes: Scenes, kinds: Sequence[str], image: str = "image", text: str = "question") -> Toy:
+    """Return the `toy` of a task whose rows are {image, question, answer, answer_type}, as in users' files."""
+
+    def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+        for index, ([data], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+            row = {"data_source": task, image: data, text: question, "answer": answer, "answer_type": kind}
+            yield row | {"split": split, "index": index, "uid": f"{task}-{split}-{seed}-{index}"}
+
+    return toy
+
+
+toy = shapes_rows = toy_of("shapes", scenes, ANSWER_TYPES)

@@ -26,7 +26,7 @@ from errors import UserError, need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, count, extract_boxed, register, unwrap_truth, weighted
 from tasks._tables import any_rows
-from tasks.shapes import COLOURS, SALT, Scene, boxed, drawings, in_turn, only_box
+from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_table_of
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
 DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "instruction": "vqa"}
@@ -44,11 +44,14 @@ MODALS = set("could might may would".split())  # hedge too, unless the question 
 DENIALS = set("wrong missing absent gone empty nowhere fake lie lying joke joking lacks lacking".split())  # of a yes
 CERTAIN = set("definitely certainly absolutely clearly obviously exactly".split())
 ARTICLES = ("a", "an", "the")
-FILLER = set("an the is are was were it it's they they're them there there's this that that's these those".split())
-FILLER |= set("here in on at of exactly image picture photo shows total number degree made he she his her its".split())
-FILLER |= set("we you my your can be been being seen see visible present shown depicted appears appear seems".split())
-FILLER |= set("seem looks look like to has have only just clearly i'm he's she's there're says say reads read".split())
-FILLER |= set("who with currently contains contain displays display made called named titled located situated".split())
+FILLER = set(
+    """
+an the is are was were it it's they they're them there there's this that that's these those here in on at of exactly
+image picture photo shows total number degree made he she his her its we you my your can be been being seen see visible
+present shown depicted appears appear seems seem looks look like to has have only just clearly i'm he's she's there're
+says say reads read who with currently contains contain displays display made called named titled located situated
+""".split()
+)
 SHOWN = set("image picture photo".split())  # of FILLER
 SYNONYMS = """
 grey gray
@@ -145,18 +148,22 @@ for line in map(str.split, SYNONYMS.strip().splitlines()):
     MEANING |= dict.fromkeys(line, line[0])
 NO_PLURALS = set("glasses shorts news goods means customs lens".split())  # other things than their singulars
 
-UNITS = set("dollar euro cent meter kilometer centimeter millimeter foot inch yard mile kilogram gram pound".split())
-UNITS |= set("ounce hour minute second day week month year old celsius fahrenheit degree mph kmh percent".split())
-SPELLING_RULES = (("(?<=[a-z]{3})our$", "or"), ("(?<=[a-z]{2})([tb])re$", r"\1er"), ("(?<=[a-z]{3})ogue$", "og"))
-SPELLING_RULES += (("(?<=[a-z]{3})is(e|ed|ing)$", r"iz\1"), ("(?<=..)men$", "man"), ("(?<=..)people$", "person"))
+UNITS = set(
+    """
+dollar euro cent meter kilometer centimeter millimeter foot inch yard mile kilogram gram pound ounce hour minute second
+day week month year old celsius fahrenheit degree mph kmh percent
+""".split()
+)
+SPELLING_RULES = (("(?<=[a-z]{3})our$", "or"), ("(?<=[a-z]{2})([tb])re$", r"\1er"), ("(?<=[a-z]{3})ogue$", "og"),
+                  ("(?<=[a-z]{3})is(e|ed|ing)$", r"iz\1"), ("(?<=..)men$", "man"), ("(?<=..)people$", "person"))
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-ONES += "seventeen eighteen nineteen".split()
+ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SMALL = {word: n for n, word in enumerate(ONES)} | {word: 10 * n for n, word in enumerate(TENS, 2)}
 SMALL |= dict.fromkeys("no none nobody nothing".split(), 0) | {"single": 1}
-SCALES = {"pair": 2, "pairs": 2, "couple": 2, "dozen": 12, "dozens": 12, "hundred": 100, "thousand": 1000}
-SCALES |= {"million": 10**6, "billion": 10**9}
+SCALES = {"pair": 2, "pairs": 2, "couple": 2, "dozen": 12, "dozens": 12, "hundred": 100, "thousand": 1000,
+          "million": 10**6, "billion": 10**9}
 PHRASES = {("half", "a", "dozen"): 6, ("half", "dozen"): 6, ("no", "one"): 0, ("not", "any"): 0}
 NUMBER_WORDS = SMALL | SCALES
 BEFORE_NUMBERS = (*ARTICLES, "only", "just", "exactly", "total", "of")
@@ -201,10 +208,12 @@ HINTS = {  # what is asked, and words that then say no more
     "rate|share": "percent", "population": "people",
     "width|height|length|depth|age|weight": "wide tall high long deep old heavy weigh",
 }  # fmt: skip
-SPELLINGS = {"’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": ""}
-SPELLINGS |= {"\\(": " ", "\\)": " ", "<answer>": "", "</answer>": "", "^{\\circ}": "°", "^\\circ": "°"}
-SPELLINGS |= {"°c": " celsius", "°f": " fahrenheit", "°": "", "º": "", "a.m.": "am", "p.m.": "pm"}
-SPELLINGS |= {"miles per hour": "mph", "kilometers per hour": "kmh", "km/h": "kmh", "out of": "of"}
+SPELLINGS = {
+    "’": "'", "−": "-", "“": '"', "”": '"', "\\$": "$", "\\%": "%", "%": " %", "**": "", "\\(": " ", "\\)": " ",
+    "<answer>": "", "</answer>": "", "^{\\circ}": "°", "^\\circ": "°", "°c": " celsius", "°f": " fahrenheit", "°": "",
+    "º": "", "a.m.": "am", "p.m.": "pm", "miles per hour": "mph", "kilometers per hour": "kmh", "km/h": "kmh",
+    "out of": "of",
+}  # fmt: skip
 
 
 def clean(text: str) -> str:
@@ -339,11 +348,9 @@ def quantity(text: str, known: frozenset[str] = frozenset()) -> tuple[Decimal, s
     if found is None:
         return None
     value, end = found
-    rest = [word for word in words[end:] if word != "of"]
-    units = [stem(word) for word in rest if stem(word) in UNITS]
-    others = [word for word in rest if stem(word) not in UNITS]
-    units = [unit for unit in units if unit not in ("old", "degree")]
-    return (value, "".join(units[:1])) if len(units) < 2 and all_known(others, known) else None
+    others = [word for word in words[end:] if word != "of" and stem(word) not in UNITS]
+    units = [stem(word) for word in words[end:] if stem(word) in UNITS - {"old", "degree"}]
+    return (value, "".join(units)) if len(units) < 2 and all_known(others, known) else None
 
 
 CLOCK = re.compile(r"([0-9]{1,2})(?:[:. ]([0-5][0-9])(?::00)?|:00)?(?: ([ap]m|in the (?:morning|afternoon|evening)))?")
@@ -835,9 +842,4 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             )
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows {image, question, answer, answer_type}, the types in turn, one question to an image."""
-    need(split in SALT, f"--split {split!r}: vqa has {', '.join(SALT)}")
-    for index, ([image], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), TOY_TYPES)):
-        row = {"data_source": "vqa", "image": image, "question": question, "answer": answer, "answer_type": kind}
-        yield row | {"split": split, "index": index, "uid": f"vqa-{split}-{seed}-{index}"}
+toy = toy_table_of("vqa", scenes, TOY_TYPES)

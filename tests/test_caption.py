@@ -356,7 +356,7 @@ def test_toy_is_deterministic_and_its_splits_share_no_image(tmp_path):
     make_file("caption", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"caption": 12}
-    with pytest.raises(UserError, match="--split 'val': caption's drawings have warm, train, test"):
+    with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         list(caption.toy(1, "val", 0))
 
 

@@ -99,7 +99,7 @@ def test_toy_is_the_same_again_and_no_answer_is_usual():
     for kind, most in (("count", 0.4), ("exists", 0.65), ("largest", 0.4), ("sum", 0.2)):
         answers = [row["answer"] for row in rows if row["answer_type"] == kind]
         assert max(answers.count(a) for a in answers) <= most * len(answers)
-    with pytest.raises(UserError, match="--split 'val': digits has warm, train, test"):
+    with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         next(digits.toy(1, "val", 0))
 
 

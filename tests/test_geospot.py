@@ -29,6 +29,7 @@ from rewards.grade import check_tasks, score
 from tasks import geospot
 from tasks._places import REGION_NAMES
 from tasks.geospot import STAGES, Stage, distance_km, geospot_reward
+from tasks.shapes import CELL
 
 PARIS = {"country": "FR", "region": "Île-de-France", "city": "Paris", "lat": 48.8566, "lon": 2.3522}
 PARTS = ("country", "region", "city", "coordinates")
@@ -665,9 +666,9 @@ def test_a_map_shows_its_place():
         assert (sea >= (205, 205, 235)).all() and (sea <= (225, 225, 255)).all() and land.sum() > 2000
         labels, found = ndimage.label(ink)
         boxes = ndimage.find_objects(labels)
-        cells = [tuple((side.start + side.stop) / 2 / geospot.CELL - 0.5 for side in box) for box in boxes]
+        cells = [tuple((side.start + side.stop) / 2 / CELL - 0.5 for side in box) for box in boxes]
         assert found == marks == len({(round(y), round(x)) for y, x in cells})
-        jitter += [geospot.CELL * (place - round(place)) for cell in cells for place in cell]
+        jitter += [CELL * (place - round(place)) for cell in cells for place in cell]
         forms[shape] += [(*ink[box].shape, ink[box].mean()) for box in boxes]
         for i in range(18):
             distances = np.arange(0, middle - 0.5, 0.25)
@@ -705,7 +706,7 @@ def test_toy_becomes_a_file(tmp_path):
     make_file("geospot", TaskConfig(toy=True, n=12, split="test", out=str(tmp_path / "toy.parquet")))
     examples, bad = read_examples(tmp_path / "toy.parquet", FileConfig(out=""))
     assert len(examples) == 12 and not bad and check_tasks(examples) == {"geospot": 12}
-    with pytest.raises(UserError, match="--split 'val': geospot's map has warm, train, test"):
+    with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         list(geospot.toy(1, "val", 0))
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from scoring import score_batch  # noqa: E402
 
 import reward  # noqa: E402
-from reward import RewardConfig, counting  # noqa: E402
+from reward import Counting, RewardConfig  # noqa: E402
 from rewards.grade import Grader, Response, check_tasks, response_to, score  # noqa: E402
 from tasks import _math_verify, geometry  # noqa: E402
 
@@ -694,7 +694,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_answer_needs_no_worker_and_no_time(answer):
-    with counting() as counted:
+    with Counting() as counted:
         for truth in ("5 \\sqrt { 3 }", "2x+3", "B"):
             for response in (f"<think>a</think> \\boxed{{{answer}}}", answer):
                 for grade in (geometry.grade_geometry, lambda r, t: score(r, example(t))["accuracy"]):
@@ -713,13 +713,13 @@ HANG = "\\log_{2}{9^{9^{9^9}}}"
 
 
 def test_cas_decides_what_the_parser_cannot():
-    with counting() as counted:
+    with Counting() as counted:
         assert geometry.same_answer("\\log_2 8", "3") and not geometry.same_answer("\\log_2 8", "4")
         assert geometry.same_answer("\\{3,-3\\}", "\\{-3,3\\}") and not geometry.same_answer("\\{3,-3\\}", "3")
         first = own_process()
         assert geometry.same_answer("|-3|", "3") and own_process() is first  # kept
         assert counted.counts["graded"] == 5 and not counted.late
-    with counting() as counted:
+    with Counting() as counted:
         assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 1}
         assert geometry.same_answer("\\log_2 4096", "12") and counted.counts == {"cas": 1, "graded": 2}  # remembered
 
@@ -727,7 +727,7 @@ def test_cas_decides_what_the_parser_cannot():
 def test_cas_is_ended_when_late_and_comes_back():
     assert geometry.same_answer("\\log_2 8", "3")
     process = own_process()
-    with counting() as counted:
+    with Counting() as counted:
         start = time.perf_counter()
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")
         assert time.perf_counter() - start < _math_verify.TIMEOUT_S + 3
@@ -743,7 +743,7 @@ def test_cas_crash_is_counted_and_survived():
     process = own_process()
     process.kill()  # while it is idle
     process.wait()
-    with counting() as counted:
+    with Counting() as counted:
         assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas_crash"] == 0  # replaced
         threading.Timer(0.5, os.kill, (own_process().pid, signal.SIGKILL)).start()
         assert not geometry.same_answer(HANG, "7") and counted.counts["cas_crash"] == 1
@@ -755,7 +755,7 @@ def test_what_sympy_raises_is_a_wrong_answer(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(_math_verify, "compare", raises)
-    with counting(limit=lambda seconds, question: None) as counted:  # as in a process that grades
+    with Counting(limit=lambda seconds, question: None) as counted:  # as in a process that grades
         assert not geometry.same_answer("\\log_2 8", "3")
     assert counted.counts == {"cas_crash": 1, "graded": 1}
 
@@ -863,12 +863,12 @@ def test_no_worker_outlives_its_process(ending):
 def test_forked_copy_gets_its_own_worker():
     code = """
 import os
-from reward import counting
+from reward import Counting
 from tasks import geometry
 from tasks._math_verify import own_pool
 def worker():
     return own_pool(os.getpid()).processes[0].popen.pid
-with counting() as counted:
+with Counting() as counted:
     assert geometry.same_answer("\\\\log_2 8", "3")
     first = worker()
     if (pid := os.fork()) == 0:
@@ -1037,7 +1037,7 @@ def test_register_refuses_a_taken_name(monkeypatch):
 
 def test_check_tasks(monkeypatch):
     rows = [example("48"), example("48", "hiyouga/geometry3k"), example("red", "shapes", answer_type="colour")]
-    with counting() as counted:
+    with Counting() as counted:
         assert check_tasks(rows) == {"geo3k": 2, "shapes": 1}
     assert not counted.counts
     with pytest.raises(ValueError, match="chess"):

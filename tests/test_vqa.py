@@ -586,7 +586,7 @@ def test_toy(tmp_path):
     for kind in vqa.TOY_TYPES:  # no answer is right most of the time
         answers = [row["answer"] for row in train if row["answer_type"] == kind]
         assert max(answers.count(a) for a in answers) <= (0.65 if kind == "existence" else 0.5) * len(answers)
-    with pytest.raises(UserError, match="--split 'val': vqa has warm, train, test"):
+    with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         next(vqa.toy(1, "val", 0))
 
 
