@@ -15,8 +15,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from envs import Environment, Observation, call_in, with_instruction
-from errors import need
+from envs import Environment, Observation, call_in, need_number, with_instruction
 from prepare_data import MARK, Example, decode_image
 from reward import SPECIAL_TOKEN, extract_boxed, register, weighted
 from tasks.geometry import (
@@ -92,8 +91,7 @@ class Calculator(Environment):
     """cost: of a calculation, taken from the reward."""
 
     def __init__(self, cost: float = 0.0):
-        good = isinstance(cost, int | float) and 0 <= cost <= 1
-        need(good, f"--env-settings cost={cost}: give a number from 0 to 1")
+        need_number("cost", cost, 0, 1)
         self.cost = cost
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
@@ -155,7 +153,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, the types in turn, one question to an image."""
-    need(split in SALT, f"--split {split!r}: calculator has {', '.join(SALT)}")
     return rows_of("calculator", n, split, seed, scenes(split, seed), tuple(QUESTIONS))
 
 

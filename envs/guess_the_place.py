@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from envs import Environment, Observation, with_instruction
+from envs import Environment, Observation, need_number, with_instruction
 from errors import need
 from prepare_data import MARK, Example
 from reward import register
@@ -66,9 +66,7 @@ class GuessThePlace(Environment):
     images_per_turn = 0
 
     def __init__(self, tolerance_km: float = 25.0, directions: bool = True):
-        number = isinstance(tolerance_km, int | float) and not isinstance(tolerance_km, bool)
-        good = number and 0 <= tolerance_km <= 20_000
-        need(good, f"--env-settings tolerance_km={tolerance_km}: give a number from 0 to 20000")
+        need_number("tolerance_km", tolerance_km, 0, 20_000)
         need(isinstance(directions, bool), f"--env-settings directions={directions}: give true or false")
         self.tolerance_km, self.directions = tolerance_km, directions
         self.place = (0.0, 0.0)  # lat and lon, degrees
@@ -112,7 +110,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
-    need(split in SALT, f"--split {split!r}: guess_the_place has {', '.join(SALT)}")
     return rows_of("guess_the_place", n, split, seed, scenes(split, seed), ["place"])
 
 

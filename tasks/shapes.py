@@ -169,7 +169,6 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
 
 def shapes_rows(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows of the shapes task in the on-disk format, one question to an image, the answer types in turn."""
-    need(split in SALT, f"--split {split!r}: shapes has {', '.join(SALT)}")
     return rows_of("shapes", n, split, seed, scenes(split, seed), ANSWER_TYPES)
 
 
@@ -177,6 +176,7 @@ def rows_of(
     task: str, n: int, split: str, seed: int, source: Iterator[Scene], kinds: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """n rows of a task's scenes in the on-disk format: see `in_turn`."""
+    need(split in SALT, f"--split {split!r}: {task} has {', '.join(SALT)}")
     for index, (images, kind, prompt, truth) in enumerate(in_turn(n, source, kinds)):
         uid = f"{task}-{split}-{seed}-{index}"
         yield {
