@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from errors import need
 from prepare_data import Example
 
 
@@ -36,6 +37,12 @@ class Environment:
     def step(self, response: str) -> Observation:
         """After a response, without its end token."""
         raise NotImplementedError
+
+
+def need_number(name: str, value: object, least: float, most: float) -> None:
+    """Check a setting of an environment."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    need(good, f"--env-settings {name}={value}: give a number from {least:g} to {most:g}")
 
 
 def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ import inspect
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,6 @@ class Environments:
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
-        self.told_room = False
 
     def start_of(self, example: Example) -> Example:
         """An example with the messages and images that its episodes begin with."""
@@ -89,9 +88,9 @@ def load_class(name: str) -> type:
         path, _, attribute = name.rpartition(":")
         module = load_file(path, f"--env {name}")
         kind = getattr(module, attribute, None)
-        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-        classes = ", ".join(value.__name__ for value in own if inspect.isclass(value)) or "none"
-        need(inspect.isclass(kind), f"--env {name}: no class {attribute} in {path}; it has {classes}")
+        classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        told = f"--env {name}: no class {attribute} in {path}; it has {', '.join(classes) or 'none'}"
+        need(inspect.isclass(kind), told)
         return kind
     known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
     need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
@@ -104,9 +103,6 @@ def load_class(name: str) -> type:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What environments say, checked
-
-NO_IMAGE = "an image is {}; expected a file's bytes, or PIL's Image"
-
 
 def checked_start(said: Any) -> tuple[list[dict], Any]:
     """What `reset` returned: messages and images."""
@@ -137,21 +133,25 @@ def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[A
     lists of parts, as in rows, becomes messages whose contents are texts with <image> marks."""
     many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
     need(many, f"images are {type(images).__name__}; expected a list of images")
-    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    good = isinstance(listed, list | tuple) and len(listed) > 0
-    if good and any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in listed):
-        listed, images = place_images(list(listed), list(images))
-    for message in listed if good else ():
-        good &= isinstance(message, Mapping) and set(message) == {"role", "content"}
-        good = good and all(isinstance(value, str) for value in message.values())
-    need(good, f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts")
-    # plain texts: those of a class in the user's file could not be sent to other processes
-    return [{name: str.__str__(value) for name, value in message.items()} for message in listed], images
+    told = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
+    with refusing((TypeError, LookupError), told):
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if any(isinstance(message["content"], list) for message in said):
+            said, images = place_images(said, list(images))
+        # plain texts: those of a class in the user's file could not be sent to other processes
+        said = [{name: str.__str__(value) for name, value in dict(message).items()} for message in said]
+    need(said and all(message.keys() == {"role", "content"} for message in said), told)
+    return said, images
+
+
+def check_image(image: Any) -> None:
+    good = isinstance(image, bytes | Image.Image)
+    need(good, f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
 
 
 def encoded(image: Any) -> bytes:
     """An image as a file."""
-    need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
+    check_image(image)
     if isinstance(image, bytes):
         return image
     buffer = io.BytesIO()

@@ -17,18 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from PIL import Image
-
 from envs import Observation
-from envs._load import NO_IMAGE, Environments, check_marks, checked_messages, checked_start, copied, decoded, encoded
+from envs._load import Environments, check_image, check_marks, checked_messages, checked_start, copied, decoded, encoded
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
-from reward import checked
+from reward import Failure, checked
 from rollout import (
     Engine,
     EngineWrapper,
@@ -42,7 +40,7 @@ from rollout import (
     begun,
     preprocess_image,
 )
-from utils import print0
+from utils import print0, sum_dicts
 
 # Seconds that all episodes wait for an environment that was just asked; all waits of a call of generate together are at
 # most this and WAITS of its time. Environments that answer so fast make no batch depend on time, so that a resumed run
@@ -60,14 +58,6 @@ class Observed:
     images: list[ImageInput]
     rewards: dict[str, float]
     done: bool
-
-
-@dataclass
-class Failed:
-    kind: str  # "errors" or "timeouts", as in metrics
-    what: str  # the type of exception, or what happened
-    line: str
-    error: BaseException | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,8 +117,8 @@ class Play(Responses):
         self.on_rollout = on_rollout
         self.images: dict[str, Future] = {}  # each is resized once
         self.changed = threading.Condition()
-        self.answers: list[tuple[int, Observed | Failed | None]] = []  # by episode; None: it has begun
-        self.failed: list[Failed] = []
+        self.answers: dict[int, Observed | Failure | None] = {}  # by episode; None: it has begun
+        self.failed: list[Failure] = []
         self.began = time.monotonic()
         self.answered_at = self.began  # when the last answer came
         self.waited = 0.0  # for environments, while others could have been sampled
@@ -161,13 +151,12 @@ class Play(Responses):
             self._be_patient(idle=wait > 0)
             if not self.answers and wait and not self.over:
                 self.changed.wait(wait)
-            answers, self.answers = self.answers, []
-            answers += self._late({number for number, _ in answers})
+            answers = self.answers | self._late()
+            self.answers = {}
         ready = []
-        for number, answer in sorted(answers, key=lambda pair: pair[0]):
-            episode = self.episodes[number]
+        for episode in map(self.episodes.__getitem__, sorted(answers)):
             episode.thinks = False
-            if not episode.rollout.ended_by and (asked := self._go_on(episode, answer)) is not None:
+            if not episode.rollout.ended_by and (asked := self._go_on(episode, answers[episode.number])) is not None:
                 ready.append(asked)
         return ready
 
@@ -196,44 +185,39 @@ class Play(Responses):
         episode.asked_at = time.monotonic()
 
         def call() -> Any:
-            if response is None:
-                episode.env = self.environments.make()
-                return episode.env.reset(copied(episode.rollout.prompt.example))
-            return episode.env.step(response)
-
-        def work() -> None:
             episode.began = time.monotonic()
-            try:
-                said = call()
-            except CAUGHT as error:
-                self._deliver(episode, self._failure(episode, error))
-                return
+            if response is not None:
+                return episode.env.step(response)
+            episode.env = self.environments.make()
+            return episode.env.reset(copied(episode.rollout.prompt.example))
+
+        episode.job = ANSWERING.submit(lambda: self._answer(episode, response, call))
+
+    def _answer(self, episode: Episode, response: str | None, call: Callable[[], Any]) -> None:
+        """Deliver what an environment says to a response, or its beginning: now, or when the event loop has it."""
+        try:
+            said = call()
             if inspect.isawaitable(said):
                 episode.future = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
-                read = partial(self._read, episode, response, episode.future.result)
+                read = partial(self._answer, episode, response, episode.future.result)
                 episode.future.add_done_callback(lambda _: ANSWERING.submit(read))
-            else:
-                self._read(episode, response, lambda: said)
-
-        episode.job = ANSWERING.submit(work)
-
-    def _read(self, episode: Episode, response: str | None, said: Callable[[], Any]) -> None:
-        if episode.rollout.ended_by:  # it came too late
-            return
-        try:
-            answer = self._same_start(episode, said()) if response is None else self._observed(episode, said())
+                return
+            if episode.rollout.ended_by:  # it came too late
+                return
+            answer = self._same_start(episode, said) if response is None else self._observed(episode, said)
         except CAUGHT as error:
-            answer = self._failure(episode, error)
-        self._deliver(episode, answer)
-
-    def _deliver(self, episode: Episode, answer: "Observed | Failed | None") -> None:
+            line = self._line(episode, f"raised {describe_error(error)}")
+            error.add_note(line)
+            users = isinstance(error, UserError)
+            name, trace = type(error).__name__, users_traceback(error)
+            answer = Failure("errors", name, line, trace, users, None if users else error)
         with self.changed:
-            self.answers.append((episode.number, answer))
+            self.answers[episode.number] = answer
             self.answered_at = time.monotonic()
             self.changed.notify_all()
 
-    def _failure(self, episode: Episode, error: BaseException) -> Failed:
-        return Failed("errors", type(error).__name__, f"raised {describe_error(error)}", error)
+    def _line(self, episode: Episode, what: str) -> str:
+        return f"row {episode.rollout.prompt.uid!r}: {self.environments.flag} {what}"
 
     def _same_start(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
@@ -268,7 +252,7 @@ class Play(Responses):
 
     def _preprocess(self, image: Any, blank: bool) -> ImageInput:
         """Return an image as the model sees it. Episodes that see the same image share one object."""
-        need(isinstance(image, bytes | Image.Image), NO_IMAGE.format(type(image).__name__))
+        check_image(image)
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = hashlib.sha1(data).hexdigest()
         mine: Future = Future()
@@ -287,8 +271,7 @@ class Play(Responses):
         Each has PATIENCE from when it began, and all waits of this call have a budget. While the engine is idle a wait
         costs nothing, and any answer starts PATIENCE anew: they may be many for few threads."""
         while self.environments.quick:
-            answered = {number for number, _ in self.answers}
-            thinking = [e for e in self.episodes if e.thinks and e.number not in answered]
+            thinking = self._thinking()
             if not thinking:
                 return
             now = time.monotonic()
@@ -303,30 +286,33 @@ class Play(Responses):
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
 
-    def _late(self, answered: set[int]) -> list[tuple[int, Failed]]:
-        late = []
-        for e in self.episodes:
-            waits = e.thinks and e.began and e.number not in answered
-            if waits and time.monotonic() - e.began > self.cfg.env_timeout:
-                told = f"took longer than --env-timeout {self.cfg.env_timeout:g} s"
-                late.append((e.number, Failed("timeouts", "time-out", told)))
+    def _thinking(self) -> list[Episode]:
+        """Return the episodes whose environment has still to answer; with the lock held."""
+        return [e for e in self.episodes if e.thinks and e.number not in self.answers]
+
+    def _late(self) -> dict[int, Failure]:
+        """Give up environments that took longer than --env-timeout; with the lock held."""
+        late = {}
+        for e in self._thinking():
+            if e.began and time.monotonic() - e.began > self.cfg.env_timeout:
+                line = self._line(e, f"took longer than --env-timeout {self.cfg.env_timeout:g} s")
+                late[e.number] = Failure("timeouts", "time-out", line, users=True)
                 ANSWERING.give_up(e.job) if e.future is None else e.future.cancel()
         return late
 
     # --- an answer ---
 
-    def _go_on(self, episode: Episode, answer: "Observed | Failed | None") -> Rollout | None:
+    def _go_on(self, episode: Episode, answer: Observed | Failure | None) -> Rollout | None:
         """What the engine is to add the next response to; None: the episode is over."""
         r = episode.rollout
         if answer is None:
             return r
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failure):
             self._fail(episode, answer)
             return None
         r.discount = self.cfg.turn_gamma ** (r.turns - 1)
-        r.turn_rewards.append(r.discount * answer.rewards.get("reward", 0.0))
-        for name, value in answer.rewards.items():
-            r.earned[name] = r.earned.get(name, 0.0) + value
+        r.turn_rewards.append(r.discount * answer.rewards["reward"])
+        r.earned = sum_dicts([r.earned, answer.rewards])
         if answer.done:
             r.messages += answer.messages
         if answer.done or r.finish_reason == "length" or r.turns == self.cfg.max_turns:
@@ -376,35 +362,26 @@ class Play(Responses):
         close(episode.env, self.environments.flag)
         self.on_rollout(episode.rollout)
 
-    def _fail(self, episode: Episode, failed: Failed) -> None:
-        r = episode.rollout
-        failed = replace(failed, line=f"row {r.prompt.uid!r}: {self.environments.flag} {failed.line}")
+    def _fail(self, episode: Episode, failure: Failure) -> None:
         close(episode.env, self.environments.flag)
         if self.cfg.env_errors == "stop":
-            if isinstance(failed.error, UserError) or failed.error is None:
-                raise UserError(failed.line) from failed.error
-            failed.error.add_note(failed.line)
-            raise failed.error
-        self.failed.append(failed)
+            raise failure.exception()
+        self.failed.append(failure)
+        r = episode.rollout
         r.turn_rewards, r.earned = [], {}
-        r.ended_by, r.failure, r.failure_line = "error", failed.kind, failed.line
+        r.ended_by, r.failure, r.failure_line = "error", failure.kind, failure.line
         # one that failed before its first response has nothing that could be compared or trained on
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 
     def tell(self) -> None:
-        """Print the first failure of each kind in full, then a line on all of them; warn where no episode had room."""
-        environments, ends = self.environments, {episode.rollout.ended_by for episode in self.episodes}
-        for failed in self.failed:
-            if failed.what not in environments.told_kinds:
-                environments.told_kinds.add(failed.what)
-                trace = users_traceback(failed.error) if failed.error else ""
-                print(f"{failed.line}\n{trace}The first failure of its kind", file=sys.stderr)
-        if not environments.told_room and max((e.rollout.turns for e in self.episodes), default=0) == 1:
-            if ends != {"error"} and ends <= {"length", "room", "error"}:
-                print("warning: no episode had room for a second turn; raise --max-new-tokens")
-                environments.told_room = True
+        """Print the first failure of each kind in full, then a line on all of them."""
+        told_kinds = self.environments.told_kinds
+        for failure in self.failed:
+            if failure.what not in told_kinds:
+                told_kinds.add(failure.what)
+                print(f"{failure.line}\n{failure.trace}The first failure of its kind", file=sys.stderr)
         if self.failed:
-            kinds = Counter(failed.what for failed in self.failed).most_common(3)
+            kinds = Counter(failure.what for failure in self.failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
             told = f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}"
             print(f"{told}; with --env-errors {self.cfg.env_errors} the run goes on", file=sys.stderr)

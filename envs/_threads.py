@@ -27,41 +27,34 @@ class Threads:
     """Of a process, at most so many. They end with it; one that hangs is replaced."""
 
     def __init__(self, most: int):
-        self.most = most
+        self.missing = most  # threads that may still be started
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        self.n_threads = 0
-        self.n_jobs = 0  # in the queue or at work
 
     def submit(self, run: Callable[[], None]) -> Job:
         job = Job(run)
-        with self.lock:
-            self.n_jobs += 1
-            self._grow()
         self.jobs.put(job)
+        self._start()
         return job
 
-    def _grow(self) -> None:
-        if self.n_jobs > self.n_threads < self.most:
-            self.n_threads += 1
-            threading.Thread(target=self._work, daemon=True, name="environment").start()
-
     def give_up(self, job: Job) -> None:
-        """Its thread counts no more, and ends should it ever come back."""
+        """Replace its thread, which ends should it ever come back."""
+        job.given_up = True
+        self._start(replace=1)
+
+    def _start(self, replace: int = 0) -> None:
         with self.lock:
-            job.given_up = True
-            self.n_jobs -= 1
-            self.n_threads -= 1
-            self._grow()
+            self.missing += replace
+            if self.missing:
+                self.missing -= 1
+                threading.Thread(target=self._work, daemon=True, name="environment").start()
 
     def _work(self) -> None:
         while True:
             job = self.jobs.get()
             job.run()
-            with self.lock:
-                if job.given_up:
-                    return
-                self.n_jobs -= 1
+            if job.given_up:
+                return
 
 
 ANSWERING = Threads(THREADS)

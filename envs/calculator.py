@@ -7,7 +7,6 @@ The toy: two numbers of two digits in an image, to be multiplied or added; the p
 """
 
 import decimal
-import random
 import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -15,8 +14,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from envs import Environment, Observation, call_in, with_instruction
-from errors import need
+from envs import Environment, Observation, call_in, need_number, with_instruction
 from prepare_data import MARK, Example, decode_image
 from reward import SPECIAL_TOKEN, extract_boxed, register, weighted
 from tasks.geometry import (
@@ -30,7 +28,7 @@ from tasks.geometry import (
     normalise,
     same_answer,
 )
-from tasks.shapes import CELL, SALT, Scene, boxed, in_split, only_box, png, rows_of
+from tasks.shapes import CELL, Scene, boxed, in_split, only_box, png, random_of, rows_of
 
 INSTRUCTION = (
     "You have a calculator: write <calc>12*(3+4)/sqrt(2)</calc>, and you will be told the value. When you know the "
@@ -92,8 +90,7 @@ class Calculator(Environment):
     """cost: of a calculation, taken from the reward."""
 
     def __init__(self, cost: float = 0.0):
-        good = isinstance(cost, int | float) and 0 <= cost <= 1
-        need(good, f"--env-settings cost={cost}: give a number from 0 to 1")
+        need_number("cost", cost, 0, 1)
         self.cost = cost
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
@@ -140,7 +137,7 @@ def read_number(image: Image.Image, row: int) -> int:
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless numbers, one above the other, no image in two splits."""
-    rng = random.Random(f"calculator/{SALT[split]}/{seed}")
+    rng = random_of("calculator/", split, seed)
     while True:
         top, bottom = (rng.randint(12, 99) for _ in range(2))
         image = Image.new("RGB", (2 * CELL, 2 * CELL), tuple(rng.randint(215, 255) for _ in range(3)))
@@ -155,7 +152,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, the types in turn, one question to an image."""
-    need(split in SALT, f"--split {split!r}: calculator has {', '.join(SALT)}")
     return rows_of("calculator", n, split, seed, scenes(split, seed), tuple(QUESTIONS))
 
 

@@ -8,11 +8,10 @@ The toy: geospot's map, on which country and region can be seen and the city can
 
 import json
 import math
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from envs import Environment, Observation, with_instruction
+from envs import Environment, Observation, need_number, with_instruction
 from errors import need
 from prepare_data import MARK, Example
 from reward import register
@@ -31,7 +30,7 @@ from tasks.geospot import (
     toy_answer,
     toy_place,
 )
-from tasks.shapes import SALT, Scene, in_split, rows_of
+from tasks.shapes import Scene, in_split, random_of, rows_of
 
 INSTRUCTION = (
     "Where was this image taken? Answer with one JSON object, names in English: "
@@ -66,9 +65,7 @@ class GuessThePlace(Environment):
     images_per_turn = 0
 
     def __init__(self, tolerance_km: float = 25.0, directions: bool = True):
-        number = isinstance(tolerance_km, int | float) and not isinstance(tolerance_km, bool)
-        good = number and 0 <= tolerance_km <= 20_000
-        need(good, f"--env-settings tolerance_km={tolerance_km}: give a number from 0 to 20000")
+        need_number("tolerance_km", tolerance_km, 0, 20_000)
         need(isinstance(directions, bool), f"--env-settings directions={directions}: give true or false")
         self.tolerance_km, self.directions = tolerance_km, directions
         self.place = (0.0, 0.0)  # lat and lon, degrees
@@ -101,7 +98,7 @@ FIRST = 2  # which city to guess first: the one in the middle
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless islands with one mark, whatever the city; no image in two splits."""
-    rng = random.Random(f"guess_the_place/{SALT[split]}/{seed}")
+    rng = random_of("guess_the_place/", split, seed)
     while True:
         where = rng.choice(list(COUNTRIES)), rng.choice(list(REGIONS))
         data = draw_map(rng, *where, 1)
@@ -112,7 +109,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
-    need(split in SALT, f"--split {split!r}: guess_the_place has {', '.join(SALT)}")
     return rows_of("guess_the_place", n, split, seed, scenes(split, seed), ["place"])
 
 

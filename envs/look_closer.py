@@ -18,12 +18,12 @@ from typing import Any
 
 from PIL import Image
 
-from envs import Environment, Observation, call_in, with_instruction
+from envs import Environment, Observation, call_in, need_number, with_instruction
 from errors import UserError, need
 from prepare_data import MARK, Example, decode_image
 from reward import register
 from sources.images import MAX_ASPECT
-from tasks.shapes import COLOURS, SALT, Scene, boxed, in_split, png, rows_of
+from tasks.shapes import COLOURS, Scene, boxed, in_split, png, random_of, rows_of
 from tasks.vqa import answerable, vqa
 
 
@@ -51,11 +51,12 @@ def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, fl
 
 Box = tuple[Fraction, Fraction, Fraction, Fraction]  # left, top, right, bottom, from 0 to 1
 MAX_CALL_CHARS = 200
-PLACES = {word: word for word in ("top", "bottom", "left", "right")} | {"upper": "top", "lower": "bottom"}
-PLACES |= dict.fromkeys(("centre", "center", "middle"), "")
-PLACE = re.compile("|".join(PLACES))
-FILLERS = set("the of image quadrant corner half part side".split())
-HALVES = {"top": (0, 1), "left": (0, 1), "bottom": (1, 2), "right": (1, 2)}  # of two
+FIRST, SECOND = (Fraction(0), Fraction(1, 2)), (Fraction(1, 2), Fraction(1))
+ALL, MIDDLE = (Fraction(0), Fraction(1)), (Fraction(1, 4), Fraction(3, 4))
+ACROSS = {"left": FIRST, "right": SECOND}
+DOWN = {"top": FIRST, "upper": FIRST, "bottom": SECOND, "lower": SECOND}
+CENTRE = ("centre", "center", "middle")
+FILLERS = "the of image quadrant corner half part side".split()
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(%?)")
 NO_PLACE = (
     "There is no such place. Name a quadrant such as top left, or a box of four numbers: left, top, right, bottom."
@@ -64,15 +65,14 @@ NO_PLACE = (
 
 def named_box(text: str) -> Box:
     """Of `top left`, `the right half`, `centre`: UserError if it names no place."""
-    places = [PLACES[word] for word in PLACE.findall(text)]
-    rest = set(re.findall("[^ _-]+", PLACE.sub(" ", text)))
-    up, across = ([place for place in places if place in axis] for axis in (("top", "bottom"), ("left", "right")))
-    need(places and rest <= FILLERS and len(places) <= 2 and max(len(up), len(across)) <= 1, NO_PLACE)
+    words = [word for word in re.split("[ _-]+", text) if word not in FILLERS]
+    across, down = ([ends[word] for word in words if word in ends] for ends in (ACROSS, DOWN))
+    centre = [word for word in words if word in CENTRE]
+    known = len(across) + len(down) + len(centre) == len(words)
+    need(known and 1 <= len(words) <= 2 and len(across) <= 1 and len(down) <= 1, NO_PLACE)
     # what is not said is all of it; or its middle half, as in `centre left`
-    other = (Fraction(1, 4), Fraction(3, 4)) if "" in places else (Fraction(0), Fraction(1))
-    (top, bottom), (left, right) = (
-        tuple(Fraction(end, 2) for end in HALVES[axis[0]]) if axis else other for axis in (up, across)
-    )
+    other = MIDDLE if centre else ALL
+    (left, right), (top, bottom) = [*across, other][0], [*down, other][0]
     return left, top, right, bottom
 
 
@@ -129,8 +129,7 @@ class LookCloser(Environment):
     def __init__(self, view: int = 448, crop: int = 448, scale: int = 1, cost: float = 0.0):
         for name, value in {"view": view, "crop": crop, "scale": scale}.items():
             need(type(value) is int and value > 0, f"--env-settings {name}={value}: give a whole number above 0")
-        good = isinstance(cost, int | float) and 0 <= cost <= 1
-        need(good, f"--env-settings cost={cost}: give a number from 0 to 1")
+        need_number("cost", cost, 0, 1)
         self.view, self.crop, self.scale, self.cost = view, crop, scale, cost
         self.images: Sequence[bytes] = ()
 
@@ -192,7 +191,7 @@ def draw_frame(rng: random.Random, colour: tuple[int, int, int], patterns: Seque
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless frames, no image in two splits."""
-    rng = random.Random(f"look_closer/{SALT[split]}/{seed}")
+    rng = random_of("look_closer/", split, seed)
     prompt = f"{MARK}{TOY_INSTRUCTION} {QUESTION}"
     while True:
         image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
@@ -207,7 +206,6 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, of different images."""
-    need(split in SALT, f"--split {split!r}: look_closer has {', '.join(SALT)}")
     return rows_of("look_closer", n, split, seed, scenes(split, seed), ["patterns"])
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from errors import UserError, need
+from errors import need, refusing
 from utils import derive_seed
 
 
@@ -132,10 +132,8 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     told = f"an adapter of kind {', '.join(map(str, kind))}: only plain LoRA is read; merge it with peft"
     need(kind == ("LORA", "none"), f"{folder}: {told}")
     path = folder / "adapter_model.safetensors"
-    try:
+    with refusing((OSError, SafetensorError), f"{path}: missing, truncated or no safetensors file"):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: missing, truncated or no safetensors file ({error})") from error
     linear, rank = linear_layers(hf), config.get("r")
     alpha = config.get("lora_alpha")
     sizes = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain, count
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from utils import print0
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
 Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
 OVERHEAD = 512  # bytes of each tensor in the header of each process's file, a little overestimated
-FILE_BYTES = 2**27  # of a process's file: torch holds a whole file in memory, several times, before it writes it
+FILE_BYTES = 2**24  # of a process's file: torch holds a whole file in memory, several times, before it writes it
 
 
 def on_rank0(do: Callable[[], Any]) -> Any:
@@ -76,21 +76,9 @@ def complete_checkpoints(path: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
-def readable_checkpoints(path: Path) -> list[Path]:
-    """Return complete_checkpoints; raise UserError if one has the files of an earlier version, which are pickles."""
-    found = complete_checkpoints(path)
-    for file in chain.from_iterable(checkpoint.iterdir() for checkpoint in found):
-        old = file.name == ".metadata" or file.suffix == ".distcp"
-        need(not old, f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
-             "CHANGELOG.md names the last commit that reads them")
-    return found
-
-
 def read_json(file: Path, remedy: str = "") -> dict:
-    try:
+    with refusing((OSError, ValueError, RecursionError), f"{file}: missing, empty, cut short or damaged{remedy}"):
         found = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: missing, empty, cut short or damaged ({error}){remedy}") from error
     need(isinstance(found, dict), f"{file}: damaged: it holds no JSON object{remedy}")
     return found
 
@@ -120,7 +108,6 @@ def run_args(checkpoint: Path) -> dict:
         return {}
     args = read_json(file, remedy).get("args")
     need(isinstance(args, dict), f"{file}: damaged: it holds no args{remedy}")
-    need("freeze_vision" not in args, f"{file}: of a run of an earlier version; go on with that, or export its weights")
     return args
 
 
@@ -185,7 +172,11 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
 
     Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep
     nor a later start counts them."""
-    found = on_rank0(lambda: readable_checkpoints(path))
+    found = on_rank0(lambda: complete_checkpoints(path))
+    for file in chain.from_iterable(checkpoint.iterdir() for checkpoint in found):
+        old = file.name == ".metadata" or file.suffix == ".distcp"  # pickles
+        need(not old, f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
+             "CHANGELOG.md names the last commit that reads them")
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
         if not (reason := damage(checkpoint)):
@@ -200,8 +191,9 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
 
 
 def put_aside(checkpoint: Path) -> Path:
-    names = (f"damaged_{checkpoint.name}" + (f"_{i}" if i > 1 else "") for i in count(1))
-    target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    target = checkpoint.with_name(f"damaged_{checkpoint.name}")
+    while target.exists():
+        target = target.with_name(f"{target.name}_2")
     with writing(checkpoint, f"--resume: {checkpoint} is damaged"):
         return checkpoint.rename(target)
 
@@ -246,17 +238,6 @@ def _discard(checkpoint: Path) -> None:
     trash = checkpoint.with_name(f".{checkpoint.name}.old")
     os.rename(checkpoint, trash)
     shutil.rmtree(trash)
-
-
-def _remove_leftovers(folder: Path, step: int) -> None:
-    """Of processes that were killed while they wrote, or (without a trainer.json) while they deleted."""
-    for path in folder.glob("step_*"):
-        number = step_of(path)
-        if number is not None and number < step and path.is_dir() and not (path / "trainer.json").exists():
-            print0(f"removing {path}: incomplete, it has no trainer.json")
-            _discard(path)
-    for path in folder.glob(".step_*"):
-        shutil.rmtree(path)
 
 
 def _file_numbers(state: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -308,7 +289,8 @@ def save_checkpoint(
 
     def prepare() -> None:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(final.parent, step)
+        for leftover in final.parent.glob(".step_*"):  # of a process that was killed while it wrote or deleted
+            shutil.rmtree(leftover)
         needed, free = _room(out, state)
         if needed > free:
             raise OSError(errno.ENOSPC, "", temporary)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from errors import UserError, check_writable, need, writing
+from errors import UserError, check_writable, need, refusing, writing
 from layers.attention import register_attention
 from model import Policy, find_family, load_config, load_hf, prepare, weight_files
 from parallel.sharding import local
@@ -80,11 +80,9 @@ def understood(converter: WeightConverter) -> bool:
 def opened(file: Path) -> Iterator[safe_open]:
     """A safetensors file, of which no tensor is read yet; its header must agree with itself and with the file's
     size."""
-    try:
-        with safe_open(file, "pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: truncated, damaged or no safetensors file ({error}); fetch it again") from error
+    broken = f"{file}: truncated, damaged or no safetensors file; fetch it again"
+    with refusing((SafetensorError, OSError), broken), safe_open(file, "pt") as tensors:
+        yield tensors
 
 
 @dataclass(frozen=True)

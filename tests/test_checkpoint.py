@@ -460,14 +460,13 @@ def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, caps
     assert "of step 1000000, but the folder's name says another" in capsys.readouterr().out
 
 
-def test_leftovers_are_removed_and_the_newest_never(copy, capsys):
+def test_leftovers_are_removed_and_the_newest_never(copy):
     policy, optimizer, out = copy
-    for name in (".step_000003", ".step_000001.old", "step_000001", "step_000099"):
+    for name in (".step_000003", ".step_000001.old", "step_000099"):
         (out / "checkpoints" / name).mkdir()
     shutil.copytree(at(out, 4), at(out, 60))  # of another history, whose metrics were deleted, say
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     assert at(out, 6).is_dir() and held(out) == ["step_000006", "step_000060", "step_000099"]
-    assert f"removing {at(out, 1)}: incomplete" in capsys.readouterr().out
     C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 2)  # again
     assert C.damage(at(out, 6)) is None and held(out) == ["step_000006", "step_000060", "step_000099"]
 
