@@ -98,19 +98,11 @@ class Models:
         """The reference becomes the policy, every so many steps."""
         if ref_every and step % ref_every == 0:
             sharding.copy_weights(self.policy, self.reference)
-            self.reference.cache = self.policy.cache  # now of one tower
-
-    def own_caches(self) -> None:
-        """A model whose tower is not the policy's, in a run that once trained its tower, caches features of its own."""
-        for model in self.each():
-            if model.cache is not None and not sharding.same_tower(self.policy, model):
-                model.cache = VisionCache(self.policy.cache.max_bytes)
 
 
 def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
     """All that the algorithm of train.py's `cfg` needs, at the weights of --model."""
-    algo, optim = cfg.algo, cfg.optim
-    model, paths = cfg.model, cfg.model.family_paths
+    algo, optim, model = cfg.algo, cfg.optim, cfg.model
     dtype = default_dtype(ctx.device) if model.dtype == "auto" else getattr(torch, model.dtype)
     master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
     # One cache for engine and trainer: with the tower frozen both compute the same features
@@ -118,19 +110,19 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
     cache = VisionCache(model.vision_cache_gb * 2**30) if cached else None
     lora = model.lora(cfg.run.seed)
 
-    def place(policy: Policy, frozen: bool = False) -> Policy:
+    def build(kind: type[Policy], frozen: bool = False, **more: bool) -> Policy:
+        hf = meta_hf(model.model, dtype if frozen else master, model.family_paths)
+        if lora:
+            add_lora(hf, lora)
+        train_vision = "none" if frozen else model.train_vision
+        policy = kind(hf, processor, train_vision, model.attn, cache, model.kernel, **more).train(not frozen)
+        if frozen:
+            policy.requires_grad_(False)
+        elif model.grad_checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
         sharding.shard(policy, ctx.device, dtype, cfg.parallel, frozen)
         load_sharded(policy, model.model)
         return policy
-
-    def build(kind: type[Policy], **more: bool) -> Policy:
-        hf = meta_hf(model.model, master, paths)
-        if lora:
-            add_lora(hf, lora)
-        policy = kind(hf, processor, model.train_vision, model.attn, cache, model.kernel, **more).train()
-        if model.grad_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
-        return place(policy)
 
     policy = build(Policy, value_head=algo.needs_values and algo.critic == "head")
     optimizer = sharding.make_optimizer(policy, optim.lr, optim.weight_decay, algo.critic_lr, optim.vision_lr)
@@ -140,11 +132,8 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
         models.critic = build(Critic)
         models.critic_optimizer = sharding.make_optimizer(models.critic, algo.critic_lr, optim.weight_decay)
         models.saved["critic"] = models.critic, models.critic_optimizer
-    if algo.needs_reference and lora:
-        models.reference = AdaptersOff(policy)
-    elif algo.needs_reference:
-        reference = Policy(meta_hf(model.model, dtype, paths), processor, "none", model.attn, cache, model.kernel)
-        models.reference = place(reference.requires_grad_(False).eval(), frozen=True)
+    if algo.needs_reference:
+        models.reference = AdaptersOff(policy) if lora else build(Policy, frozen=True)
         if algo.ref_every:  # one that is never refreshed is --model, and is read from there
             models.saved["reference"] = models.reference, None
     return models
@@ -152,10 +141,14 @@ def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
 
 def saved_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
     """What a checkpoint holds besides the policy's own weights; what a resumed run must have, too."""
-    parts = [{"head": "value_head", "separate": "critic"}[algo.critic]] if algo.needs_values else []
-    parts += ["reference"] if algo.ref_every else []
-    parts += [f"lora_rank_{cfg.lora_rank}"] if cfg.lora_rank else []
-    return sorted(parts)
+    parts = {
+        "critic": algo.needs_values and algo.critic == "separate",
+        f"lora_rank_{cfg.lora_rank}": cfg.lora_rank > 0,
+        "reference": algo.ref_every > 0,
+        "value_head": algo.needs_values and algo.critic == "head",
+        "vision": not cfg.vision_frozen,  # else all models have --model's tower, and share its features
+    }
+    return [part for part, held in parts.items() if held]
 
 
 @contextmanager

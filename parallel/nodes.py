@@ -30,11 +30,15 @@ def check_restarts() -> None:
 
 def check_settings(settings: Mapping[str, Any], ctx: Context) -> None:
     """Every node was started with the same flags."""
-    places, theirs = zip(*ctx.gather((socket.gethostname(), dict(settings))), strict=True)
-    for rank, other in enumerate(theirs):
-        for name in theirs[0].keys() - set(PATHS):
-            told = f"{flag_of(name)} is {theirs[0][name]} on rank 0 ({places[0]}), {other[name]} on rank {rank}"
-            need(other[name] == theirs[0][name], f"{told} ({places[rank]}); start the same command on every node")
+    check_same({flag_of(name): value for name, value in settings.items() if name not in PATHS}, ctx)
+
+
+def check_same(values: Mapping[str, Any], ctx: Context) -> None:
+    places, everyone = zip(*ctx.gather((socket.gethostname(), dict(values))), strict=True)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            told = f"{name} is {everyone[0][name]} on rank 0 ({places[0]}), {value} on rank {rank} ({places[rank]})"
+            need(value == everyone[0][name], f"{told}; start the same command on every node, with the same files")
 
 
 def check_shared(out: Path, data: Mapping[str, Examples], ctx: Context, patience: float = 60.0) -> None:
@@ -47,16 +51,13 @@ def check_shared(out: Path, data: Mapping[str, Examples], ctx: Context, patience
     deadline = time.monotonic() + patience
     while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    seen = ctx.gather((mark.exists(), socket.gethostname(), [digest(examples) for examples in data.values()]))
+    seen = ctx.gather((mark.exists(), socket.gethostname()))
     if ctx.main:
         mark.unlink()
-    _, main, ours = seen[0]
-    for rank, (found, place, theirs) in enumerate(seen):
-        need(found, f"--out {out}: rank {rank} ({place}) does not see what rank 0 ({main}) writes there; give a folder "
-                    "on a file system that all nodes share")
-        for flag, mine, other in zip(data, ours, theirs, strict=True):
-            need(mine == other, f"{flag}: rank {rank} ({place}) has read other rows than rank 0 ({main}); give every "
-                                "node the same file")
+    for rank, (found, place) in enumerate(seen):
+        need(found, f"--out {out}: rank {rank} ({place}) does not see what rank 0 ({seen[0][1]}) writes there; give a "
+                    "folder on a file system that all nodes share")
+    check_same({f"SHA-256 of the rows of {flag}": digest(examples) for flag, examples in data.items()}, ctx)
 
 
 def digest(examples: Examples) -> str:

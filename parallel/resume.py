@@ -101,11 +101,7 @@ def claim_folder(cfg: RunConfig, data: Mapping[str, Examples], ctx: Context) -> 
 
 def restore(start: Path | None, models: Any) -> dict[str, Any]:
     """Load a checkpoint, if any, into the models; return what else it holds: where its run stood."""
-    if start is None:
-        return {}
-    position = load_checkpoint(start, models.saved)
-    models.own_caches()
-    return position
+    return load_checkpoint(start, models.saved) if start else {}
 
 
 def holds_run(out: Path) -> bool:
@@ -126,13 +122,14 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     start = given or newest
     if start is None:
         return None
-    held = checkpoint.read_trainer(start).get("parts", [])
-    told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
-    need(held == parts, f"--resume {start}: {told}; keep --adv, --lora-rank and the --algo-args critic and ref_every")
     fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
     for name, (was, now) in changes(run_args(start), settings).items():
         told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"
         need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {told}")
+    held = checkpoint.read_trainer(start).get("parts", [])
+    told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
+    need(held == parts, f"--resume {start}: {told}; keep --adv, --lora-rank, --train-vision and the --algo-args critic "
+         "and ref_every")
     ok = newest is None or newest.resolve() == start.resolve()
     need(ok, f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
     return start

@@ -202,17 +202,6 @@ def copy_weights(source: Policy, target: Policy) -> None:
         mine.to_local().copy_(theirs.to_local())
 
 
-@torch.no_grad()
-def same_tower(a: Policy, b: Policy) -> bool:
-    """Are the vision towers of two models, sharded in the same way, equal on all ranks? Then they can share a cache
-    of features."""
-    pairs = zip(a.visual[0].parameters(), b.visual[0].parameters(), strict=True)
-    equal = all(torch.equal(p.to_local().to(q.dtype), q.to_local().to(p.device)) for p, q in pairs)
-    everywhere = torch.tensor(equal, dtype=torch.int32, device=a.banned.device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizer
 

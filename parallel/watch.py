@@ -7,6 +7,7 @@ Watch       every rank tells the others every few seconds that it lives and how 
             stays behind while the others wait for it, is named, and the run ends: torchrun --max-restarts can go on.
 """
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from utils import Context, Stages, dist_setup, end_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 GO_ON = "--resume auto goes on from the newest checkpoint"
+BY_ITSELF = f"{GO_ON} (torchrun --max-restarts does so by itself)"
 
 
 def start_processes(cfg: Any, tp: int) -> "tuple[Context, Interrupt, Stages]":
@@ -39,14 +40,6 @@ def start_processes(cfg: Any, tp: int) -> "tuple[Context, Interrupt, Stages]":
     timer = Stages(interrupt.check)
     Watch(ctx, timer, cfg.timeout_minutes)
     return ctx, interrupt, timer
-
-
-def later(seconds: float, do: Callable, *args) -> threading.Timer:
-    """Do it then, in a thread, unless the timer is cancelled before or the process ends."""
-    timer = threading.Timer(seconds, do, args)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def say(text: str) -> None:
@@ -74,7 +67,6 @@ class Interrupt(threading.Thread):
         self.grace, self.number, self.since = grace, 0, 0.0
         self.save: Callable[[], str] | None = None
         self.after: Callable[[], None] | None = None
-        self.timer: threading.Timer | None = None
         self.parent = os.getppid()
         self.pipe, heard = os.pipe()
         os.set_blocking(heard, False)
@@ -109,24 +101,30 @@ class Interrupt(threading.Thread):
     def check(self) -> None:
         """On all ranks at once: go on, or save and raise Interrupted."""
         if number := self.agreed():
-            text = f"{signal.Signals(number).name}: {self.save()}"
-            if self.timer:
-                self.timer.cancel()
-            if not self.number:
-                self.number, self.since = number, time.monotonic()
+            elsewhere = not self.number
+            if elsewhere:
+                self._start_grace(number)
+            self.last_words = f"{signal.Signals(number).name}: {self.save()}"
+            if elsewhere:
                 self._tell_torchrun()
-            left = self.grace - (time.monotonic() - self.since)
-            rest = later(max(0.0, left), self._leave, number, text)
             self.after()
-            rest.cancel()
-            raise Interrupted(number, text)
+            self.timer.cancel()
+            raise Interrupted(number, self.last_words)
+
+    def _start_grace(self, number: int) -> None:
+        """Note the signal, and end the process when its grace period is over."""
+        self.number, self.since = number, time.monotonic()
+        self.last_words = f"{signal.Signals(number).name}: not saved within --grace-seconds {self.grace:g}; {GO_ON}"
+        self.timer = threading.Timer(self.grace, self._leave, [number])
+        self.timer.daemon = True
+        self.timer.start()
 
     def _tell_torchrun(self) -> None:
         """Of a node that the signal has not reached: with --max-restarts it would start the run again, and wait for the
         others."""
-        if os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-            if os.getppid() == self.parent:  # else it has ended, and this process is another's child now
-                os.kill(self.parent, signal.SIGTERM)
+        first = os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" in os.environ
+        if first and os.getppid() == self.parent:  # else it has ended, and this process is another's child now
+            os.kill(self.parent, signal.SIGTERM)
 
     def run(self) -> None:
         while True:
@@ -139,100 +137,79 @@ class Interrupt(threading.Thread):
         if self.save is None:
             self._leave(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
         if not self.number:
-            self.number, self.since = number, time.monotonic()
-            late = f"{name}: not saved within --grace-seconds {self.grace:g}; {GO_ON}"
-            self.timer = later(self.grace, self._leave, number, late)
+            self._start_grace(number)
             say(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # once more, and not the same key press
             self._leave(number, f"{name} again: not saved; {GO_ON}")
 
-    def _leave(self, number: int, text: str) -> None:
-        say(text)
+    def _leave(self, number: int, text: str = "") -> None:
+        say(text or self.last_words)
         os._exit(128 + number)
 
 
-@dataclass
-class Heard:
-    """Of a rank: its last word and when it came; how many stages it has entered, and since when it is in the last."""
-
-    came: float
-    since: float
-    word: str = ""
-    entered: int = 0
-
-
-class Watch(threading.Thread):
-    """A thread of each rank, with a connection of its own to the run's store, so that it speaks while the rank
-    computes or waits."""
+class Watch:
+    """Two threads of each rank, with a connection of their own to the run's store, so that it speaks and listens while
+    the rank computes or waits. A store that is gone may raise or never answer, so one of them only looks at the clock:
+    to it all ranks then fall silent, and the first of them holds the store."""
 
     def __init__(self, ctx: Context, timers: Stages, minutes: float):
-        super().__init__(daemon=True)
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
-        self.words = [""] * ctx.world  # of all ranks, as last heard
+        # each rank's last word, [when, how many stages it has entered, in which it is, where it runs], ...
+        self.words: list[list] = [["", 0, "set-up", "where is unknown"]] * ctx.world
+        self.judged = self.words  # ... those that `judge` has seen, ...
+        self.came = [time.monotonic()] * ctx.world  # ... when they changed, ...
+        self.since = list(self.came)  # ... and since when each rank is in its stage
         self.left = False  # because a connection was lost
         if ctx.world > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             own = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(1.0, self.limit)))
             # of these processes, not of those that torchrun may have restarted them after
             self.store = dist.PrefixStore(f"watch/{ctx.gather(time.time_ns())[0]}", own)
-            self.store.set(f"rank{ctx.rank}", self._word(0))
+            self.speak()
             dist.barrier()  # every rank has spoken once
-            self.start()
+            for work in (self.exchange, self.judge):
+                threading.Thread(target=self._repeat, args=[work], daemon=True).start()
             sys.excepthook = self._after_error
 
-    def _word(self, beat: int | str) -> str:
-        beat = "left" if self.left else beat
-        return f"{beat}|{self.timers.entered}|{self.timers.stage}|{socket.gethostname()} process {os.getpid()}"
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while True:
+            time.sleep(self.period)
+            work()
 
-    def run(self) -> None:
-        """An exchange every few seconds. A store that is gone may raise, or never answer: then nothing stops the
-        alarm."""
-        keys, now = [f"rank{rank}" for rank in range(self.ctx.world)], time.monotonic()
-        heard = [Heard(came=now, since=now) for _ in keys]
-        alarm, beat = self._alarm(), 0
-        try:
-            while True:
-                time.sleep(self.period)
-                beat += 1
-                try:
-                    self.store.set(keys[self.ctx.rank], self._word(beat))
-                    words = self.store.multi_get(keys)
-                except RuntimeError:  # of the network
-                    continue
-                alarm.cancel()
-                alarm = self._alarm()
-                self.words = [word.decode() for word in words]
-                self._judge(heard, self.words)
-        finally:
-            alarm.cancel()
+    def speak(self) -> None:
+        where = f"{socket.gethostname()} process {os.getpid()}"
+        word = ["left" if self.left else time.monotonic(), self.timers.entered, self.timers.stage, where]
+        self.store.set(f"rank{self.ctx.rank}", json.dumps(word))
 
-    def _holder(self) -> str:
-        return "or torchrun next to it" if "TORCHELASTIC_RUN_ID" in os.environ else "which holds the run's store"
+    def exchange(self) -> None:
+        with suppress(RuntimeError):  # of the network
+            self.speak()
+            self.words = list(map(json.loads, self.store.multi_get([f"rank{rank}" for rank in range(self.ctx.world)])))
 
-    def _alarm(self) -> threading.Timer:
-        seconds = self.limit + self.period
-        return later(seconds, self._end, 0, f"has not answered for {seconds / 60:.3g} minutes", self._holder())
-
-    def _judge(self, heard: list[Heard], words: list[str]) -> None:
-        """Brings `heard` up to date, or ends the run."""
-        now = time.monotonic()
-        for rank, word in zip(heard, words, strict=True):
-            if word != rank.word:
-                rank.word, rank.came = word, now
-            entered = int(word.split("|")[1])
-            if entered != rank.entered:
-                rank.entered, rank.since = entered, now
-        for number, rank in enumerate(heard):
-            _, _, stage, where = rank.word.split("|")
+    def judge(self) -> None:
+        """End the run if a rank has been silent, or kept the others waiting, for too long."""
+        now, words = time.monotonic(), self.words
+        for rank, (word, before) in enumerate(zip(words, self.judged, strict=True)):
+            if word != before:
+                self.came[rank] = now
+            if word[1] != before[1]:
+                self.since[rank] = now
+        self.judged = words
+        for rank, (_, entered, stage, where) in enumerate(words):
             # Those that wait for it have gone further, and got no further since; its own stage may have begun long
             # before
-            ahead = [other.since for other in heard if other.entered > rank.entered]
-            silent, behind = now - rank.came, now - max([rank.since, *ahead])
+            ahead = [since for since, other in zip(self.since, words, strict=True) if other[1] > entered]
+            silent, behind = now - self.came[rank], now - max([self.since[rank], *ahead])
+            told = ""
             if silent > self.limit:
-                self._end(number, f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})", where)
-            if behind > self.limit and ahead:
-                self._end(number, f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait", where)
+                told = f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})"
+            elif behind > self.limit and ahead:
+                told = f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait"
+            if told:
+                told = f"error: rank {rank} ({where}) {told}; over --timeout-minutes {self.limit / 60:g}"
+                write_error(f"{told}. The run ends here; {BY_ITSELF}")
+                os._exit(1)
 
     def _after_error(self, kind: type, error: BaseException, trace: TracebackType | None) -> None:
         """A lost connection says nothing of who was lost: those are that fall silent from now on."""
@@ -241,17 +218,14 @@ class Watch(threading.Thread):
             time.sleep(1.5 * self.period)  # for the last words of those that were lost
             before = self.words
             time.sleep(2 * self.period)
-            lost = [(rank, word) for rank, word in enumerate(self.words) if word == before[rank] and word[:4] != "left"]
+            pairs = enumerate(zip(self.words, before, strict=True))
+            lost = {rank: word[3] for rank, (word, old) in pairs if word == old and word[0] != "left"}
             if len(lost) == self.ctx.world:  # nothing was heard of anyone
-                lost = [(0, self._holder())]
+                under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+                lost = {0: "or torchrun next to it" if under_torchrun else "which holds the run's store"}
             else:  # whom this one's end surprises is to blame those before
                 self.left = True
-                self.store.set(f"rank{self.ctx.rank}", self._word(0))
-            told = ", ".join(f"rank {rank} ({word.rsplit('|', 1)[-1]}) is gone" for rank, word in lost)
+                self.speak()
+            told = ", ".join(f"rank {rank} ({where}) is gone" for rank, where in lost.items())
             if told:
-                write_error(f"error: {told}; {GO_ON} (torchrun --max-restarts does so by itself)")
-
-    def _end(self, rank: int, what: str, where: str) -> None:
-        told = f"error: rank {rank} ({where}) {what}; over --timeout-minutes {self.limit / 60:g}. The run ends here"
-        write_error(f"{told}; {GO_ON} (torchrun --max-restarts does so by itself)")
-        os._exit(1)
+                write_error(f"error: {told}; {BY_ITSELF}")

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,7 @@ class Ended(Exception):
 
 
 class Store:
-    """A store whose other ranks say what `word(rank, now)` returns; None raises, as a store that is gone does."""
+    """A store whose other ranks say what `word(rank, now)` returns."""
 
     def __init__(self, clock, word):
         self.clock, self.word, self.mine = clock, word, {}
@@ -100,10 +101,8 @@ class Store:
         self.mine[key] = value
 
     def multi_get(self, keys):
-        words = [self.mine.get(key) or self.word(int(key.removeprefix("rank")), self.clock[0]) for key in keys]
-        if None in words:
-            raise RuntimeError("Connection reset by peer")
-        return [word.encode() for word in words]
+        others = (json.dumps(self.word(int(key.removeprefix("rank")), self.clock[0])) for key in keys)
+        return [self.mine.get(key, other).encode() for key, other in zip(keys, others, strict=True)]
 
 
 @pytest.fixture
@@ -114,52 +113,48 @@ def watched(monkeypatch, capfd):
         clock, stages = [1000.0], Stages()
         stages.stage = stage
         stages.entered = entered
-
-        def sleep(seconds):
-            clock[0] += seconds
-            if clock[0] > 4600:
-                raise TimeoutError
-
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
         one = Watch(Context(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
-        assert not one.is_alive()
-        one.ctx, one.store = Context(0, 3, torch.device("cpu")), Store(clock, word)
+        one.came, one.since, one.words = [1000.0] * 3, [1000.0] * 3, 3 * one.words
+        one.judged, one.ctx, one.store = one.words, Context(0, 3, torch.device("cpu")), Store(clock, word)
         try:
-            one.run()
+            while clock[0] < 4600:
+                clock[0] += one.period
+                one.exchange()
+                one.judge()
         except Ended as end:
             assert end.args == (1,)
             return clock[0] - 1000, capfd.readouterr().err
-        except TimeoutError:
-            return None, capfd.readouterr().err
+        return None, capfd.readouterr().err
 
     return drive
 
 
 def test_a_rank_that_falls_silent_is_named(watched):
-    seconds, text = watched(lambda rank, now: f"{min(now, 1100) if rank == 2 else now}|3|update|host{rank} process 7")
+    seconds, text = watched(lambda rank, now: [min(now, 1100) if rank == 2 else now, 3, "update", f"host{rank}"])
     assert 160 < seconds <= 170  # silent from 100 on, limit 60, a look every 5
-    assert text.startswith("error: rank 2 (host2 process 7) has not answered for") and "last heard of in update" in text
+    assert text.startswith("error: rank 2 (host2) has not answered for") and "last heard of in update" in text
     assert "--timeout-minutes 1" in text and "--resume auto" in text
 
 
 def test_a_rank_that_stays_behind_is_named_with_its_stage(watched):
     """It goes on speaking: its watch is a thread of its own."""
-    stages = {0: "3|score", 1: "2|reward", 2: "3|score"}
-    seconds, text = watched(lambda rank, now: f"{now}|{stages[rank]}|h process {rank}")
-    assert 60 < seconds <= 70 and text.startswith("error: rank 1 (h process 1) is still in reward after")
+    stages = {0: (3, "score"), 1: (2, "reward"), 2: (3, "score")}
+    seconds, text = watched(lambda rank, now: [now, *stages[rank], f"host{rank}"])
+    assert 60 < seconds <= 70 and text.startswith("error: rank 1 (host1) is still in reward after")
 
 
 def test_a_stage_that_takes_all_ranks_long_is_no_fault(watched):
-    assert watched(lambda rank, now: f"{now}|3|rollout|h process {rank}") == (None, "")
+    assert watched(lambda rank, now: [now, 3, "rollout", "host"]) == (None, "")
 
 
 def test_a_rank_that_is_behind_for_less_than_the_limit_is_no_fault(watched):
     def always_behind(rank, now):
-        return f"{now}|{int(now - 1000) // 50 * 2 + rank}|rollout|h process {rank}"
+        return [now, int(now - 1000) // 50 * 2 + rank, "rollout", "host"]
 
     def behind_once(rank, now):
-        return f"{now}|{3 - (rank == 1 and now < 1050)}|rollout|h process {rank}"
+        return [now, 3 - (rank == 1 and now < 1050), "rollout", "host"]
 
     assert watched(always_behind, entered=10**6) == (None, "")
     assert watched(behind_once) == (None, "")
@@ -167,33 +162,33 @@ def test_a_rank_that_is_behind_for_less_than_the_limit_is_no_fault(watched):
 
 def test_a_long_stage_counts_from_when_the_others_wait(watched):
     """All take 100 s for a stage, over the limit of 60, and rank 0 a little longer than the others."""
-    seconds, text = watched(lambda rank, now: f"{now}|{3 + (now > 1100)}|rollout|h process {rank}")
+    seconds, text = watched(lambda rank, now: [now, 3 + (now > 1100), "rollout", "host"])
     assert 160 < seconds <= 175 and text.startswith("error: rank 0 (")
 
 
-@pytest.mark.parametrize("how", ["raises", "never answers"])
-def test_a_store_that_is_gone_ends_the_run(how, monkeypatch):
+def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
     """Rank 0 may hold it: once stopped, it answers no more, and torch's client waits for ever whatever its time-out."""
-    ends, one = [], Watch(Context(1, 1, torch.device("cpu")), Stages(), minutes=0.005)  # alone, so it does not start
+    clock, answer = [0.0], threading.Event()
+
+    def sleep(seconds):
+        time.sleep(0.001)
+        clock[0] += seconds
 
     def gone(keys):
-        if how == "raises":
-            raise RuntimeError("Connection reset by peer")
-        time.sleep(2)
-        raise Ended
+        if clock[0] > 30:
+            answer.wait()
+        raise RuntimeError("Connection reset by peer")
 
-    one.ctx, one.store = Context(1, 2, torch.device("cpu")), SimpleNamespace(set=lambda *_: None, multi_get=gone)
-    monkeypatch.setattr(one, "_end", lambda *what: ends.append(what))
-    monkeypatch.setattr(one, "period", 0.05 if how == "raises" else 0.2)
-    if how == "raises":
-        calls = iter(range(30))
-        one.store.set = lambda *_: next(calls)  # for a second and a half
-        with pytest.raises(StopIteration):
-            one.run()
-    else:
-        with pytest.raises(Ended):
-            one.run()
-    assert ends[0][0] == 0 and "has not answered for" in ends[0][1]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
+    one = Watch(Context(0, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
+    one.store = SimpleNamespace(set=lambda *_: None, multi_get=gone)
+    exchanging = threading.Thread(target=one._repeat, args=[one.exchange], daemon=True)
+    exchanging.start()
+    with pytest.raises(Ended):
+        one._repeat(one.judge)
+    assert exchanging.is_alive() and "error: rank 0 (where is unknown) has not answered for" in capfd.readouterr().err
+    answer.set()
 
 
 def test_collectives_wait_longer_than_the_watch(monkeypatch):
@@ -217,7 +212,8 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
 def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
-    monkeypatch.setattr(Interrupt, "_leave", lambda self, number, text: ends.append((number, text)))
+    leave = lambda self, number, text="": ends.append((number, text or self.last_words))  # noqa: E731
+    monkeypatch.setattr(Interrupt, "_leave", leave)
     yield ends
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -241,20 +241,20 @@ def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
     def told(after, error):
         one = watch.Watch(Context(1, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
         one.ctx = Context(1, 3, torch.device("cpu"))
-        last = [f"7|3|update|host{rank} process {rank}" for rank in range(3)]  # which may still be on the way
-        one.words, one.store = [word.replace("7|", "6|") for word in last], SimpleNamespace(set=lambda *_: None)
+        last = [[7, 3, "update", f"host{rank}"] for rank in range(3)]  # which may still be on the way
+        one.words, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
 
         def sleep(seconds):
             one.words = after(one.words) if seconds >= 2 * one.period else last
 
-        monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
         one._after_error(type(error), error, None)
         return re.findall("^error: .*", capfd.readouterr().err, re.M)
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-    one_silent = told(lambda words: [*(w.replace("7|", "8|") for w in words[:2]), words[2]], lost)
-    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2 process 2) is gone; --resume auto")
-    assert told(lambda words: ["left|" + words[0], words[1].replace("7|", "8|"), words[2]], lost) == one_silent
+    one_silent = told(lambda words: [*([8, *w[1:]] for w in words[:2]), words[2]], lost)
+    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; --resume auto")
+    assert told(lambda words: [["left", *words[0][1:]], [8, *words[1][1:]], words[2]], lost) == one_silent
     assert told(lambda words: words, lost)[0].startswith("error: rank 0 (which holds the run's store) is gone")
     assert told(lambda words: words, ValueError("of a user's reward")) == []
 
@@ -320,16 +320,21 @@ def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
 
     examples = Rows([SimpleNamespace(uid="a", data_source="shapes", messages=[], ground_truth="1")])
 
-    def other(seen=True, digests=None):
-        return two(lambda mine: (seen, "b", digests or mine[2]) if isinstance(mine, tuple) else mine)
+    def other(seen=True, data=None):
+        def answer(mine):
+            if not isinstance(mine, tuple):
+                return mine
+            return ("b", data or mine[1]) if isinstance(mine[1], dict) else (seen, "b")
+
+        return two(answer)
 
     data = {"--data": examples}
     nodes.check_shared(tmp_path, data, other())
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"--out .*: rank 1 \(b\) does not see"):
         nodes.check_shared(tmp_path, data, other(seen=False))
-    with pytest.raises(UserError, match=r"--data: rank 1 \(b\) has read other rows"):
-        nodes.check_shared(tmp_path, data, other(digests=["x"]))
+    with pytest.raises(UserError, match=r"the rows of --data is .* on rank 0 .*, x on rank 1 \(b\); start the"):
+        nodes.check_shared(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
     before = nodes.digest(examples)
     examples[0].ground_truth = "2"
     assert nodes.digest(examples) != before
