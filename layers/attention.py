@@ -7,6 +7,7 @@ as plan(layer, query, key, value, scale); any other forward gets transformers' o
 
 import functools
 import importlib.util
+import inspect
 from itertools import chain, pairwise
 from typing import Any
 
@@ -54,10 +55,10 @@ class PackedAttention:
         prefix_to: dict[int, list[int]] = {-1: []}  # last position of a piece -> the pieces that lead through it
         self.prefixes: list[tuple[list[int], int]] = []
         for start, stop, before in micro.runs:
-            prefix, own = prefix_to[before], range(piece_at[start], piece_at[stop])
+            own = range(piece_at[start], piece_at[stop])
             for p in own:
-                prefix = prefix_to[bounds[p + 1] - 1] = [*prefix, p]
-            self.prefixes.append((prefix, len(own)))
+                prefix_to[bounds[p + 1] - 1] = [*prefix_to[before], *range(own[0], p + 1)]
+            self.prefixes.append(([*prefix_to[before], *own], len(own)))
         if backend == "sdpa":
             self.causal: dict[tuple[int, int], Tensor] = {}
         elif backend == "flex":
@@ -158,8 +159,16 @@ def _varlen(
         return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scale, causal=causal)
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0 if causal else -1)
-    return varlen_attn(query, key, value, *lengths, scale=scale, window_size=window, enable_gqa=True)
+    parameters = inspect.signature(varlen_attn).parameters  # torch 2.11 has a window, 2.12 grouped heads too
+    options: dict[str, Any] = {"is_causal": causal}
+    if "is_causal" not in parameters:
+        options = {"window_size": (-1, 0 if causal else -1)}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = True
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return varlen_attn(query, key, value, *lengths, scale=scale, **options)
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, plan=None, **kwargs):

@@ -546,15 +546,16 @@ def test_deepstack_features_in_one_piece_are_split_by_image(loaded, picture, mon
     assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
 
 
-def test_flash_calls_torchs_varlen_attention_as_it_wants_it(loaded, groups_of, monkeypatch):
+@pytest.mark.parametrize("version", ["2.11", "2.12"])
+def test_flash_calls_torchs_varlen_attention_as_each_version_wants_it(version, loaded, groups_of, monkeypatch):
     """torch's own needs a GPU; here a stand-in with its signature, sequence by sequence, against the dense mask."""
     import torch.nn.attention.varlen as varlen
 
-    def dense(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert enable_gqa and key.shape[1] == 2 and all(x.is_contiguous() for x in (query, key, value))
-        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    def dense(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
         assert window_size == (-1, 0) and cu_seq_q.dtype == torch.int32 and max_q == int(cu_seq_q.diff().max())
-        assert query.shape == key.shape == value.shape
+        assert query.shape == key.shape == value.shape and all(x.is_contiguous() for x in (query, key, value))
         out = []
         for a, b in pairwise(cu_seq_q.tolist()):
             rows = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
@@ -562,7 +563,12 @@ def test_flash_calls_torchs_varlen_attention_as_it_wants_it(loaded, groups_of, m
             out.append(seen[0].transpose(0, 1))
         return torch.cat(out)
 
-    monkeypatch.setattr(varlen, "varlen_attn", dense)
+    def grouped(query, key, value, *args, enable_gqa=False, window_size=(-1, -1), scale=None):
+        assert enable_gqa and key.shape[1] == 2
+        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+        return dense(query, key, value, *args, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", dense if version == "2.11" else grouped)
     processor = loaded["qwen2_5_vl"][1]
     micro = one_micro(groups_of(processor)[2], processor, share=False)
     generator = torch.Generator().manual_seed(0)
