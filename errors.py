@@ -77,6 +77,11 @@ class Note(AbstractContextManager):
 # ----------------------------------------------------------------------------------------------------------------------
 # What is printed
 
+HERE = re.escape(str(Path(__file__).parent))
+# Files that run users' code
+CALLERS = re.compile(rf"{HERE}/(rewards/|reward\.py|envs/_)|/asyncio/|/concurrent/|<frozen import")
+
+
 def printable(text: object, length: int = 600, keep: str = "") -> str:
     """Return a text that is safe to print: without control characters other than `keep`, cut after `length`."""
     text = str(text)
@@ -94,8 +99,12 @@ def describe_error(error: BaseException) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception in a user's code."""
-    return printable("".join(traceback.format_exception(error))[-20_000:], 20_000, keep="\n")
+    """Return the traceback of an exception in a user's code, without our own frames around it."""
+    frame = error.__traceback__
+    while frame and frame.tb_next and CALLERS.search(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame))
+    return printable(text[-20_000:], 20_000, keep="\n")
 
 
 class LossyFile(io.FileIO):
