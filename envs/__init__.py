@@ -53,11 +53,11 @@ def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, un
     return [*before, last]
 
 
-def call_in(response: str, tag: str) -> tuple[str | None, str]:
-    """(what stands in the last `<tag>...</tag>` of a response, ""), (None, what is wrong with it), or (None, "") if
-    there is none."""
-    opened = [match.end() for match in re.finditer(f"<{tag}>", response, re.IGNORECASE)]
-    if not opened:
-        return None, ""
-    closed = re.compile(f"</{tag}>", re.IGNORECASE).search(response, opened[-1])
-    return (response[opened[-1] : closed.start()], "") if closed else (None, f"<{tag}> has no </{tag}>.")
+def call_in(response: str, tag: str) -> str | None:
+    """Return what stands in the last `<tag>...</tag>` of a response, or None. UserError if it does not end."""
+    *_, call = re.split(f"<{tag}>", response, flags=re.IGNORECASE)
+    if call == response:
+        return None
+    text, *ended = re.split(f"</{tag}>", call, maxsplit=1, flags=re.IGNORECASE)
+    need(ended, f"<{tag}> has no </{tag}>.")
+    return text

@@ -7,28 +7,19 @@ The toy: two numbers of two digits in an image, to be multiplied or added; the p
 """
 
 import decimal
+import random
 import re
-from collections.abc import Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from envs import Environment, Observation, call_in, need_number, with_instruction
+from errors import UserError
 from prepare_data import MARK, Example, decode_image
-from reward import SPECIAL_TOKEN, extract_boxed, register, weighted
-from tasks.geometry import (
-    CONTEXT,
-    POINTS,
-    Expression,
-    NeedsAlgebra,
-    Refused,
-    Unreadable,
-    answerable,
-    normalise,
-    same_answer,
-)
-from tasks.shapes import CELL, Scene, boxed, in_split, only_box, png, random_of, rows_of
+from reward import extract_boxed, register, weighted
+from tasks.geometry import CONTEXT, POINTS, Expression, Refused, Unreadable, answerable, normalise, same_answer
+from tasks.shapes import CELL, Scene, boxed, in_one_split, only_box, png, toy_of
 
 INSTRUCTION = (
     "You have a calculator: write <calc>12*(3+4)/sqrt(2)</calc>, and you will be told the value. When you know the "
@@ -51,36 +42,24 @@ def calculator(response: str, example: Any, finish_reason: str) -> dict[str, flo
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def value_of(text: str) -> Decimal:
-    """To 80 digits. Raises Unreadable, or a decimal.DecimalException if it has no value that is not too large."""
-    if SPECIAL_TOKEN.search(text):
-        raise Unreadable("a special token")
-    with decimal.localcontext(CONTEXT):
-        expression = Expression(normalise(text), POINTS[0])
-        value = expression.sum()
-        expression.expect("")
-    if expression.letters:
-        raise NeedsAlgebra("letters")
-    return value
-
-
-def in_digits(value: Decimal) -> str:
-    """Rounded to DIGITS digits, without an exponent where it is short."""
-    with decimal.localcontext(CONTEXT, prec=DIGITS):
-        value = (+value).normalize()
-        return f"{value:f}" if -DIGITS <= value.adjusted() < DIGITS else str(value)
-
-
-def calculate(text: str) -> tuple[str, str]:
-    """(the value, ""), or ("", what is wrong), which repeats nothing of the text."""
+def calculate(text: str) -> str:
+    """Return the value, rounded to DIGITS digits, or what is wrong, which repeats nothing of the text."""
     try:
-        return in_digits(value_of(text)), ""
+        with decimal.localcontext(CONTEXT) as context:
+            expression = Expression(normalise(text), POINTS[0])
+            value = expression.sum()
+            expression.expect("")
+            if expression.letters:
+                raise Unreadable("letters")
+            context.prec = DIGITS
+            value = (+value).normalize()
+        return f"{value:f}" if -DIGITS <= value.adjusted() < DIGITS else str(value)
     except (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError):
-        return "", "That is too long or too large."
+        return "That is too long or too large."
     except decimal.DecimalException:
-        return "", "That has no value."
+        return "That has no value."
     except Unreadable:
-        return "", "That is no arithmetic: use numbers, + - * / ^ sqrt( ) and brackets."
+        return "That is no arithmetic: use numbers, + - * / ^ sqrt( ) and brackets."
 
 
 # --- environment --------------------------------------------------------------------------------------------------
@@ -97,11 +76,11 @@ class Calculator(Environment):
         return with_instruction(example.messages, INSTRUCTION, "<calc>"), example.images
 
     def step(self, response: str) -> Observation:
-        call, wrong = call_in(response, "calc")
-        if call is None and not wrong:
-            return Observation(done=True)
-        value, wrong = ("", wrong) if call is None else calculate(call)
-        return Observation(value or wrong, reward=-self.cost)
+        try:
+            call = call_in(response, "calc")
+        except UserError as error:
+            return Observation(str(error), reward=-self.cost)
+        return Observation(done=True) if call is None else Observation(calculate(call), reward=-self.cost)
 
 
 # --- toy ----------------------------------------------------------------------------------------------------------
@@ -135,24 +114,20 @@ def read_number(image: Image.Image, row: int) -> int:
     return int(digits)
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless numbers, one above the other, no image in two splits."""
-    rng = random_of("calculator/", split, seed)
-    while True:
-        top, bottom = (rng.randint(12, 99) for _ in range(2))
-        image = Image.new("RGB", (2 * CELL, 2 * CELL), tuple(rng.randint(215, 255) for _ in range(3)))
-        for row, number in enumerate((top, bottom)):
-            draw_number(ImageDraw.Draw(image), number, row, rng.randint(0, 60))
-        data = png(image)
-        if in_split(data, split):
-            truths = {"product": str(top * bottom), "sum": str(top + bottom)}
-            asked = [(kind, f"{MARK}{TOY_INSTRUCTION} {QUESTIONS[kind][0]}") for kind in QUESTIONS]
-            yield [data], [(kind, prompt, boxed(truths[kind]), truths[kind]) for kind, prompt in asked]
+@in_one_split("calculator/")
+def scenes(rng: random.Random) -> Scene:
+    """Two numbers, one above the other."""
+    top, bottom = (rng.randint(12, 99) for _ in range(2))
+    image = Image.new("RGB", (2 * CELL, 2 * CELL), tuple(rng.randint(215, 255) for _ in range(3)))
+    for row, number in enumerate((top, bottom)):
+        draw_number(ImageDraw.Draw(image), number, row, rng.randint(0, 60))
+    truths = {"product": str(top * bottom), "sum": str(top + bottom)}
+    start = f"{MARK}{TOY_INSTRUCTION}"
+    asked = [(kind, f"{start} {QUESTIONS[kind][0]}", boxed(truth), truth) for kind, truth in truths.items()]
+    return [png(image)], asked
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows in the on-disk format, the types in turn, one question to an image."""
-    return rows_of("calculator", n, split, seed, scenes(split, seed), tuple(QUESTIONS))
+toy = toy_of("calculator", scenes, tuple(QUESTIONS))
 
 
 def expert(example: Example, responses: Sequence[str], observations: Sequence[str]) -> str:

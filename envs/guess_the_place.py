@@ -8,7 +8,8 @@ The toy: geospot's map, on which country and region can be seen and the city can
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from envs import Environment, Observation, need_number, with_instruction
@@ -21,16 +22,16 @@ from tasks.geospot import (
     REGIONS,
     TOY_INSTRUCTION,
     answerable,
-    cached_truth,
     distance_km,
     draw_map,
     geospot,
     read_answer,
     read_coordinates,
+    read_truth,
     toy_answer,
     toy_place,
 )
-from tasks.shapes import Scene, in_split, random_of, rows_of
+from tasks.shapes import Scene, in_one_split, toy_of
 
 INSTRUCTION = (
     "Where was this image taken? Answer with one JSON object, names in English: "
@@ -71,7 +72,7 @@ class GuessThePlace(Environment):
         self.place = (0.0, 0.0)  # lat and lon, degrees
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
-        place = cached_truth(example.ground_truth)
+        place = read_truth(example.ground_truth)
         has = "coordinates" in place
         need(has, f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
         self.place = place["coordinates"]
@@ -96,20 +97,15 @@ TOY_INSTRUCTION = f"{TOY_INSTRUCTION} You are told {TOLD}."
 FIRST = 2  # which city to guess first: the one in the middle
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless islands with one mark, whatever the city; no image in two splits."""
-    rng = random_of("guess_the_place/", split, seed)
-    while True:
-        where = rng.choice(list(COUNTRIES)), rng.choice(list(REGIONS))
-        data = draw_map(rng, *where, 1)
-        if in_split(data, split):
-            place = toy_place(*where, rng.randint(1, len(CITIES)))
-            yield [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
+@in_one_split("guess_the_place/")
+def scenes(rng: random.Random) -> Scene:
+    """An island with one mark, whatever the city."""
+    where = rng.choice(list(COUNTRIES)), rng.choice(list(REGIONS))
+    image, place = draw_map(rng, *where, 1), toy_place(*where, rng.randint(1, len(CITIES)))
+    return [image], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows in the on-disk format, of different images."""
-    return rows_of("guess_the_place", n, split, seed, scenes(split, seed), ["place"])
+toy = toy_of("guess_the_place", scenes, ["place"])
 
 
 def expert(example: Example, responses: Sequence[str], observations: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ pixels. The small view, a quarter as wide, shows even grey: the same bytes, what
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import product
@@ -23,7 +23,7 @@ from errors import UserError, need
 from prepare_data import MARK, Example, decode_image
 from reward import register
 from sources.images import MAX_ASPECT
-from tasks.shapes import COLOURS, Scene, boxed, in_split, png, random_of, rows_of
+from tasks.shapes import COLOURS, Scene, boxed, in_one_split, png, toy_of
 from tasks.vqa import answerable, vqa
 
 
@@ -140,11 +140,10 @@ class LookCloser(Environment):
         return with_instruction(example.messages, instruction(self.scale), "<look>"), views
 
     def step(self, response: str) -> Observation:
-        call, wrong = call_in(response, "look")
-        if call is None and not wrong:
-            return Observation(done=True)
         try:
-            need(call is not None, wrong)
+            call = call_in(response, "look")
+            if call is None:
+                return Observation(done=True)
             which, box = read_call(call, len(self.images), self.scale)
             part = cut(original(self.images[which]), box)
         except UserError as error:
@@ -189,24 +188,19 @@ def draw_frame(rng: random.Random, colour: tuple[int, int, int], patterns: Seque
     return image
 
 
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless frames, no image in two splits."""
-    rng = random_of("look_closer/", split, seed)
-    prompt = f"{MARK}{TOY_INSTRUCTION} {QUESTION}"
-    while True:
-        image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
-        found = [rng.choices(PATTERNS, k=4) for _ in range(4)]
-        for i, patterns in enumerate(found):
-            colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else GREY
-            image.paste(draw_frame(rng, colour, patterns), (2 * CELL * (i % 2), 2 * CELL * (i // 2)))
-        data, truth = png(image), " ".join(found[asked])
-        if in_split(data, split):
-            yield [data], [("patterns", prompt, boxed(truth), truth)]
+@in_one_split("look_closer/")
+def scenes(rng: random.Random) -> Scene:
+    """Four frames."""
+    image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
+    found = [rng.choices(PATTERNS, k=4) for _ in range(4)]
+    for i, patterns in enumerate(found):
+        colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else GREY
+        image.paste(draw_frame(rng, colour, patterns), (2 * CELL * (i % 2), 2 * CELL * (i // 2)))
+    truth = " ".join(found[asked])
+    return [png(image)], [("patterns", f"{MARK}{TOY_INSTRUCTION} {QUESTION}", boxed(truth), truth)]
 
 
-def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-    """n rows in the on-disk format, of different images."""
-    return rows_of("look_closer", n, split, seed, scenes(split, seed), ["patterns"])
+toy = toy_of("look_closer", scenes, ["patterns"])
 
 
 def expert(example: Example, responses: Sequence[str], observations: Sequence[Mapping[str, str] | str]) -> str:

@@ -1,21 +1,22 @@
 """What tasks with rows of an image and columns of their own share: files of any kind, and the columns that hold images.
 The name begins with _ because it is no task."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from errors import need
-from prepare_data import TABLES, Raw, TaskConfig, table_rows
+from errors import UserError, need
+from prepare_data import MARK, TABLES, Raw, TaskConfig, table_rows
 from sources.content import named_columns
 from sources.tables import File, Record, data_files, parquet_columns
 
 IMAGES = ("image", "image_url")
 
 
-def any_rows(cfg: TaskConfig, images: tuple[str, ...] = IMAGES) -> Iterator[Raw]:
-    """Yield the rows of the CSV, JSONL and parquet files of --input, as they are. `images` are columns that may be an
-    image; with none of them, a file has to have the columns that --prompt-key, --image-key and --answer-key name."""
+def any_rows(cfg: TaskConfig, images: tuple[str, ...], convert: Callable[[dict, File], dict]) -> Iterator[Raw]:
+    """Yield the rows of the CSV, JSONL and parquet files of --input as `convert(columns, folder)` returns them; if it
+    raises UserError, the row is bad. `images` are columns that may be an image; with none of them, a file has to have
+    the columns that --prompt-key, --image-key and --answer-key name."""
     need(cfg.input, "--input: give CSV, JSONL or parquet files, or draw rows with --toy")
 
     def records(file: File, cfg: TaskConfig) -> Iterator[tuple[str, Record]]:
@@ -30,7 +31,27 @@ def any_rows(cfg: TaskConfig, images: tuple[str, ...] = IMAGES) -> Iterator[Raw]
             image = ",".join(name for name in named if name in parquet_columns(file))
         return TABLES[kind][0](file, replace(cfg, prompt_key="", answer_key="", image_key=image, prompt_template=""))
 
-    return table_rows(data_files(cfg.input, cfg.split), cfg, records)
+    for raw in table_rows(data_files(cfg.input, cfg.split), cfg, records):
+        if isinstance(raw.record, dict):
+            try:
+                raw.record = convert(raw.record, raw.root)
+            except UserError as error:
+                raw.record = str(error)
+        yield raw
+
+
+def row_of(
+    source: str, record: dict, used: Collection[str], image: Any, truth: str, cfg: TaskConfig, instruction: str = ""
+) -> dict:
+    """Return a row in the on-disk format, with the columns of a record that are not `used`. A row without a prompt gets
+    the instruction."""
+    used = {*used, cfg.prompt_key, cfg.image_key}
+    return {name: value for name, value in record.items() if name not in used} | {
+        "data_source": source,
+        cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{instruction}"),
+        cfg.image_key: image,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+    }
 
 
 def first(values: list) -> Any:

@@ -21,8 +21,7 @@ from PIL import Image, ImageDraw
 from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register, unwrap_truth
-from sources.tables import Record
-from tasks._tables import IMAGES, any_rows, first
+from tasks._tables import IMAGES, any_rows, first, row_of
 from tasks.shapes import COLOURS, SHAPES, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = "Describe the image in one sentence."
@@ -239,22 +238,10 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     and each row gets those of its own n-grams.
     """
     corpus = Corpus()
-    for raw in any_rows(cfg):
-        record = caption_record(raw.record, cfg) if isinstance(raw.record, dict) else ""
-        if isinstance(record, dict):
-            corpus.add(read_truth(record["reward_model"]["ground_truth"]).references)
-    for raw in any_rows(cfg):
+    for raw in any_rows(cfg, IMAGES, lambda record, _: caption_record(record, cfg)):
         if isinstance(raw.record, dict):
-            raw.record = caption_record(raw.record, cfg)
-        if isinstance(raw.record, dict):
-            raw.record["reward_model"]["ground_truth"] = counted(raw.record["reward_model"]["ground_truth"], corpus)
-        yield raw
-
-
-def counted(truth: str, corpus: Corpus) -> str:
-    """A JSON truth with what the corpus knows of its references."""
-    frequency = corpus.of(read_truth(truth).references)
-    return json.dumps(json.loads(truth) | {"documents": corpus.size, "frequency": frequency}, ensure_ascii=False)
+            corpus.add(read_truth(raw.record["reward_model"]["ground_truth"]).references)
+    yield from any_rows(cfg, IMAGES, lambda record, _: caption_record(record, cfg, corpus))
 
 
 def as_list(value: Any, comma: bool = False) -> list:
@@ -267,27 +254,20 @@ def as_list(value: Any, comma: bool = False) -> list:
     return value or []
 
 
-def caption_record(record: dict, cfg: TaskConfig) -> Record:
-    """A row in the on-disk format, its other columns kept; or why it is none."""
+def caption_record(record: dict, cfg: TaskConfig, corpus: Corpus | None = None) -> dict:
+    """Return a row in the on-disk format, its other columns kept, with what the corpus knows of its references."""
     names = (cfg.answer_key, *CAPTIONS)
-    try:
+    with refusing(UserError, f"looked for columns {', '.join(CAPTIONS)}"):
         references = as_list(first([record.get(name) for name in names]))
         keywords = [word for word in as_list(record.get("keywords"), comma=True) if str(word).strip()]
         truth = {"references": references, "keywords": keywords}
-        text = json.dumps(truth, ensure_ascii=False, default=str)
-        read_truth(text)
-    except UserError as error:
-        return f"{error}; looked for columns {', '.join(CAPTIONS)}"
+        words = read_truth(json.dumps(truth, default=str)).references
+    if corpus:
+        truth |= {"documents": corpus.size, "frequency": corpus.of(words)}
     image = first([record.get(name) for name in (cfg.image_key, *IMAGES)])
-    if image is None:
-        return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}"
-    used = {*names, *IMAGES, cfg.image_key, cfg.prompt_key, "keywords"}
-    return {name: value for name, value in record.items() if name not in used} | {
-        "data_source": "caption",
-        cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{INSTRUCTION}"),
-        cfg.image_key: image,
-        "reward_model": {"style": "rule", "ground_truth": text},
-    }
+    need(image is not None, f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}")
+    text = json.dumps(truth, ensure_ascii=False)
+    return row_of("caption", record, (*names, *IMAGES, "keywords"), image, text, cfg, INSTRUCTION)
 
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
@@ -298,7 +278,7 @@ TOY_INSTRUCTION = "Describe the image."
 FORMS = ("{}", "there {be} {}", "a drawing of {}")
 
 
-@in_one_split("caption")
+@in_one_split("caption/")
 def scenes(rng: random.Random) -> Scene:
     """Equal shapes and what they are, said in several ways."""
     colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))

@@ -89,7 +89,6 @@ def folder_record(problem: Path, split: str) -> dict | str:
             "problem": f"{MARK}{data['annotat_text']}",
             "images": "img_diagram.png",
             "answer": answer,
-            "index": int(problem.name),
             "answer_type": answer_type(answer),
             "letter": data["answer"],
         } | {key: data[key] for key in ("problem_type_goal", "problem_type_graph", "choices")}
@@ -147,10 +146,7 @@ MEANINGS = {
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }  # fmt: skip
-COMMANDS: dict[str, str] = {}
-for _meaning, _names in MEANINGS.items():
-    COMMANDS |= dict.fromkeys(_names.split(), _meaning)
-COMMANDS[" "] = " "
+COMMANDS = {name: meaning for meaning, names in MEANINGS.items() for name in names.split()} | {" ": " "}
 WRAPPERS = """
 text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline widehat overarc
 overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge
@@ -755,7 +751,7 @@ def triangle_questions(across: int, up: int) -> list[tuple[str, str, str]]:
     ]
 
 
-@in_one_split("geo3k")
+@in_one_split("geo3k/")
 def scenes(rng: random.Random) -> Scene:
     """A right triangle on a lattice, or a straight angle that a ray cuts."""
     colour, missing = rng.choice(list(COLOURS)), rng.choice(ANGLES) if rng.random() < 0.3 else None

@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._places import REGION_NAMES
-from tasks._tables import any_rows, first
+from tasks._tables import any_rows, first, row_of
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = (
@@ -93,10 +93,7 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
 
     OSV-5M's own CSV names no files: its images are found by `id` below --image-root.
     """
-    for raw in any_rows(cfg, IMAGES):
-        if isinstance(raw.record, dict):
-            raw.record = geo_record(raw.record, raw.root, cfg)
-        yield raw
+    return any_rows(cfg, IMAGES, lambda record, root: geo_record(record, root, cfg))
 
 
 def place_of(record: dict) -> dict[str, Any]:
@@ -109,31 +106,26 @@ def files_by_id(root: Path) -> dict[str, str]:
     return {path.stem: str(path.relative_to(root)) for path in root.rglob("*.jpg")}
 
 
-def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
-    """A row in the on-disk format, its other columns kept; or why it is none."""
+def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
+    """Return a row in the on-disk format, its other columns kept."""
     found = place_of(record)
     fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
     for field, name in fields.items():
-        if not isinstance(name, str) or not plain(name) or len(name) > MAX_VALUE_CHARS:
-            return f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing"
-    if coordinates := read_coordinates(found):
-        fields |= dict(zip(("lat", "lon"), coordinates, strict=True))
-    elif (found["lat"], found["lon"]) != (None, None):
-        return f"lat {found['lat']!r} and lon {found['lon']!r}: expected degrees from -90 to 90 and from -180 to 180"
-    if not fields:
-        return "no country, region, city, lat or lon; at least one of these columns has to hold something"
+        good = isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS
+        need(good, f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
+    lat, lon = found["lat"], found["lon"]
+    if (lat, lon) != (None, None):
+        coordinates = read_coordinates(found)
+        need(coordinates, f"lat {lat!r} and lon {lon!r}: expected degrees from -90 to 90 and from -180 to 180")
+        fields |= {"lat": coordinates[0], "lon": coordinates[1]}
+    need(fields, "no country, region, city, lat or lon; at least one of these columns has to hold something")
     here = first([record.get(name) for name in (cfg.image_key, "image")])
     by_id = files_by_id(root).get(str(record["id"])) if here is None and "id" in record else None
     image = first([here, by_id, *(record.get(name) for name in IMAGES)])
-    if image is None:
-        return f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
-    used = {*IMAGES, cfg.image_key, cfg.prompt_key, *chain.from_iterable(COLUMNS.values())}
-    return {name: value for name, value in record.items() if name not in used} | {
-        "data_source": "geospot",
-        cfg.prompt_key: record.get(cfg.prompt_key) or (MARK if cfg.instruction else f"{MARK}{INSTRUCTION}"),
-        cfg.image_key: image,
-        "reward_model": {"style": "rule", "ground_truth": json.dumps(fields, ensure_ascii=False)},
-    }
+    told = f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
+    need(image is not None, told)
+    truth = json.dumps(fields, ensure_ascii=False)
+    return row_of("geospot", record, (*IMAGES, *chain(*COLUMNS.values())), image, truth, cfg, INSTRUCTION)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -262,9 +254,7 @@ LABELS = {
     "lon": "lon lng long longitude",
     "coordinates": "coordinates coordinate coords gps",
 }
-FIELDS: dict[str, str] = {}
-for meaning, labels in LABELS.items():
-    FIELDS |= dict.fromkeys(labels.split(), meaning)
+FIELDS = {label: field for field, labels in LABELS.items() for label in labels.split()}
 FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
 NUMBER = r"[0-9]{1,3}(?:\.[0-9]*)?(?:e-[0-9]{1,2})?"  # no other script's digits: JSON has none
@@ -299,12 +289,9 @@ def json_pairs(text: str) -> list[tuple[str, Any]]:
 
 def line_pairs(text: str) -> list[tuple[str, str]]:
     """Names and values of `name: value`, one a line or several; a value ends where its line or the next name does."""
-    labels = list(LABEL.finditer(text))
-    pairs = []
-    for label, following in zip_longest(labels, labels[1:]):
-        value = text[label.end() : following.start() if following else None].partition("\n")[0]
-        pairs.append((label[1], value.strip(" \t\r*_`\"'|,;.")))
-    return pairs
+    _, *parts = LABEL.split(text)
+    values = (value.partition("\n")[0].strip(" \t\r*_`\"'|,;.") for value in parts[1::2])
+    return list(zip(parts[::2], values, strict=True))
 
 
 def read_answer(response: str) -> dict[str, Any]:
@@ -369,11 +356,12 @@ def distance_km(lat: float, lon: float, other_lat: float, other_lon: float) -> f
     return 2 * EARTH_KM * math.asin(min(1.0, math.sqrt(half)))
 
 
-def read_truth(truth: dict | str) -> dict[str, Any]:
+@lru_cache(4096)  # a truth is met once for each of its samples
+def read_truth(truth: str) -> dict[str, Any]:
     """The truth by field; without those that it has no value for. Raises UserError if it holds nothing to grade."""
-    told = f"the truth {str(truth)[:200]!r} is no JSON object with country, region, city, lat and lon"
+    told = f"the truth {truth[:200]!r} is no JSON object with country, region, city, lat and lon"
     with refusing((ValueError, RecursionError), told):
-        fields = json.loads(truth) if isinstance(truth, str) else truth
+        fields = json.loads(truth)
     need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
     fields = fields | place_of(fields)
     place = {field: as_text(fields[field]) for field in ("country", "region", "city")}
@@ -382,9 +370,6 @@ def read_truth(truth: dict | str) -> dict[str, Any]:
         place["coordinates"] = coordinates
     need(place, f"{told}; make the file with `python prepare_data.py geospot`")
     return place
-
-
-cached_truth = lru_cache(4096)(read_truth)  # a truth is met once for each of its samples
 
 
 def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
@@ -405,24 +390,14 @@ def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
     return {field: right(field) for field in normal}
 
 
-def geospot_reward(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
-    """Return each part from 0 to 1, and under "reward" the weighted sum of those that the stage pays for.
+def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict[str, float]:
+    """Return each part from 0 to 1, under "reward" the weighted sum of those that the stage pays for, and under "km"
+    the distance, if response and truth have coordinates.
 
-    `stage` is a Stage or its index in STAGES. The weight of a part that the truth lacks goes to those parts of the
-    truth that the stage pays for, or if there are none, to all parts of the truth. Raise UserError if the truth holds
-    nothing to grade; no response raises.
+    The weight of a part that the truth lacks goes to those parts of the truth that the stage pays for, or if there are
+    none, to all parts of the truth. Raise UserError if the truth holds nothing to grade; no response raises.
     """
-    graded = grade_place(response, truth, stage)
-    graded.pop("km", None)
-    return graded
-
-
-def grade_place(response: str, truth: dict | str, stage: Stage | int) -> dict[str, float]:
-    """Return what geospot_reward does, and "km", the distance, if response and truth have coordinates."""
-    if isinstance(stage, int):
-        need(0 <= stage < len(STAGES), f"stage {stage}: there are 0 to {len(STAGES) - 1}")
-        stage = STAGES[stage]
-    place = cached_truth(truth) if isinstance(truth, str) else read_truth(truth)
+    place = read_truth(truth)
     answer = read_answer(response)
     given = {field: as_text(answer.get(field)) for field in ("country", "region", "city")}
     parts = {field: float(right) for field, right in same_names(given, place).items()}
@@ -436,14 +411,14 @@ def grade_place(response: str, truth: dict | str, stage: Stage | int) -> dict[st
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
     rewards = earned(truth)
-    return all(rewards[part] > 0.999 for part in cached_truth(truth))
+    return all(rewards[part] > 0.999 for part in read_truth(truth))
 
 
 @register("geospot", "osv5m", answerable=answerable)
 def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
     """Grade by the options of a curriculum's `stage`, a reward.Stage; without any, all parts count at 25 km."""
     try:
-        return grade_place(response, example.ground_truth, stage_of(stage.options if stage else {}))
+        return geospot_reward(response, example.ground_truth, stage_of(stage.options if stage else {}))
     except UserError as error:
         raise UserError(f"row {example.uid!r}: {error}") from error
 
@@ -486,7 +461,7 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     return png(image)
 
 
-@in_one_split("geospot")
+@in_one_split("geospot/")
 def scenes(rng: random.Random) -> Scene:
     """An island, and what is where it is."""
     where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))

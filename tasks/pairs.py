@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
-from tasks._tables import any_rows, first
-from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, rows_of
+from tasks._tables import any_rows, first, row_of
+from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, toy_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
@@ -84,15 +84,14 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
         words.pop()
     if words == ["no", "one"] or words in ([word] for word in NONE):
         return frozenset()
-    if words and words[0] in ALL and (words[0] != "both" or n == 2):
+    every = bool(words) and words[0] in ALL and (words[0] != "both" or n == 2)
+    if every:
         words = words[1:] or [str(i + 1) for i in range(n)]
-        named = [position(word, n) for word in words if word != "and"]
-        return frozenset(named) if None not in named and len(set(named)) == n else None
-    joined = " and " in text or "," in text  # `1 2` and `left 2` are two answers
     named = [position(word, n) for word in words if word != "and"]
+    joined = every or " and " in text or "," in text  # `1 2` and `left 2` are two answers
     if not named or None in named or (len(named) > 1 and not joined):
         return None
-    return frozenset(named) if len(set(named)) == len(named) else None
+    return frozenset(named) if len(set(named)) == (n if every else len(named)) else None
 
 
 @register("which", instruction=WHICH_INSTRUCTION)
@@ -127,10 +126,7 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     files that NLVR2 names by the identifier, `dev-850-0-img0.png` of `dev-850-0-1`, below --image-root. A row with a
     `question` and an `answer` instead of a sentence and a label asks which image.
     """
-    for raw in any_rows(cfg, SIDES[0] + SIDES[1]):
-        if isinstance(raw.record, dict):
-            raw.record = pair_record(raw.record, raw.root, cfg)
-        yield raw
+    return any_rows(cfg, SIDES[0] + SIDES[1], lambda record, root: pair_record(record, root, cfg))
 
 
 @cache
@@ -138,37 +134,30 @@ def files_by_name(root: Path) -> dict[str, str]:
     return {path.name: str(path.relative_to(root)) for path in root.rglob("*-img[0-9].png")}
 
 
-def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict | str:
-    """A row in the on-disk format, its other columns kept; or why it is none."""
+def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
+    """Return a row in the on-disk format, its other columns kept."""
     statement = first([record.get(cfg.prompt_key), record.get("sentence")])
     text = first([statement, record.get("question")])
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
-    if not isinstance(text, str) or truth is None:
-        return "no statement or question, or no truth: looked for columns sentence and label, question and answer"
+    told = "no statement or question, or no truth: looked for columns sentence and label, question and answer"
+    need(isinstance(text, str) and truth is not None, told)
     source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
     if statement is not None:
         source, kind, asked, instruction = "nlvr2", "statement", f"Statement: {text}", INSTRUCTION
         truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth)
-        if unwrap_truth(str(truth)).lower() not in ("true", "false"):
-            return f"label is {truth!r:.80}, expected True or False"
+        known = unwrap_truth(str(truth)).lower() in ("true", "false")
+        need(known, f"label is {truth!r:.80}, expected True or False")
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
     images = next((pair for pair in [*pairs[:1], names, *pairs[1:]] if pair and None not in pair), None)
     images = first([record.get(cfg.image_key), images])
-    if images is None:
-        columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
-        return f"no images: looked for {columns}, and for {stem}-img0.png below {root}"
+    columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
+    need(images is not None, f"no images: looked for {columns}, and for {stem}-img0.png below {root}")
     asked = MARK * (len(images) if isinstance(images, list) else 1) + asked
-    used = {cfg.image_key, cfg.prompt_key, cfg.answer_key, "sentence", "question", "label", "answer"}
-    used.update(*SIDES)
-    return {name: value for name, value in record.items() if name not in used} | {
-        "data_source": source,
-        "answer_type": kind,
-        cfg.prompt_key: asked if cfg.instruction or MARK in text else f"{asked} {instruction}",
-        cfg.image_key: images,
-        "reward_model": {"style": "rule", "ground_truth": str(truth)},
-    }
+    prompt = asked if cfg.instruction or MARK in text else f"{asked} {instruction}"
+    used = (cfg.answer_key, "sentence", "question", "label", "answer", *chain(*SIDES))
+    return row_of(source, record | {cfg.prompt_key: prompt, "answer_type": kind}, used, images, str(truth), cfg)
 
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
@@ -220,5 +209,5 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 def toy(n: int, split: str, seed: int) -> Iterator[dict]:
     """n rows in the on-disk format, statements and questions in turn, of different images."""
     sources = {"statement": "nlvr2", "which": "which"}
-    for row in rows_of("pairs", n, split, seed, scenes(split, seed), list(sources)):
+    for row in toy_of("pairs", scenes, list(sources))(n, split, seed):
         yield row | {"data_source": sources[row["extra_info"]["answer_type"]]}

@@ -66,7 +66,7 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 # --- toy --------------------------------------------------------------------------------------------------------------
 
 # Of `scenes(split, seed)`: images, and questions as (answer type, prompt as in the rows, perfect response, truth)
-Scene = tuple[list[bytes], list[tuple[str, str, str, str]]]
+Scene = tuple[list[bytes], list[tuple[str, ...]]]
 Scenes = Callable[[str, int], Iterator[Scene]]  # of a split and a seed
 Toy = Callable[[int, str, int], Iterator[dict]]  # n rows, of a split and a seed
 
@@ -132,39 +132,6 @@ def in_split(data: bytes, split: str) -> bool:
     return (hashlib.sha256(data).digest()[0] < 64) == (split == "test")
 
 
-def drawings(split: str, seed: int) -> Iterator[tuple[bytes, list[tuple[str, str, str]]]]:
-    """Endless (png, [(answer_type, question, answer), ...])."""
-    rng = random_of("", split, seed)
-    while True:
-        colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
-        missing = rng.choice(ANGLES) if rng.random() < 0.2 else None
-        image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
-        if missing:
-            draw_angle(ImageDraw.Draw(image), rng, colour, missing)
-            questions = [("angle", "What is the missing angle?", str(missing))]
-        else:
-            draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
-            questions = [
-                ("count", "How many shapes are there?", str(count)),
-                ("colour", "What colour are they?", colour),
-                ("shape", "Which shape is it?", shape),
-                exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
-                exists(rng, "Is there a {}?", shape, list(SHAPES)),
-            ]
-        data = png(image)
-        if in_split(data, split):
-            yield data, questions
-
-
-def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless drawings, no image in two splits."""
-    for image, questions in drawings(split, seed):
-        yield (
-            [image],
-            [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions],
-        )
-
-
 def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
     """Asks for what is there as often as for what is not."""
     present = rng.random() < 0.5
@@ -172,12 +139,12 @@ def exists(rng: random.Random, question: str, truth: str, options: list[str]) ->
     return "exists", question.format(asked), "yes" if present else "no"
 
 
-def in_one_split(task: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
+def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scenes]:
     """Decorator: make a function that draws a scene a task's `scenes(split, seed)`, endless and none in two splits."""
 
     def make(draw: Callable[[random.Random], Scene]) -> Scenes:
         def scenes(split: str, seed: int) -> Iterator[Scene]:
-            rng = random_of(f"{task}/", split, seed)
+            rng = random_of(name, split, seed)
             while True:
                 images, questions = draw(rng)
                 if in_split(images[0], split):
@@ -194,19 +161,29 @@ def random_of(name: str, split: str, seed: int) -> random.Random:
     return random.Random(f"{name}{SALT[split]}/{seed}")
 
 
-def rows_of(
-    task: str, n: int, split: str, seed: int, source: Iterator[Scene], kinds: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """n rows of a task's scenes in the on-disk format: see `in_turn`."""
-    for index, (images, kind, prompt, truth) in enumerate(in_turn(n, source, kinds)):
-        uid = f"{task}-{split}-{seed}-{index}"
-        yield {
-            "data_source": task,
-            "prompt": [{"role": "user", "content": prompt}],
-            "images": [{"bytes": image, "path": None} for image in images],
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
-        }
+@in_one_split("")
+def drawings(rng: random.Random) -> Scene:
+    """A drawing, and questions without their prompts: (answer type, question, answer)."""
+    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, 4)
+    missing = rng.choice(ANGLES) if rng.random() < 0.2 else None
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
+    if missing:
+        draw_angle(ImageDraw.Draw(image), rng, colour, missing)
+        return [png(image)], [("angle", "What is the missing angle?", str(missing))]
+    draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
+    return [png(image)], [
+        ("count", "How many shapes are there?", str(count)),
+        ("colour", "What colour are they?", colour),
+        ("shape", "Which shape is it?", shape),
+        exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
+        exists(rng, "Is there a {}?", shape, list(SHAPES)),
+    ]
+
+
+def scenes(split: str, seed: int) -> Iterator[Scene]:
+    """Endless drawings, no image in two splits."""
+    for images, questions in drawings(split, seed):
+        yield images, [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions]
 
 
 def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[tuple[list[bytes], str, str, str]]:
@@ -226,8 +203,20 @@ def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[t
 
 
 def toy_of(task: str, scenes: Scenes, kinds: Sequence[str]) -> Toy:
-    """Return the `toy` of a task that draws: n rows in the on-disk format, the answer types in turn."""
-    return lambda n, split, seed: rows_of(task, n, split, seed, scenes(split, seed), kinds)
+    """Return the `toy` of a task that draws: n rows in the on-disk format, see `in_turn`."""
+
+    def toy(n: int, split: str, seed: int) -> Iterator[dict]:
+        for index, (images, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+            uid = f"{task}-{split}-{seed}-{index}"
+            yield {
+                "data_source": task,
+                "prompt": [{"role": "user", "content": prompt}],
+                "images": [{"bytes": image, "path": None} for image in images],
+                "reward_model": {"style": "rule", "ground_truth": truth},
+                "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
+            }
+
+    return toy
 
 
 def toy_table_of(task: str, scenes: Scenes, kinds: Sequence[str], image: str = "image", text: str = "question") -> Toy:

@@ -143,9 +143,7 @@ year yr
 celsius centigrade °c
 fahrenheit °f
 """  # a line for each meaning: colours, materials, plurals that follow no rule, spellings, things, units
-MEANING: dict[str, str] = {}
-for line in map(str.split, SYNONYMS.strip().splitlines()):
-    MEANING |= dict.fromkeys(line, line[0])
+MEANING = {word: line.split()[0] for line in SYNONYMS.strip().splitlines() for word in line.split()}
 NO_PLURALS = set("glasses shorts news goods means customs lens".split())  # other things than their singulars
 
 UNITS = set(
@@ -752,13 +750,7 @@ def read_as(text: str, asked: Asked) -> list[str]:
 
 def rows(cfg: TaskConfig) -> Iterator[Raw]:
     """Rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of parquet shards."""
-    for raw in any_rows(cfg, ()):
-        if isinstance(raw.record, dict):
-            try:
-                raw.record = to_columns(raw.record, cfg.prompt_key, cfg.answer_key)
-            except UserError as error:
-                raw.record = str(error)
-        yield raw
+    return any_rows(cfg, (), lambda record, root: to_columns(record, cfg.prompt_key, cfg.answer_key))
 
 
 def to_columns(record: dict, question_key: str = "question", answer_key: str = "answer") -> dict:
@@ -828,7 +820,7 @@ DEMO = {"see_steps": 280, "habit_steps": 60, "images": 24, "questions": 3, "step
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """The images of the shapes task without its angles."""
     rng = random.Random(f"vqa/{split}/{seed}")
-    for image, asked in drawings(split, seed):
+    for images, asked in drawings(split, seed):
         questions = [(KINDS[kind], question, answer) for kind, question, answer in asked if kind in KINDS]
         if questions:
             count, colour, shape = (answer for _, _, answer in questions[:3])
@@ -836,10 +828,8 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             question = with_choices("Which colour do you see?", choices)
             questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
             seen = f"{count} {colour} {shape}"
-            yield (
-                [image],
-                [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions],
-            )
+            prompts = [(kind, f"{MARK}{text} {INSTRUCTION}", truth) for kind, text, truth in questions]
+            yield images, [(kind, prompt, boxed(truth, seen), truth) for kind, prompt, truth in prompts]
 
 
 toy = toy_table_of("vqa", scenes, TOY_TYPES)

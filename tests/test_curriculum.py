@@ -292,10 +292,10 @@ def test_geospot_trains_by_its_stages_and_is_evaluated_with_all_parts(tmp_path):
         [rewards] = Grader(RewardConfig(reward_workers=0)).collect([response])
         return rewards["reward"]
 
-    full = geospot.geospot_reward(text, truth, 4)["reward"]
+    full = geospot.geospot_reward(text, truths[0])["reward"]
     for file in (None, "none", str(tmp_path / "stages.toml")):
         stages = make_order(file, own, 4, 0)
         trained = [graded(stages, step, stages.stage(step)) for step in (0, 100, 5000)]
-        by_stage = [geospot.geospot_reward(text, truth, stage)["reward"] for stage in (0, 1, 4)]
+        by_stage = [geospot.geospot_reward(text, truths[0], geospot.STAGES[i])["reward"] for i in (0, 1, 4)]
         assert trained == (by_stage if file is None else [full] * 3)  # what a file does not name pays in full
         assert {graded(stages, step, last_stage(file, own)[1]) for step in (0, 100, 5000)} == {full}

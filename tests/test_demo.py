@@ -35,7 +35,7 @@ def test_rows_are_deterministic_balanced_and_of_unique_images():
 
 def test_no_test_image_occurs_in_training():
     train = {r["images"][0]["bytes"] for seed in (0, 1) for r in shapes.shapes_rows(400, "train", seed)}
-    warm = {data for data, _ in itertools.islice(shapes.drawings("warm", 0), 400)}
+    warm = {data for [data], _ in itertools.islice(shapes.drawings("warm", 0), 400)}
     test = {r["images"][0]["bytes"] for r in shapes.shapes_rows(400, "test", 0)}
     assert not test & (train | warm)
 
@@ -54,7 +54,7 @@ def test_images_show_what_the_answers_say():
     """Counted from pixels, not from the generator: the share of painted area grows with the number of shapes, and the
     dominant colour is the answer."""
     checked = 0
-    for data, questions in itertools.islice(shapes.drawings("train", 7), 80):
+    for [data], questions in itertools.islice(shapes.drawings("train", 7), 80):
         answers = {kind: answer for kind, _, answer in questions}
         if "colour" not in answers:
             continue

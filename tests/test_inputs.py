@@ -266,7 +266,7 @@ def test_tasks_take_two_image_columns_from_parquet(tmp_path):
 
     path = save(tmp_path / "f.parquet", [{"left": RED, "right": BLUE, "thumb": b"x", "label": 1}])
     cfg = pd.TaskConfig(out="", input=(str(path),))
-    [raw] = any_rows(cfg, ("left", "right"))
+    [raw] = any_rows(cfg, ("left", "right"), lambda record, _: record)
     assert raw.record == {"left": RED, "right": BLUE, "label": 1}
 
 
