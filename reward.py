@@ -113,7 +113,8 @@ def register(*names: str, answerable: Answerable = full_marks, instruction: str 
 
     def add(reward: Callable) -> Callable:
         for name in names:
-            assert name not in TASKS, f"task {name!r} has the reward {TASKS[name].reward.__name__}; choose another name"
+            if name in TASKS:
+                raise ValueError(f"task {name!r} has the reward {TASKS[name].reward.__name__}; choose another name")
             text = instruction or reward.__globals__.get("INSTRUCTION", "")
             TASKS[name] = Task(names[0], reward, answerable, text)
         return reward

@@ -106,7 +106,7 @@ def test_the_evaluation_shows_turns_with_their_images(played):
     page = (out / "report.html").read_text()
     asked_for = round(4 * (summary["turns"] - 1))
     assert page.count("<img ") == 2 + asked_for and page.count(">And now?") == asked_for > 0
-    assert page.count("You see a quarter of the image.") == 1  # for all prompts
+    assert page.count("You see a quarter of the image.") == 2  # of each prompt
 
 
 def test_the_environment_of_the_page_by_hand(played):

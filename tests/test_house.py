@@ -39,7 +39,7 @@ CODE_LINES = {  # each file's size when this was written, and a few percent
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
-    "tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER|NEAR = ",
+    "tests/test_house.py": ".*", "README.md": "the picture in", "tasks/vqa.py": "FILLER|NEAR = |image picture photo",
     "tasks/pairs.py": "COUNTED = ", "tasks/caption.py": "image picture photo",
 }
 

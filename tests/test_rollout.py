@@ -14,7 +14,7 @@ from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
-from rollout import Examples, Sampling, drop_long_prompts, make_prompts
+from rollout import Examples, Sampling, drop_long_prompts, make_prompts, written
 from tasks.shapes import png
 from utils import Context
 
@@ -321,3 +321,10 @@ def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     for given, image in ((Examples(examples, [5, 7, 6]), most), (Examples(examples[1:2], [7]), 0)):
         limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
         assert size_limits([given], processor, 2) == limits
+
+
+def test_a_written_response_is_as_one_that_was_sampled_with_certainty():
+    rollout = written("u", [1, 2], [3, 4, 5])
+    assert (rollout.prompt.uid, rollout.prompt.token_ids, rollout.response) == ("u", [1, 2], [3, 4, 5])
+    assert (rollout.response_mask, rollout.logprobs, rollout.versions) == ([True] * 3, [0.0] * 3, [0] * 3)
+    assert rollout.finish_reason == "stop" and rollout.prompt.images == []

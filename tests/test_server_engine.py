@@ -44,7 +44,7 @@ PROCESSOR = SimpleNamespace(
     eos_ids=[0],
     banned=lambda vocab_size: torch.tensor([99]),
     image_token_id=99,
-    tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]),
+    tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
 )
 CPU = torch.device("cpu")
 ROOM = 8

@@ -33,12 +33,12 @@ SERVER.set_forkserver_preload([
 ])  # fmt: skip
 
 
-def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 300):
+def run_command(command: list, cwd: Path = ROOT, env: dict | None = None, timeout: float = 300, **more):
     """Do subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout), if
     possible in forked processes. Where torchrun ends the other ranks after one has failed, they are killed."""
     command, end = list(map(str, command)), time.monotonic() + timeout
-    if not can_fork(command, cwd, env):
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    if more or not can_fork(command, cwd, env):
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, **more)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         with forked(command, cwd, env, *outputs) as processes:
