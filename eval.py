@@ -29,7 +29,7 @@ from engines.launch import ConnectionConfig, ServerConfig, check_engine, make_en
 from errors import check_writable, need, plug_in
 from model import ModelConfig, Processor, default_dtype, load_config
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
-from prepare_data import Example, ReadingConfig, read_examples
+from prepare_data import Example, ReadingConfig
 from report import progress
 from report.ablation import Ablation
 from report.evaluation import (
@@ -57,12 +57,13 @@ from rollout import (
     VLLM_HELP,
     Engine,
     EnvConfig,
+    Examples,
     RolloutCounter,
     Sampling,
     StartOf,
     as_given,
-    drop_long_prompts,
     load_environments,
+    load_examples,
     make_prompts,
 )
 from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
@@ -251,27 +252,13 @@ def told_of_run(cfg: EvalConfig) -> list[str]:
     return [f"{title}: {', '.join(flags)}" for title, flags in lines.items() if flags]
 
 
-def read_data(
-    cfg: EvalConfig, grader: Grader, processors: Sequence[Processor], start_of: StartOf
-) -> tuple[list[Example], int, int]:
-    """Return the examples that every processor takes, how many were left out, and the tokens of the longest prompt."""
-    examples, left_out = read_examples(cfg.data, cfg, cfg.limit, grader.check)
-    kept, longest = examples, 0
-    for processor in processors:
-        kept, dropped, lengths = drop_long_prompts(kept, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
-        left_out, longest = left_out + dropped, max([longest, *lengths])
-    for line in left_out:
-        print0(f"left out: {line}")
-    told = f"--data {cfg.data}: all {len(examples)} prompts exceed --max-prompt-tokens {cfg.max_prompt_tokens}"
-    need(kept, told)
-    for line in grader.unasked(kept):
-        print0(f"warning: --data {cfg.data}: {line}")
-    shown = any(len(example.images) for example in kept)
+def check_columns(cfg: EvalConfig, examples: Sequence[Example]) -> None:
+    """Raise UserError unless examples have what --ablate and --group-by are about."""
+    shown = any(len(example.images) for example in examples)
     need(shown or not cfg.ablate, f"--ablate: no example of {cfg.data} has an image; leave it out")
-    known = sorted(set(chain.from_iterable(example.extra for example in kept)))
+    known = sorted(set(chain.from_iterable(example.extra for example in examples)))
     for column in cfg.group_by:
         need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")
-    return kept, len(left_out), longest
 
 
 def settings_of(cfg: EvalConfig) -> dict:
@@ -301,21 +288,20 @@ def start_engine(
     cfg: EvalConfig,
     path: str,
     processor: Processor,
-    examples: Sequence[Example],
-    longest: int,
+    examples: Examples,
     env: Any,
     ctx: Context,
     running: Engine | None = None,
 ) -> Engine:
-    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of `examples`,
-    of at most `longest` tokens. If `running` is given, an engine of the same architecture, reuse it."""
+    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of
+    `examples`. If `running` is given, an engine of the same architecture, reuse it."""
     dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-    weights, length = TrainedWeights(path, dtype), longest + cfg.max_new_tokens
+    weights = TrainedWeights(path, dtype)
     base = weights.cfg.model
     if running is not None:
         engine, running.processor = running, processor
     else:
-        sizes = size_limits(examples, processor, length, env.image_limits if env else None)
+        sizes = size_limits([examples], processor, cfg.max_new_tokens, env.image_limits if env else None)
         more = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
         more |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
         servers = read_settings(ServerConfig, vars(cfg))
@@ -358,7 +344,8 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         same = architecture(path) == architecture(cfg.model)
         need(same, f"{other}; evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
-    examples, left_out, longest = read_data(cfg, grader, processors, start_of)
+    examples = load_examples(cfg.data, cfg, processors, grader, start_of, cfg.limit)
+    check_columns(cfg, examples)
     step, stage = last_stage(cfg.curriculum, examples)
     grader.try_out(ctx.main, [(step, stage)])
     step = locate(cfg.model)[2].get("steps", step)  # as the run's own evaluations
@@ -367,7 +354,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     results: list[list[dict]] = []  # of the model, of its ablations, of the baselines
     running = None
     for path, processor in zip(paths, processors, strict=True):
-        engine = start_engine(cfg, path, processor, examples, longest, env, ctx, running)
+        engine = start_engine(cfg, path, processor, examples, env, ctx, running)
         player = plug_in("envs._play", "--env").Episodes(engine, env, processor) if env else engine
         for kind, shown in ablations[:1] if results else ablations:
             asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage, step)
@@ -378,7 +365,7 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
         del engine, player, asked  # an hf engine goes: one model in memory at a time
     if not ctx.main:
         return {}
-    summary = summarise_all(cfg, results) | {"left_out": left_out, "settings": settings_of(cfg)}
+    summary = summarise_all(cfg, results) | {"left_out": examples.left_out, "settings": settings_of(cfg)}
     print("\n".join(lines_of(summary)))  # before anything is written: a full disk does not take an evaluation with it
     shown = {record["uid"] for record in choose(results[0], summary)}
     write_report(cfg, summary, results, {e.uid: start_of(e) for e in examples if e.uid in shown})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -216,22 +216,22 @@ SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that 
 
 def drop_long_prompts(
     examples: Sequence[Example],
-    processor: Processor,
+    processors: Sequence[Processor],
     max_tokens: int,
     bad_rows: str = "error",
     start_of: StartOf = as_given,
 ) -> tuple[list[Example], list[str], list[int]]:
-    """Examples whose prompt, image tokens included, has at most max_tokens tokens; a line for each one dropped; and the
-    lengths of those kept. A text that the tokenizer would read a special token from is a bad row: it could end a turn,
-    or stand for an image that is not there. UserError unless bad_rows is "skip"."""
+    """Examples whose prompt, image tokens included, has at most max_tokens tokens for each processor; a line for each
+    one dropped; and the lengths of those kept. A text that a tokenizer would read a special token from is a bad row: it
+    could end a turn, or stand for an image that is not there. UserError unless bad_rows is "skip"."""
     kept, dropped, lengths, bad = [], [], [], []
     for example in examples:
         start = start_of(example)
-        if found := processor.special_tokens_in(start.messages):
+        if found := dict.fromkeys(chain.from_iterable(p.special_tokens_in(start.messages) for p in processors)):
             line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
             bad.append(printable(line))
             continue
-        n = processor.count_tokens(start.messages, start.image_sizes)
+        n = max(p.count_tokens(start.messages, start.image_sizes) for p in processors)
         if n > max_tokens:
             dropped.append(f"{example.uid!r}: {n} prompt tokens, over --max-prompt-tokens {max_tokens}")
         else:
@@ -242,21 +242,29 @@ def drop_long_prompts(
 
 
 class Examples(list[Example]):
-    """With the number of tokens of each one's prompt."""
+    """With the number of tokens of each one's prompt, and how many rows were left out."""
 
-    def __init__(self, examples: Sequence[Example] = (), lengths: Sequence[int] = ()):
+    def __init__(self, examples: Sequence[Example] = (), lengths: Sequence[int] = (), left_out: int = 0):
         super().__init__(examples)
         self.lengths = list(lengths)
+        self.left_out = left_out
 
 
 def load_examples(
-    path: str, cfg: ReadingConfig, processor: Processor, rewards: Grader, start_of: StartOf = as_given
+    path: str,
+    cfg: ReadingConfig,
+    processors: Sequence[Processor],
+    rewards: Grader | None = None,
+    start_of: StartOf = as_given,
+    limit: int | None = None,
 ) -> Examples:
-    """Examples that are readable and fit; what is left out is counted and shown."""
-    examples, unreadable = read_examples(path, cfg, check=rewards.check)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
+    """The first `limit` examples that are readable, those of them that fit every processor and that `rewards` can
+    grade; what is left out is counted and shown."""
+    examples, unreadable = read_examples(path, cfg, limit, rewards.check if rewards else len)
+    kept, dropped, lengths = drop_long_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
     special = sum(SPECIAL_TOKEN in line for line in dropped)
-    for line in (unreadable + dropped)[:10]:
+    left_out = unreadable + dropped
+    for line in left_out[:10]:
         print0(f"left out: {line}")
     print0(
         f"{path}: {len(kept)} examples of up to {max(lengths, default=0)} prompt tokens; left out: {len(unreadable)} "
@@ -265,9 +273,9 @@ def load_examples(
     )
     need(kept, f"{path}: none of {len(examples)} prompts fits --max-prompt-tokens {cfg.max_prompt_tokens}; raise it, "
          "or lower --max-pixels")
-    for line in rewards.unasked(kept):
+    for line in rewards.unasked(kept) if rewards else ():
         print0(f"warning: {path}: {line}")
-    return Examples(kept, lengths)
+    return Examples(kept, lengths, len(left_out))
 
 
 def give_rewards(

@@ -13,13 +13,14 @@ config = read_settings(OptimConfig, preset | given)   # what is given wins over 
 """
 
 import argparse
+import json
 import math
 import operator
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -88,6 +89,18 @@ def parse_key(f: Field, hint: Any, text: str) -> Any:
         return f.default if text == "default" else None
     with refusing(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
         return kind(text)
+
+
+def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
+    """Return the KEY=VALUE ... of a flag: values as JSON, or text where they are none."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        need(equals, f"{flag} {pair}: give KEY=VALUE")
+        values[key] = text
+        with suppress(ValueError):
+            values[key] = json.loads(text)
+    return values
 
 
 def parts_of(hint: Any) -> tuple[type, bool, bool]:

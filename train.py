@@ -333,9 +333,9 @@ def set_up(cfg: Config) -> Run:
     grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
 
     # 4. data
-    train_set = load_examples(cfg.data.data, cfg.data, processor, grader, start_of)
+    train_set = load_examples(cfg.data.data, cfg.data, [processor], grader, start_of)
     asked = cfg.data.eval_data
-    eval_set = load_examples(asked, cfg.data, processor, grader, start_of) if asked else Examples()
+    eval_set = load_examples(asked, cfg.data, [processor], grader, start_of) if asked else Examples()
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
 
     # 5. curriculum, and a trial of the rewards in each of its stages

@@ -980,6 +980,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     from layers.lora import Lora
     from model import load_processor
     from parallel.sharding import full_parameters
+    from rollout import Examples
     from utils import dist_setup
 
     ctx = dist_setup()
@@ -1000,7 +1001,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             processor = load_processor(str(folder / "model"))
             image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
             engine = make_engine("vllm", str(folder / "model"), processor, ctx, torch.bfloat16,
-                                 size_limits([image], processor, 1024), settings)
+                                 size_limits([Examples([image], [768])], processor, 256), settings)
         times = []
         for _ in range(6):
             engine.sleep()

@@ -25,7 +25,6 @@ from packing import Packer
 from parallel.checkpoint import on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
-from prepare_data import Example
 from rollout import Batches, Engine, Examples, as_given
 from rollout import never as never_interrupted
 from settings import flag_text, never, setting
@@ -127,18 +126,19 @@ ImageLimits = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many
 
 
 def size_limits(
-    examples: Sequence[Example], processor: Processor, max_model_len: int, of_episodes: ImageLimits | None = None
+    sets: Sequence[Examples], processor: Processor, max_new_tokens: int, of_episodes: ImageLimits | None = None
 ) -> dict[str, Any]:
     """Return the arguments of vLLM by which it reserves memory: the longest sequence; the most images in a prompt, or
     an episode, and the size of the largest, as the model sees it."""
-    sizes = list(chain.from_iterable(example.image_sizes for example in examples))
-    count = max((len(example.images) for example in examples), default=0)
+    length = max(chain.from_iterable(examples.lengths for examples in sets)) + max_new_tokens
+    images = [example.image_sizes for example in chain.from_iterable(sets)]
+    sizes, count = list(chain.from_iterable(images)), max(map(len, images), default=0)
     if of_episodes:
         count, largest = of_episodes()
         sizes += [size for size in [largest] if 0 not in size]
     width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(448, 448))
     image = {"count": count, "width": width, "height": height} if count else 0
-    return {"max_model_len": max_model_len, "limit_mm_per_prompt": {"image": image, "video": 0}}
+    return {"max_model_len": length, "limit_mm_per_prompt": {"image": image, "video": 0}}
 
 
 def make_engine(
@@ -181,8 +181,7 @@ def start_engine(
     policy's weights: also the frozen ones, which the run that is resumed may have trained. `ends`: `interrupted` and
     `give_up`, what ServerEngine has by these names."""
     model, vllm, servers, out, policy = cfg.model, cfg.rollout.vllm, cfg.servers, Path(cfg.run.out), models.policy
-    length = max(chain.from_iterable(examples.lengths for examples in sets)) + cfg.rollout.max_new_tokens
-    sizes = size_limits(list(chain.from_iterable(sets)), processor, length, of_episodes)
+    sizes = size_limits(sets, processor, cfg.rollout.max_new_tokens, of_episodes)
     if servers.serve:
         launch = plug_in("engines.local", f"--serve {servers.serve}").launch_servers
         rank = model.lora_rank if servers.sync == "adapter" else 0

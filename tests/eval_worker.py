@@ -20,7 +20,7 @@ from load_worker import status  # noqa: E402
 import eval as E  # noqa: E402
 from layers.lora import merge_lora  # noqa: E402
 from parallel.checkpoint import load_trained  # noqa: E402
-from rollout import Engine  # noqa: E402
+from rollout import Engine, Examples  # noqa: E402
 from utils import Context, dist_setup, run_script  # noqa: E402
 
 
@@ -41,7 +41,7 @@ class Sink(Engine):
 def sync(path: str, ctx: Context) -> dict[str, tuple]:
     cfg = E.parse_args([path, "--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "vllm"])
     engine = Sink()
-    E.start_engine(cfg, path, None, [], 0, None, ctx, engine)
+    E.start_engine(cfg, path, None, Examples([], [0]), None, ctx, engine)
     return engine.sums
 
 

@@ -24,7 +24,7 @@ from report.evaluation import answer_of, answer_type
 from report.files import read_rows
 from report.page.plots import draw_curve
 from report.statistics import wilson
-from rollout import as_given, make_prompts
+from rollout import Examples, as_given, make_prompts
 from tasks.shapes import png, shapes_rows
 from utils import Context
 
@@ -51,7 +51,8 @@ def test_an_engine_has_the_models_own_rotary_tables(toys):
     path = str(toys["qwen2_5_vl"])
     command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
     alone = Context(0, 1, torch.device("cpu"))
-    engine = E.start_engine(E.parse_args([path, *command]), path, M.load_processor(path), [], 0, None, alone)
+    cfg = E.parse_args([path, *command])
+    engine = E.start_engine(cfg, path, M.load_processor(path), Examples([], [0]), None, alone)
     want = M.load_hf(path, torch.bfloat16)
     for kind in ("named_buffers", "named_parameters"):
         mine = dict(getattr(engine.hf, kind)())
@@ -70,7 +71,7 @@ def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
     path = str(tmp_path / "toy")
     asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
     with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
-        E.start_engine(asked, path, M.load_processor(path), [], 0, None, Context(0, 1, torch.device("cpu")))
+        E.start_engine(asked, path, M.load_processor(path), Examples([], [0]), None, Context(0, 1, torch.device("cpu")))
 
 
 def test_comparison_counts_what_changed():
@@ -414,7 +415,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
     (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; leave it out"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
-    (["TOY", "--max-prompt-tokens", "5"], "all 10 prompts exceed --max-prompt-tokens 5"),
+    (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),

@@ -1091,11 +1091,11 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     with pytest.raises(
         UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"
     ):
-        drop_long_prompts(examples, processor, 2048)
-    kept, dropped, lengths = drop_long_prompts(examples, processor, 2048, bad_rows="skip")
+        drop_long_prompts(examples, [processor], 2048)
+    kept, dropped, lengths = drop_long_prompts(examples, [processor], 2048, bad_rows="skip")
     assert [e.extra["index"] for e in kept] == [0, 2] and len(lengths) == 2 and "[STOP]" in dropped[0]
     args = train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", "--bad-rows", "skip"])
-    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, processor, Grader())
+    loaded = load_examples(str(tmp_path / "f.parquet"), args.data, [processor], Grader())
     assert (loaded, loaded.lengths) == (kept, lengths)
     said = capsys.readouterr().out
     assert (
@@ -1199,7 +1199,7 @@ def test_documented_flags_for_easyr1_work(tmp_path, loaded):
     flags = re.search(r"`(--prompt-key problem [^`]*)`", told)[1].split()
     path = save(tmp_path / "easy.parquet", hub_rows(2))
     args = train.parse_args(["--model", "m", "--data", str(path), "--out", "o", "--steps", "1", *flags])
-    examples = load_examples(args.data.data, args.data, loaded["qwen2_5_vl"][1], Grader())
+    examples = load_examples(args.data.data, args.data, [loaded["qwen2_5_vl"][1]], Grader())
     assert [e.messages[0]["content"] for e in examples] == [
         f"<image>Find {i}. {geometry.INSTRUCTION}" for i in range(2)
     ]

@@ -14,7 +14,7 @@ from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
-from rollout import Sampling, drop_long_prompts, make_prompts, written
+from rollout import Examples, Sampling, drop_long_prompts, make_prompts, written
 from tasks.shapes import png
 from utils import Context
 
@@ -271,7 +271,7 @@ def test_blank_images_keep_their_size_and_lose_their_content(loaded, examples):
 def test_long_prompts_are_dropped_whole_and_reported(loaded, examples):
     _, processor = loaded["qwen2_5_vl"]
     lengths = [len(p.token_ids) for p in make_prompts(examples, processor)]
-    kept, dropped, kept_lengths = drop_long_prompts(examples, processor, sorted(lengths)[1])
+    kept, dropped, kept_lengths = drop_long_prompts(examples, [processor], sorted(lengths)[1])
     assert sorted(kept_lengths) == sorted(lengths)[:2]
     assert [e.uid for e in kept] == [e.uid for e, n in zip(examples, lengths, strict=True) if n <= sorted(lengths)[1]]
     assert len(dropped) == 1 and str(max(lengths)) in dropped[0] and "--max-prompt-tokens" in dropped[0]
@@ -318,9 +318,9 @@ def test_the_engine_of_ones_choice_and_what_it_has_to_hold(loaded, examples):
     width, height = max(sizes, key=math.prod)
     assert len(set(map(math.prod, sizes))) == 3
     most = {"count": 2, "width": width, "height": height}
-    for given, image in ((examples, most), (examples[1:2], 0)):
+    for given, image in ((Examples(examples, [5, 7, 6]), most), (Examples(examples[1:2], [7]), 0)):
         limits = {"max_model_len": 9, "limit_mm_per_prompt": {"image": image, "video": 0}}
-        assert size_limits(given, processor, 9) == limits
+        assert size_limits([given], processor, 2) == limits
 
 
 def test_a_written_response_is_as_one_that_was_sampled_with_certainty():

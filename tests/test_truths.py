@@ -166,7 +166,7 @@ def warnings_of(tmp_path, capsys, processor, rows, rewards=None, **reading) -> l
     from prepare_data import DataConfig
 
     path = str(save(tmp_path / "f.parquet", rows))
-    load_examples(path, DataConfig(data=path, **reading), processor, rewards or Grader())
+    load_examples(path, DataConfig(data=path, **reading), [processor], rewards or Grader())
     return [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
 
 

@@ -15,7 +15,7 @@ from test_rollout import example, trainer_logprobs
 import model as M
 from engines.launch import size_limits
 from engines.vllm import VLLMEngine
-from rollout import Rollout, Sampling, make_prompts
+from rollout import Examples, Rollout, Sampling, make_prompts
 from tasks.shapes import shapes_rows
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -61,7 +61,7 @@ def main(path: str) -> None:
     examples = [example("one", "<image>?", images[:1]), example("none", "Tell me something long and odd.", [])]
     examples.append(example("two", "Compare <image> with <image>.", images[1:3]))
     prompts = make_prompts(examples, processor)
-    limits = size_limits(examples, processor, 384)
+    limits = size_limits([Examples(examples, [256])], processor, 128)
     settings = {"enforce_eager": True, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     engine = VLLMEngine(path, processor, torch.device("cuda"), torch.bfloat16, **limits, **settings)
     runner = engine.executor.driver_worker.model_runner
