@@ -74,7 +74,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     engine = start_engine(cfg, models, processor, [examples], ctx, **more)
     KEPT.append(engine)
     weights = full_parameters(models.policy, True)
-    names, tower = list(weights.chosen), models.policy.hf.family.vision
+    names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision
     layers = sorted({name.partition(".experts.")[0] for name in names if ".experts." in name})
     load = engine.load_weights
     shares: dict[str, list[float]] = {}

@@ -115,7 +115,7 @@ class ServerEngine(Engine):
         folder = out.absolute() / "sync"  # where --sync disk and adapter write; all servers must see it
         if ctx.main:  # left by a run that was killed in the middle of a sync
             shutil.rmtree(folder, ignore_errors=True)
-        self.sender = make_sender(how, self.calls, cfg.server_timeout, folder, save_adapter)
+        self.sender = make_sender(how, kind, self.calls, cfg.server_timeout, folder, save_adapter)
 
     # --- sampling ---
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
-from engines.client import Calls, ServerClient, errors_of
+from engines.client import Calls, ServerClient, ServerUnavailable, errors_of
 from engines.common import iter_buckets
 from errors import need, writing
 from rollout import Weights
@@ -112,8 +112,7 @@ class Sender:
         """Drop the connection, after a failure too."""
 
     def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
-        """Bring tensors to the servers, which have stopped sampling, and give these weights their label. Return which
-        servers failed. Raise UserError if some that were sent the same hold different weights."""
+        """Bring tensors to the servers, which have stopped sampling, and give these weights their label."""
         self.n_calls = self.n_bytes = 0
         failed = self.each(lambda client: client.begin_update())
         for bucket in () if failed else iter_buckets(tensors, BUCKET_BYTES):
@@ -122,7 +121,19 @@ class Sender:
             self.n_bytes += sum(tensor.nbytes for _, tensor in bucket)
             if failed:
                 break
-        failed = failed or self.each(lambda client: client.end_update(label))
+        return failed or self.finish(whole, lambda client: client.end_update(label))
+
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+        raise NotImplementedError
+
+    def each(self, call: Callable[[Any], Coroutine]) -> Failed:
+        """Call all servers at once. Return which failed."""
+        return self.calls.each(self.clients, call)[1]
+
+    def finish(self, whole: bool, name_weights: Callable[[Any], Coroutine]) -> Failed:
+        """Name the weights that servers have now; of all weights, compare what they hold. Raise UserError if servers
+        that were sent the same hold different weights."""
+        failed = self.each(name_weights)
         if failed or not whole:
             return failed
         sums, failed = self.calls.each(self.clients, lambda client: client.checksums())
@@ -134,17 +145,13 @@ class Sender:
                      f"first in {differ[:1]}; they must run one version with the same settings")
         return failed
 
-    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
-        raise NotImplementedError
 
-    def each(self, call: Callable[[Any], Coroutine]) -> Failed:
-        """Call all servers at once. Return which failed."""
-        return self.calls.each(self.clients, call)[1]
-
-
-def make_sender(how: str, *more: Any) -> Sender:
-    """Return the sender of --sync. `more`: the other fields of a Sender."""
-    return {"disk": DiskSender, "adapter": AdapterSender}.get(how, GroupSender)(how, *more)
+def make_sender(how: str, kind: str, *more: Any) -> Sender:
+    """Return the sender of --sync for servers of one kind. With NCCL, servers of vLLM's take vLLM's own transfer,
+    SGLang's a torch process group. `more`: the other fields of a Sender."""
+    kinds = {"disk": DiskSender, "adapter": AdapterSender}
+    own = how == "nccl" and kind == "vllm"
+    return (VLLMSender if own else kinds.get(how, GroupSender))(how, *more)
 
 
 def free_port() -> int:
@@ -275,3 +282,70 @@ class AdapterSender(Sender):
         with temporary_folder(self.folder / label, "--sync adapter") as where:
             self.n_calls, self.n_bytes = 1, sum(file.stat().st_size for file in where.iterdir())
             return self.each(lambda client: client.load_adapter(str(where), label))
+
+
+class VLLMSender(Sender):
+    """The trainer's end of vLLM's own NCCL transfer, packed. vLLM reads the weights from this object (WeightSource)
+    and speaks to all servers through it (VLLMWeightSyncClient)."""
+
+    native: Any = None
+
+    def connect(self) -> Failed:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        def start() -> None:
+            self.close()
+            info = NCCLTrainerInitInfo(local_address(self.clients), free_port(), ranks_of(self.clients)[1], rank=0)
+            self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
+
+        return self.attempt(start)
+
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.shutdown()
+        self.native = None
+
+    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+        tensors = weights(not whole)
+        self.metadata = tensors.shapes  # vLLM calls it for names, dtypes and shapes; it gathers nothing
+        return tensors
+
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+        self.n_calls, self.n_bytes, self.tensors = 1, 0, tensors
+        return self.attempt(self.native.send_weights) or self.finish(whole, lambda client: client.name_weights(label))
+
+    def attempt(self, work: Callable[[], None]) -> Failed:
+        """Do a part of the transfer, in which all servers fail together unless some said why."""
+        self.failed: Failed = {}
+        try:
+            work()
+        except (RuntimeError, ServerUnavailable) as error:
+            everywhere = dict.fromkeys([client.url for client in self.clients], f"the transfer broke: {error}")
+            self.failed = everywhere | self.failed
+        return self.failed
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors:
+            self.n_bytes += tensor.nbytes
+            yield name, tensor
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        ranks, _ = ranks_of(self.clients)
+        info = {url: init_info | {"rank_offset": rank} for url, rank in ranks.items()}
+        self._all(lambda client: client.start_transfer({"how": "nccl", "info": info[client.url]}))
+
+    def start_weight_update(self) -> None:
+        self._all(lambda client: client.begin_update())
+
+    def update_weights(self, update_info: dict) -> None:
+        self._all(lambda client: client.send_update(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all(lambda client: client.end_update(weight_version))
+
+    def _all(self, call: Callable[[Any], Coroutine]) -> None:
+        """Call all servers. vLLM's end must hear of a failure, or it would broadcast to nobody."""
+        self.failed |= self.each(call)
+        if self.failed:
+            raise RuntimeError("; ".join(f"{url}: {why}" for url, why in self.failed.items()))

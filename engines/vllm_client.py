@@ -136,7 +136,9 @@ class VLLMClient(ServerClient):
         await self.post("/resume")
 
     async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
-        info = {"backend": how, "group": group, "rank_offset": rank_offset}
+        await self.start_transfer({"how": how, "info": {"group": group, "rank_offset": rank_offset}})
+
+    async def start_transfer(self, info: dict) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
     async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
@@ -149,9 +151,12 @@ class VLLMClient(ServerClient):
     async def update_from_disk(self, file: Path) -> None:
         await self.send_update({"path": str(file)})
 
-    async def end_update(self, label: str) -> None:
+    async def end_update(self, label: str | None) -> None:
         await self.send_update({"check": True})  # vLLM could not go on after an error in what follows
-        await self.post(self.end_path, {"weight_version": label})
+        await self.post(self.end_path, {"weight_version": label} if label else {})
+
+    async def name_weights(self, label: str) -> None:
+        await self.post("/update_weight_version", {"new_version": label})
 
     async def load_adapter(self, folder: str, label: str) -> None:
         if label not in self.adapters:

@@ -6,6 +6,7 @@ then /init_weight_transfer_engine and the requests after it speak to `Receiver`.
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -23,12 +24,10 @@ from utils import NamedTensors
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """The start of a transfer. `backend`: gloo, nccl or disk; `group`: the arguments of join_process_group, without the
-    ranks, of which this server's begin at `rank_offset`. Through a disk there is no group."""
+    """The start of a transfer. `how`: gloo, nccl or disk; `info`: what that needs."""
 
-    backend: str
-    group: dict | None
-    rank_offset: int
+    how: str
+    info: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -55,11 +54,21 @@ class Receiver(WeightTransferEngine):
         self.shutdown()
         self.loader = Loader(self.model, self.model_config.hf_config)
         self.whole = True  # what comes first must be all
-        self.backend = info.backend
-        if info.group is not None:
+        if info.how == "nccl":
+            self.native = self._native(info.info)
+        elif info.how == "gloo":
             parallel = self.parallel_config
-            rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = join_process_group(info.backend, rank=rank, **info.group)
+            own = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.group = join_process_group("gloo", rank=info.info["rank_offset"] + own, **info.info["group"])
+
+    def _native(self, info: dict) -> WeightTransferEngine:
+        """vLLM's own NCCL receiver, with our way to load."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        target = SimpleNamespace(load_weights=self.loader.load)
+        engine = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, target)
+        engine.init_transfer_engine(engine.parse_init_info(info))
+        return engine
 
     def start_weight_update(self) -> None:
         self.loader.begin()
@@ -76,14 +85,17 @@ class Receiver(WeightTransferEngine):
             self.whole = False
         elif info.path is not None:
             self.loader.load(read_safetensors(info.path))
+        elif self.native is not None:
+            fields = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+            self.native.receive_weights(self.native.parse_update_info(fields))
         else:
             self.loader.load(self._broadcast(info))
 
     def _broadcast(self, info: Update) -> NamedTensors:
         """Receive all tensors, then compare checksums: after an early error the other members would hang."""
-        received, device = [], "cpu" if self.backend == "gloo" else self.device
+        received = []
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             torch.distributed.broadcast(tensor, group=self.group, group_src=0)
             received.append((name, tensor))
         for (name, tensor), sent in zip(received, info.crc or [], strict=False):
@@ -94,13 +106,15 @@ class Receiver(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         """Do nothing: parameters were copied in place."""
 
-    group = None
+    group = native = None
 
     def shutdown(self) -> None:
+        if self.native is not None:
+            self.native.shutdown()
         if self.group is not None:
             with suppress(RuntimeError, ValueError):  # the trainer may be gone already
                 torch.distributed.destroy_process_group(self.group)
-        self.group = None
+        self.group = self.native = None
 
 
 class Extension:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,12 @@ class ParallelConfig:
 
 
 PLAIN = ParallelConfig()
+
+
+class Shape(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def shard(
@@ -153,6 +160,10 @@ class full_parameters:  # noqa: N801  called as a function is
             trained = parameter.requires_grad or name.removesuffix(".weight") in self.layers
             if ".lora_" not in name and (trained or not trainable_only):
                 self.chosen[name] = parameter
+
+    def shapes(self) -> list[Shape]:
+        """Of what iteration gives, without gathering anything."""
+        return [Shape(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a whole parameter, without its adapter."""

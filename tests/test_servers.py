@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from test_vllm import mixed as mixed
 from test_vllm import toys as toys
 
 import model as M
+from engines.client import Calls
 from engines.launch import ServerConfig
 from engines.local import LocalServers, is_healthy, server_command
 from engines.server import ServerEngine
-from engines.sync import free_port
+from engines.sync import free_port, make_sender
 from errors import UserError
 from rollout import Sampling, make_prompts
 from utils import Context
@@ -388,3 +390,51 @@ def test_servers_of_the_run_s_own(command, tmp_path):
     assert "Application startup complete" in log.read_text()
     port = re.search(r"--port (\d+)", (tmp_path / "own" / "servers" / "server0.txt").read_text())
     assert not is_healthy(f"http://127.0.0.1:{port[1]}")  # it ended with the run
+
+
+def test_vllm_s_own_nccl_transfer_speaks_to_all_servers(monkeypatch, tmp_path):
+    """As far as there is no GPU: vLLM's trainer engine is real, its communicator and the servers are not."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    broadcast, told = [], []
+
+    class Server:
+        def __init__(self, url, workers):
+            self.url = url
+            self.workers = workers
+
+        def __getattr__(self, name):
+            async def call(*of):
+                told.append((self.url, name, *of))
+                return {"a": "1"} if name == "checksums" else None
+
+            return call
+
+    servers = [Server("a", 2), Server("b", 4)]
+    monkeypatch.setattr("engines.sync.local_address", lambda servers: "10.0.0.1")
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: SimpleNamespace(destroy=lambda: None))
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer",
+                        lambda iterator, post_iter_func, **_: broadcast.extend(iterator))
+
+    class Weights(list):
+        def shapes(self):
+            return [SimpleNamespace(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self]
+
+    weights = Weights([("x", torch.ones(2, 3)), ("y", torch.zeros(5, dtype=torch.bfloat16))])
+    sender = make_sender("nccl", "vllm", Calls(), 60.0, tmp_path)
+
+    def send(tensors, whole, label):
+        return sender.send(iter(sender.collect(lambda trainable_only: tensors, whole, label)), whole, label)
+
+    assert not sender.open(servers) and not send(weights, True, "run-1")
+    assert [name for name, _ in broadcast] == ["x", "y"] and (sender.n_calls, sender.n_bytes) == (1, 34)
+    by_server = {url: [(name, *of) for u, name, *of in told if u == url] for url in ("a", "b")}
+    for url, offset in (("a", 1), ("b", 3)):  # the trainer is rank 0
+        names = [name for name, *_ in by_server[url]]
+        assert names == ["start_transfer", "begin_update", "send_update", "end_update", "name_weights", "checksums"]
+        info = by_server[url][0][1]
+        assert info["how"] == "nccl" and info["info"]["rank_offset"] == offset and info["info"]["world_size"] == 7
+        assert by_server[url][2][1]["shapes"] == [[2, 3], [5]] and by_server[url][4][1] == "run-1"
+    told.clear()
+    assert not send(Weights(weights[1:]), False, "run-2")
+    assert [name for url, name, *_ in told if url == "a"] == names[1:-1] and len(broadcast) == 3
