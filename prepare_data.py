@@ -58,7 +58,7 @@ ROLES, VIDEOS = ("system", "user", "assistant", "tool"), ("videos", "video")
 SPECIAL = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
 MAX_DEPTH = 32  # levels of lists and objects in a row
 WORKERS = 8  # threads that check rows: decoding and fetching release the GIL
-ROWS_AT_ONCE = 32  # rows that are read, then checked, together: so many images are in memory
+ROWS_AT_ONCE = 8  # rows that are read, then checked, together: so many images are in memory
 ROW_GROUP_ROWS = 128
 ROW_GROUP_BYTES = 4 << 20  # a row is read with its group, in 2 ms; a footer has 1 kB for each group
 

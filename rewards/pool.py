@@ -37,6 +37,7 @@ from rewards.functions import Function, function_of
 START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
 MAX_CHUNK = 32  # calls that are handed to a process at a time
+CHUNK_S = 0.05  # seconds that they should take, so that slow ones are spread over the processes
 SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
 MAX_LATE = 256  # late questions for math-verify that are remembered
 
@@ -78,7 +79,8 @@ class Process:
         self.question: tuple[int, Any] | None = None  # a call's number, and what it has just asked math-verify
         self.sent: set[int] = set()  # examples that it has, by id
         self.round = -1
-        self.deadline = time.monotonic() + START_S
+        self.heard = time.monotonic()  # when it was last given calls, or answered
+        self.deadline = self.heard + START_S
 
     def is_late(self) -> bool:
         """Wait until it sends something or dies. Return whether the deadline came first."""
@@ -137,6 +139,8 @@ class Pool:
         self.late: deque[tuple[int, Any]] = deque(maxlen=MAX_LATE)  # round, question for math-verify
         self.changed = threading.Condition()
         self.closed = False
+        self.pace = CHUNK_S  # seconds a call, lately
+        self.failing: set[threading.Thread] = set()  # whose process did not start, since one did
         self.shown = False  # where the first late call was
         self.pid = os.getpid()
         atexit.register(self.close)
@@ -207,7 +211,7 @@ class Pool:
             return not self.closed
 
     def _start(self) -> Process | None:
-        """Start a process. If none can start, all that waits has failed."""
+        """Start a process. If no thread can start one, all that waits has failed."""
         process = Process(self.setup)
         self.processes.append(process)
         trace = ""
@@ -219,11 +223,14 @@ class Pool:
         except CAUGHT:  # it died
             pass
         if process.ready:
+            with self.changed:
+                self.failing.clear()
             return process
         how = process.end(1.0)
         with self.changed:
             self.processes.remove(process)
-            while self.waiting and not any(process.ready for process in self.processes):
+            self.failing.add(threading.current_thread())
+            while self.waiting and self.failing.issuperset(self.threads):
                 job = self.waiting.popleft()
                 why = f"no process for rewards could start: {how}"
                 job.future.set_result((fail(job.call, "errors", "no process", why, trace), job.counts))
@@ -238,14 +245,15 @@ class Pool:
         elif self.concurrent > 1:
             room = self.concurrent - len(process.jobs)
         else:  # more at a time, as each message costs a wait, but not all to the first
-            room = min(MAX_CHUNK, -(-len(self.waiting) // (2 * self.size)))
+            room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // (2 * self.size)))
         round = self.waiting[0].call.round
         of_round = itertools.takewhile(lambda job: job.call.round == round, self.waiting)
         jobs = list(itertools.islice(of_round, room))
         for _ in jobs:
             self.waiting.popleft()
         if jobs:
-            process.deadline = time.monotonic() + self.limit
+            process.heard = time.monotonic()
+            process.deadline = process.heard + self.limit
             try:
                 process.send(jobs, [question for when, question in self.late if when == round])
             except OSError:  # it is dead, or does not read
@@ -265,7 +273,9 @@ class Pool:
                 process.question = (number, question) if question else None
                 process.deadline = time.monotonic() + (seconds or self.limit)
                 return process
-            process.deadline = time.monotonic() + self.limit
+            now = time.monotonic()
+            self.pace += 0.1 * (max(now - process.heard, 1e-5) - self.pace)
+            process.heard, process.deadline = now, now + self.limit
             job = process.jobs.pop(number, None)  # a reward that forked answers twice
             if self.concurrent > 1:
                 self._dispatch(process)

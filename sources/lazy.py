@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -58,16 +59,19 @@ class RowGroups:
     def record(self, table: ImageTable, group: int, row: int) -> dict:
         """Return a row's image columns. Raise UserError if its file cannot be read."""
         told = f"{table.path} row group {group} cannot be read; it may have changed since its rows were checked"
-        with refusing((pa.ArrowException, OSError, IndexError), told):
-            return self.reader.submit(self.read, table, group).result().slice(row, 1).to_pylist()[0]
+        with refusing((pa.ArrowException, OSError, IndexError, StopIteration), told):
+            return self.reader.submit(self.read, table, group, row).result().to_pylist()[0]
 
-    def read(self, table: ImageTable, group: int) -> pa.Table:
-        key = (table, group)
+    def read(self, table: ImageTable, group: int, row: int) -> pa.Table | pa.RecordBatch:
+        key, file = (table, group), self.open(table)
+        if file.metadata.row_group(group).total_byte_size > LARGE_GROUP:  # arrow cannot hold 2 GiB of images in one
+            batches = file.iter_batches(1, row_groups=[group], columns=list(table.columns), use_threads=False)
+            return next(islice(batches, row, None))
         if key not in self.kept:
-            self.kept[key] = self.open(table).read_row_group(group, list(table.columns), use_threads=False)
+            self.kept[key] = file.read_row_group(group, list(table.columns), use_threads=False)
             while len(self.kept) > 1 and sum(read.nbytes for read in self.kept.values()) > BOUND:
                 del self.kept[next(iter(self.kept))]  # the oldest
-        return self.kept[key]
+        return self.kept[key].slice(row, 1)
 
 
 ROW_GROUPS = RowGroups()

@@ -25,7 +25,8 @@ THEIR_ERRORS = {  # of the stores' libraries, where they are loaded
 }  # fmt: skip
 Record = dict | str  # a row by its columns, or why it cannot be read
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # our name -> the hub's name
-BATCH_ROWS = 16  # of a parquet file that are in memory at once
+BATCH_ROWS = 16  # of a parquet file that are read at once, or fewer
+BATCH_BYTES = 2 << 20
 MAX_ROW_BYTES = 256 << 20  # of a row in memory, or of a line of text
 VALUE_BYTES = 100  # of each value as a Python object: a few kilobytes of a file can hold millions of nulls
 # What single values raise on the way to Python: bytes that are no UTF-8, dates beyond 9999, depth
@@ -128,7 +129,12 @@ def parquet_columns(file: File) -> list[str]:
 
 
 def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record]:
-    return chain.from_iterable(map(batch_records, parquet.iter_batches(BATCH_ROWS, columns=columns)))
+    """Yield the rows of a file, of which few are in memory at once if they are large."""
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    size = sum(group.total_byte_size for group in groups) + VALUE_BYTES * values
+    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * parquet.metadata.num_rows // max(1, size)))
+    return chain.from_iterable(map(batch_records, parquet.iter_batches(at_once, columns=columns)))
 
 
 def extra_column(extras: list[dict]) -> pa.StructArray:

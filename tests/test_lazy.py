@@ -52,6 +52,15 @@ def noise_file(path: Path, n: int, **kw) -> list[bytes]:
     return images
 
 
+def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
+    """Arrow cannot hold 2 GiB of images in one array."""
+    monkeypatch.setattr(lazy, "LARGE_GROUP", 1)
+    images = noise_file(tmp_path / "f.parquet", 9)
+    examples = read(tmp_path / "f.parquet")
+    assert [examples[i].images[0] for i in (8, 0, 3, 3)] == [images[i] for i in (8, 0, 3, 3)]
+    assert not lazy.ROW_GROUPS.kept
+
+
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("bound", [1, 30_000, 1 << 30])
 def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, bound):

@@ -38,7 +38,7 @@ from parallel.models import build_models
 from prepare_data import Example
 from report.line import fit, head_line, peak_flops, speeds, step_line
 from report.metrics import measure_values, update_flops
-from report.page.plots import Line, group_by_settings, mean_line, run_curves, smooth, thin_curve, watch
+from report.page.plots import Line, group_by_settings, mean_line, measured_panels, run_curves, smooth, thin_curve, watch
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, following, sampling
 from report.records import encode_image
@@ -680,6 +680,12 @@ def test_parts_of_a_reward_may_have_any_name(quick, tmp_path, capsys):
     html = (out / "report.html").read_text(encoding="utf-8")
     labels = [*names[:3], " _x", *names[4:]]
     assert all(f"<!-- {label} -->" in html for label in labels)  # matplotlib's own remark of a text that it drew
+
+
+def test_a_part_of_a_reward_named_as_an_end_of_a_band_is_a_curve():
+    rows = [{"step": i, "reward/x": 0.5} | ({"reward/x_low": 0.2} if i % 2 else {}) for i in range(1, 40)]
+    lines = {line.label: line for _, lines in measured_panels(rows) for line in lines}
+    assert not lines["x"].low and len(lines["x_low"].steps) == 20
 
 
 def test_a_report_that_fails_is_a_warning_and_comes_after_the_checkpoint(quick, tmp_path, monkeypatch, capsys):

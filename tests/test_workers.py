@@ -110,6 +110,40 @@ def kinds(grader):
     return {i: failure.kind for i, failure in grader.failed.items()}
 
 
+FIRST_FAILS = """
+import os, time
+try:
+    os.close(os.open("{mark}", os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    time.sleep(1)
+else:
+    raise RuntimeError("no memory")
+def score(response, example):
+    return 1.0
+"""
+
+
+def test_one_process_that_fails_to_start_waits_for_those_that_are_starting(tmp_path):
+    (tmp_path / "slow_start.py").write_text(FIRST_FAILS.format(mark=tmp_path / "mark"))
+    os.close(os.open(tmp_path / "mark", os.O_CREAT | os.O_EXCL))
+    grader = Grader(RewardConfig(reward=(f"{tmp_path}/slow_start.py:score",), reward_workers=3))
+    (tmp_path / "mark").unlink()  # it was loaded here; the next to load it fails
+    results = grader.collect(responses(["x"] * 20, [row(0, "any")]))
+    grader.close()
+    assert [r["reward"] for r in results] == [1.0] * 20 and not grader.failed
+
+
+def test_slow_calls_in_a_row_are_spread_over_the_processes(tmp_path):
+    code = "import time\ndef score(response, example):\n    time.sleep(float(response))\n    return 1\n"
+    (tmp_path / "slow.py").write_text(code)
+    grader = Grader(RewardConfig(reward=(f"{tmp_path}/slow.py:score",), reward_workers=4))
+    grader.collect(responses(["0.1"] * 16, [row(0, "any")]))
+    start = time.monotonic()
+    grader.collect(responses(["0.001"] * 16 + ["0.4"] * 16 + ["0.001"] * 32, [row(0, "any")]))
+    grader.close()
+    assert time.monotonic() - start < 2.3  # 1.6 if spread ideally, 2.8 if the slow ones go to processes by eights
+
+
 # --- the number of processes does not matter ------------------------------------------------------------------------
 
 

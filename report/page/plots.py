@@ -100,8 +100,10 @@ def measured_lines(panel: Panel, rows: Rows) -> list[Line]:
         labels |= {name: name.removeprefix(panel.parts) for name in names if name not in labels}
     lines = []
     for name, label in labels.items():
-        band = [series(rows, f"{name}_{end}")[1] for end in ("low", "high")]
-        lines.append(Line(label, *series(rows, name), *band))
+        steps, values = series(rows, name)
+        ends = [series(rows, f"{name}_{end}") for end in ("low", "high")]
+        whole = all(where == steps for where, _ in ends)  # a part of a reward may have such a name too
+        lines.append(Line(label, steps, values, *(bound for _, bound in ends if whole)))
     return [line for line in lines if line.steps]
 
 
