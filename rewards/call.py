@@ -224,5 +224,3 @@ async def serve_together(conn: Connection, setup: Setup) -> None:
 
     asyncio.get_running_loop().add_reader(conn.fileno(), receive)
     await closed.wait()
-    if worker.judge:
-        await worker.judge.close()

@@ -124,7 +124,7 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> Ju
     need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
     options = judge.find_model(cfg.judge_url, options)
     kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
-    make = partial(judge.Judge, cfg.judge_url, options, kept, options.calls // world)
+    make = partial(judge.Judge, cfg.judge_url, options, kept, world)
     return JudgeOf(list(map(task_name, options.tasks)), options.weight, make)
 
 

@@ -317,9 +317,9 @@ def judge_options(pairs):
 def find_model(url, options): return options
 
 class Judge:
-    def __init__(self, url, options, cache=None, calls=None):
+    def __init__(self, url, options, cache, world):
         self.counts = Counter(calls=0, failed=0)
-        self.told = (url, options.calls, str(cache), calls)
+        self.told = (url, options.calls, str(cache), world)
 
     async def score(self, response, example):
         self.counts["calls"] += 1
@@ -328,8 +328,6 @@ class Judge:
             self.counts["failed"] += 1
             raise JudgeError(f"no score: {self.told}")
         return len(response) / 10
-
-    async def close(self): pass
 '''
 
 
