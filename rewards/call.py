@@ -1,10 +1,8 @@
 """One call of a reward function: what it is given, what comes of it, and the processes in which calls run."""
 
 import asyncio
+import ctypes
 import faulthandler
-import fcntl
-import os
-import select
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -59,9 +57,7 @@ def failed(items: Sequence[Item], error: BaseException) -> list[Outcome]:
 
 def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
     """Check what a call returned: one outcome for each item."""
-    if not function.batch:
-        return [outcome(result, call.items[0])]
-    results = list(result)
+    results = list(result) if function.batch else [result]
     if len(results) != len(call.items):
         uid = call.items[0].example.uid
         lengths = f"a list of {len(results)} for {len(call.items)} responses"
@@ -120,9 +116,10 @@ class Setup:
     limit: float  # seconds
 
 
-def work(fd: int, lifeline: int) -> None:
+def work(fd: int) -> None:
     """Answer calls that come over the socket `fd`, until it closes."""
-    exit_with_parent(lifeline)
+    # PR_SET_PDEATHSIG: the kernel ends this process with the thread that started it, also while C code runs
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU):
         signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
     faulthandler.enable()
@@ -137,14 +134,6 @@ def work(fd: int, lifeline: int) -> None:
     except CAUGHT as error:  # on importing the user's file, say
         with suppress(BrokenPipeError):  # nobody listens any more
             conn.send(("broken", users_traceback(error)))
-
-
-def exit_with_parent(lifeline: int) -> None:
-    """Let the kernel end this process when the pipe's other end closes, also while C code holds the interpreter."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO, not handled
-    if select.select([lifeline], [], [], 0)[0]:
-        os._exit(1)
 
 
 class Worker:

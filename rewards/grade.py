@@ -110,9 +110,6 @@ class JudgeOf:
     weight: float
     make: Callable[[], Any]
 
-    def judges(self, task: str) -> bool:
-        return not self.tasks or task in self.tasks
-
 
 def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> JudgeOf | None:
     """Return None without --judge-url. What the judge said is kept under `out`; the ranks share its budget of calls."""
@@ -191,7 +188,7 @@ class Grader:
 
     def keys(self, example: Any) -> list[str]:
         """Return what grades a row: its own reward, and the judge."""
-        judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
+        judged = self.judge and (not self.judge.tasks or task_name(example.data_source) in self.judge.tasks)
         return [key for key in (self.own(example), JUDGE if judged else None) if key]
 
     def graded_elsewhere(self, example: Any) -> bool:
