@@ -239,11 +239,10 @@ def retry_after(header: str) -> float:
     return float(header) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header) else 0.0
 
 
-def wait_s(seed: str, failed: int, after: float) -> float:
+def wait_s(failed: int, after: float) -> float:
     """Return the seconds to wait before the next call, after `failed` calls that failed: exponential backoff up to
-    MAX_WAIT_S, with a jitter that depends on the question alone, but never less than the server asks for."""
-    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5)
-    backoff *= random.Random(f"{seed} {failed}").uniform(0.5, 1.5)
+    MAX_WAIT_S, with jitter, but never less than the server asks for."""
+    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5) * random.uniform(0.5, 1.5)
     return max(backoff, min(after, MAX_WAIT_S))
 
 
@@ -271,7 +270,6 @@ class Judge:
         self.cache = cache
         own, everyone = self.load(cache) if cache else (0, 0)
         self.left = min(options.calls // world - own, options.calls - everyone) if options.calls else math.inf
-        self.told = False  # that the budget is used up
         self.key = api_key(options)
         for name in ("httpx2", "httpcore2"):  # what they log of a call could hold the key
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -292,14 +290,15 @@ class Judge:
             cache.parent.mkdir(parents=True, exist_ok=True)
             for file in sorted(cache.parent.glob("rank_*.jsonl")):
                 for line in file.read_bytes().splitlines():
-                    entry = read_entry(line)
-                    if entry is None:
+                    try:
+                        entry = json.loads(line)
+                        if "score" in entry:
+                            self.scores[entry["key"]] = float(entry["score"])
+                        elif entry["asked"]:
+                            everyone += 1
+                            own += file.name == cache.name
+                    except (ValueError, TypeError, LookupError, RecursionError):
                         damaged += 1
-                    elif "score" in entry:
-                        self.scores[entry["key"]] = entry["score"]
-                    else:
-                        everyone += 1
-                        own += file.name == cache.name
             with cache.open("ab+") as file:
                 file.seek(-1 if file.tell() else 0, os.SEEK_END)
                 if file.read() not in (b"", b"\n"):  # killed within a line
@@ -372,18 +371,14 @@ class Judge:
                 if failed == self.options.tries or unreadable == 2:
                     raise JudgeError(f"{error} ({failed} calls)") from None
                 self.counts["retries"] += 1
-                await asyncio.sleep(wait_s(key, failed, error.after))
+                await asyncio.sleep(wait_s(failed, error.after))
         self.write({"key": key, "score": self.scores[key]})
         return self.scores[key]
 
     def spend(self, key: str) -> None:
         """A call of the budget. Noted before it is made: it counts also if the run is killed during it."""
         if self.left <= 0:
-            if not self.told:
-                print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows fails",
-                      file=sys.stderr)
-            self.told = True
-            raise OverBudget("over budget")
+            raise OverBudget(f"--judge calls={self.options.calls} are used up")
         self.left -= 1
         self.counts["calls"] += 1
         self.write({"asked": key})
@@ -463,14 +458,3 @@ def parsed(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Unreadable("the answer is no JSON") from None
-
-
-def read_entry(line: bytes) -> dict | None:
-    """A line of the cache, {"asked": key} or {"key": key, "score": s}; None if it is damaged."""
-    try:
-        entry = parsed(line)
-    except Unreadable:
-        return None
-    score = part(entry, "score")
-    known = isinstance(score, float) and 0 <= score <= 1 and isinstance(part(entry, "key"), str)
-    return entry if known or isinstance(part(entry, "asked"), str) and score is None else None
