@@ -144,7 +144,6 @@ def test_paths_are_kept_absolute(load, monkeypatch):
     assert functions.absolute_spec("geo3k=other.py:number") == "geo3k=other.py:number"
     assert functions.absolute_option("template=mine.py") == f"template={load.path}"
     assert [functions.absolute_option(pair) for pair in ("template=x.txt", "model=a")] == ["template=x.txt", "model=a"]
-    assert not functions.has_file("a=other.py:f") and functions.has_file("a=mine.py:f")
 
 
 # --- what is wrong with them -----------------------------------------------------------------------------------------
