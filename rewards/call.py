@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -99,8 +98,7 @@ def fail_late(call: Call, limit: float) -> list[Outcome]:
 
 def fail(call: Call, kind: str, what: str, why: str, trace: str = "") -> list[Outcome]:
     """Return failures for all of a call, as nothing came of it."""
-    uids = ", ".join(repr(item.example.uid) for item in call.items[:3])
-    return [Failure(kind, what, f"row {uids}: {why}", trace)] * len(call.items)
+    return [Failure(kind, what, f"row {item.example.uid!r}: {why}", trace) for item in call.items]
 
 
 # --- a process that makes calls -------------------------------------------------------------------------------------
@@ -165,12 +163,9 @@ class Worker:
             calls[number] = call._replace(items=items)
         return calls
 
-    def limit(self, number: int, seconds: float, question: Any) -> None:
-        """Tell the trainer that what follows has a limit of its own, or (0) no longer has."""
-        self.conn.send(("limit", number, seconds, question))
-
     def counting(self, number: int) -> Counting:
-        return Counting(set(self.late), partial(self.limit, number))
+        """Return what a call counts in; it tells the trainer of time limits of its own, and (0) of their ends."""
+        return Counting(set(self.late), lambda *limit: self.conn.send(("limit", number, *limit)))
 
     def send(self, number: int, results: Sequence[Outcome], counts: Counter[str]) -> None:
         counts = dict(counts)

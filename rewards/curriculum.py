@@ -154,8 +154,13 @@ class Curriculum(DataOrder):
             i for i, example in enumerate(self.examples)
             if all(fits(column_of(example, column), wanted) for column, wanted in spec.where.items())
         ]  # fmt: skip
-        if spec.by_column:
-            chosen = self._sorted(chosen, spec)
+        if spec.by_column:  # equal ones stay as they are in the data
+            values = {i: column_of(self.examples[i], spec.column) for i in chosen}
+            for i, value in values.items():
+                row = f"example {self.examples[i].uid!r} has {value!r} there"
+                need(is_number(value), f"{told}: order {spec.order!r}: {row}")
+            sign = -1 if spec.order.startswith("-") else 1
+            chosen.sort(key=lambda i: sign * values[i])
         shares = []
         for task, n in parts_of(self.per_step, spec.mix or {"": 1.0}).items():
             of = [i for i in chosen if task in ("", tasks[i])]
@@ -165,15 +170,6 @@ class Curriculum(DataOrder):
                  "or lower --prompts-per-step")
             shares.append((of, n))
         return shares
-
-    def _sorted(self, chosen: list[int], spec: StageSpec) -> list[int]:
-        """By a column; equal ones as they are in the data."""
-        sign = -1 if spec.order.startswith("-") else 1
-        values = {i: column_of(self.examples[i], spec.column) for i in chosen}
-        for i, value in values.items():
-            need(is_number(value),
-                 f"{spec.told}: order {spec.order!r}: example {self.examples[i].uid!r} has {value!r} there")
-        return sorted(chosen, key=lambda i: sign * values[i])
 
     def number(self, step: int) -> int:
         """Of the stage that a step, counted from 0, belongs to."""

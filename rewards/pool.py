@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from struct import pack
@@ -144,10 +143,9 @@ class Pool:
         with self.changed:
             self.waiting.append(job)
             if not self.threads:
-                make = partial(threading.Thread, target=self._serve, name="rewards", daemon=True)
-                self.threads = [make() for _ in range(self.size)]
-                for thread in self.threads:
-                    thread.start()
+                for _ in range(self.size):
+                    self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
+                    self.threads[-1].start()
             for process in self.processes if self.concurrent > 1 else ():
                 if process.jobs:  # its thread does not look at what waits
                     self._dispatch(process)
