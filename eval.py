@@ -43,9 +43,9 @@ from report.evaluation import (
     summarise,
     with_interval,
 )
-from report.files import read_rows, write_text
+from report.files import read_rows, write_records, write_text
 from report.log import RunLog
-from report.records import choose, without_images
+from report.records import choose
 from report.summary import IMAGES
 from report.writer import Shown, find_drawing
 from reward import RewardConfig, RewardContext, Stage
@@ -399,8 +399,7 @@ def write_report(
     titles = [IMAGES[kind] for kind in cfg.ablate] + [f"baseline {path}" for path in cfg.baseline]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, records in zip(["", *names], results, strict=True):
-        lines = [json.dumps(without_images(record)) + "\n" for record in records]
-        write_text(out / f"predictions{name}.jsonl", "".join(lines))
+        write_records(out / f"predictions{name}.jsonl", records)
     written = [out / "eval.json", out / "predictions.jsonl"]
     if page := find_drawing("page"):  # last, so that nothing is lost where it fails
         rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []

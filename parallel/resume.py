@@ -7,12 +7,11 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from errors import check_writable, nearest_path, need
+from errors import check_writable, nearest_path, need, plug_in
 from parallel import checkpoint
 from parallel.checkpoint import complete_checkpoints, intact, load_checkpoint, on_rank0, run_args
 from parallel.nodes import check_shared
 from report.files import lock_folder, read_rows
-from report.log import check_trackers
 from report.summary import best_evaluation
 from rewards.functions import absolute_files
 from rollout import Examples
@@ -51,7 +50,8 @@ class RunConfig:
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
         check_writable(self.folder, "--out")
-        check_trackers(self.track)
+        if self.track:
+            plug_in("report.page.trackers", "--track").check_trackers(self.track)
 
     @property
     def origin(self) -> str:

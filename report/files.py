@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, describe_error, refusing, writing
+from report.records import without_images
 
 
 def lock_folder(out: Path, patience: float = 5.0) -> object:
@@ -68,6 +69,11 @@ def json_line(row: dict[str, float]) -> str:
     """JSON has no NaN and no infinity: they become null."""
     finite = {key: x if x is not None and math.isfinite(x) else None for key, x in row.items()}
     return json.dumps(finite) + "\n"
+
+
+def write_records(path: Path, records: Sequence[dict]) -> None:
+    """One JSON line per record, without the images of its episodes."""
+    write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
 
 
 def write_text(path: Path, text: str) -> None:

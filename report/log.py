@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,9 +23,9 @@ from tqdm import tqdm
 from errors import UserError, plug_in, writing
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
-from report.files import json_line, read_rows, write_rows, write_text
+from report.files import json_line, read_rows, write_records, write_rows, write_text
 from report.line import head_line, speeds, step_line
-from report.records import choose, without_images
+from report.records import choose
 from report.samples import gather_samples, show
 from report.summary import run_summary
 from report.warnings import Warnings
@@ -42,12 +42,6 @@ def git(command: str) -> str:
     """What git says of this code; nothing where there is no repository, or no git."""
     folder = Path(__file__).parent
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError if a tracker is unknown, not installed, or not in this copy."""
-    if names:
-        plug_in("report.page.trackers", "--track").check_trackers(names)
 
 
 def describe_run(cfg: Any, ctx: Context) -> dict:
@@ -138,7 +132,7 @@ class RunLog:
         """OUT/eval/step_*.jsonl has all records of an evaluation, the page those that it has room for."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
-        self._write_records(path.with_suffix(".jsonl"), records)
+        write_records(path.with_suffix(".jsonl"), records)
         uids = {record["uid"] for record in choose(records, summary)}
         by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
         self.shown = Shown(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
@@ -157,7 +151,7 @@ class RunLog:
     def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
         tqdm.write("\n".join(show(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
-        self._write_records(stem.with_suffix(".jsonl"), records)
+        write_records(stem.with_suffix(".jsonl"), records)
         shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
         if self.page:
             self.writer.write(self.page.write_pages, stem.with_suffix(".html"), shown)
@@ -200,9 +194,6 @@ class RunLog:
     def _track(self, step: int, metrics: dict[str, float]) -> None:
         if self.trackers:
             self.trackers.log(step, metrics)
-
-    def _write_records(self, path: Path, records: Sequence[dict]) -> None:
-        write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
 
     def _draw(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
@@ -285,12 +276,13 @@ class Skipped:
 
 def describe(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
-    given, preset = asdict(algo), asdict(Algorithm(algo=algo.algo, **PRESETS[algo.algo]))
+    preset = Algorithm(algo=algo.algo, **PRESETS[algo.algo])
     named, other = [], []
     for f in fields(algo):
+        given, usual = getattr(algo, f.name), getattr(preset, f.name)
         if f.name in PRESETS[algo.algo]:
-            named.append(typed(f, preset[f.name]))
-        if given[f.name] != preset[f.name]:
-            other.append(f"{typed(f, given[f.name])} instead of {preset[f.name]}")
+            named.append(typed(f, usual))
+        if given != usual:
+            other.append(f"{typed(f, given)} instead of {usual}")
     told = f"algorithm {algo.algo}: {', '.join(named) or 'the defaults'}"
     return f"{told}; but {', '.join(other)}" if other else told

@@ -1,16 +1,13 @@
 """One call of a reward function: what it is given, what comes of it, and the processes in which calls run."""
 
 import asyncio
+import ctypes
 import faulthandler
-import fcntl
-import os
-import select
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -59,9 +56,7 @@ def failed(items: Sequence[Item], error: BaseException) -> list[Outcome]:
 
 def outcomes(function: Function, call: Call, result: Any) -> list[Outcome]:
     """Check what a call returned: one outcome for each item."""
-    if not function.batch:
-        return [outcome(result, call.items[0])]
-    results = list(result)
+    results = list(result) if function.batch else [result]
     if len(results) != len(call.items):
         uid = call.items[0].example.uid
         lengths = f"a list of {len(results)} for {len(call.items)} responses"
@@ -103,8 +98,7 @@ def fail_late(call: Call, limit: float) -> list[Outcome]:
 
 def fail(call: Call, kind: str, what: str, why: str, trace: str = "") -> list[Outcome]:
     """Return failures for all of a call, as nothing came of it."""
-    uids = ", ".join(repr(item.example.uid) for item in call.items[:3])
-    return [Failure(kind, what, f"row {uids}: {why}", trace)] * len(call.items)
+    return [Failure(kind, what, f"row {item.example.uid!r}: {why}", trace) for item in call.items]
 
 
 # --- a process that makes calls -------------------------------------------------------------------------------------
@@ -120,9 +114,10 @@ class Setup:
     limit: float  # seconds
 
 
-def work(fd: int, lifeline: int) -> None:
+def work(fd: int) -> None:
     """Answer calls that come over the socket `fd`, until it closes."""
-    exit_with_parent(lifeline)
+    # PR_SET_PDEATHSIG: the kernel ends this process with the thread that started it, also while C code runs
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU):
         signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
     faulthandler.enable()
@@ -137,14 +132,6 @@ def work(fd: int, lifeline: int) -> None:
     except CAUGHT as error:  # on importing the user's file, say
         with suppress(BrokenPipeError):  # nobody listens any more
             conn.send(("broken", users_traceback(error)))
-
-
-def exit_with_parent(lifeline: int) -> None:
-    """Let the kernel end this process when the pipe's other end closes, also while C code holds the interpreter."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO, not handled
-    if select.select([lifeline], [], [], 0)[0]:
-        os._exit(1)
 
 
 class Worker:
@@ -176,12 +163,9 @@ class Worker:
             calls[number] = call._replace(items=items)
         return calls
 
-    def limit(self, number: int, seconds: float, question: Any) -> None:
-        """Tell the trainer that what follows has a limit of its own, or (0) no longer has."""
-        self.conn.send(("limit", number, seconds, question))
-
     def counting(self, number: int) -> Counting:
-        return Counting(set(self.late), partial(self.limit, number))
+        """Return what a call counts in; it tells the trainer of time limits of its own, and (0) of their ends."""
+        return Counting(set(self.late), lambda *limit: self.conn.send(("limit", number, *limit)))
 
     def send(self, number: int, results: Sequence[Outcome], counts: Counter[str]) -> None:
         counts = dict(counts)
@@ -224,5 +208,3 @@ async def serve_together(conn: Connection, setup: Setup) -> None:
 
     asyncio.get_running_loop().add_reader(conn.fileno(), receive)
     await closed.wait()
-    if worker.judge:
-        await worker.judge.close()

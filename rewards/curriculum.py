@@ -20,7 +20,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -30,20 +30,22 @@ import torch
 
 from errors import nearest_path, need, refusing
 from reward import Stage, task_name
-from rewards.order import Memory, batch_of
+from rewards.order import DataOrder, Memory, batch_of
 from utils import derive_seed, print0
 
 NEWEST = 0.25  # the weight of the newest group in an example's running solve rate, once four have been seen
 SOLVED = "solved"
 BOUNDS = {"least", "most"}
+KEYS = {"name": str, "from": int, "where": dict, SOLVED: dict, "order": str, "mix": dict, "reward": dict}
 
 
 @dataclass(frozen=True)
 class StageSpec:
     """A stage, as the file has it."""
 
+    number: int
+    first_step: int
     name: str = ""
-    first_step: int = 0
     where: Mapping[str, Any] = field(default_factory=dict)
     solved: Mapping[str, float] = field(default_factory=dict)
     order: str = ""
@@ -52,19 +54,23 @@ class StageSpec:
     told: str = field(default="", compare=False)  # which one of what, for messages
 
     @property
-    def by_rate(self) -> bool:
-        """Does it need the running solve rates?"""
-        return bool(self.solved) or self.order.lstrip("-") == SOLVED
+    def stage(self) -> Stage:
+        """What rewards get."""
+        return Stage(self.name, self.number, self.reward)
 
     @property
-    def ordered_by(self) -> list[str]:
-        """The column of `order`, if it is one."""
-        column = self.order.lstrip("-")
-        return [column] if column not in ("", SOLVED) else []
+    def column(self) -> str:
+        """What `order` is by: a column, or SOLVED; "" without an order."""
+        return self.order.removeprefix("-")
 
-    def takes(self, example: Any) -> bool:
-        """Is an example one of this stage's?"""
-        return all(fits(column_of(example, column), wanted) for column, wanted in self.where.items())
+    @property
+    def by_rate(self) -> bool:
+        """Does it need the running solve rates?"""
+        return bool(self.solved) or self.column == SOLVED
+
+    @property
+    def by_column(self) -> bool:
+        return self.order != "" and self.column != SOLVED
 
 
 def read_file(file: str) -> list[StageSpec]:
@@ -79,36 +85,27 @@ def read_file(file: str) -> list[StageSpec]:
 
 
 def specs_of(stages: Sequence[Any], of: str) -> list[StageSpec]:
-    specs = [spec_of(stage, f"{of}: stage {number}") for number, stage in enumerate(stages, 1)]
+    specs = [spec_of(stage, number, f"{of}: stage {number + 1}") for number, stage in enumerate(stages)]
     steps = [spec.first_step for spec in specs]
     rising = steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
     need(rising, f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
     return specs
 
 
-def stage_of(specs: Sequence[StageSpec], number: int) -> Stage:
-    return Stage(specs[number].name, number % len(specs), specs[number].reward)
-
-
-def spec_of(stage: Any, told: str) -> StageSpec:
+def spec_of(stage: Any, number: int, told: str) -> StageSpec:
     """One stage, its form checked."""
-    need(isinstance(stage, dict), f"{told} is {stage!r}, expected a table")
-    names = {"from": "first_step"} | {f.name: f.name for f in fields(StageSpec) if f.name not in ("first_step", "told")}
-    unknown = sorted(set(stage) - set(names))
-    need(not unknown, f"{told} has {', '.join(unknown)}; known: {', '.join(names)}")
-    spec = StageSpec(**{names[key]: value for key, value in stage.items()}, told=told)
-    need("from" in stage and type(spec.first_step) is int, f"{told}: `from` is {stage.get('from')!r}, not a step")
-    need(isinstance(spec.name, str) and isinstance(spec.order, str), f"{told}: name and order must be text")
-    for name in ("where", "solved", "mix", "reward"):
-        need(isinstance(getattr(spec, name), dict), f"{told}: {name} is {getattr(spec, name)!r}, expected a table")
+    need(isinstance(stage, dict) and "from" in stage, f"{told} is {stage!r}; give a table with `from`, its first step")
+    unknown = sorted(set(stage) - set(KEYS))
+    need(not unknown, f"{told} has {', '.join(unknown)}; known: {', '.join(KEYS)}")
+    for key, value in stage.items():
+        need(type(value) is KEYS[key], f"{told}: {key} is {value!r}, which is no {KEYS[key].__name__}")
+    spec = StageSpec(number, stage["from"], **{key: stage[key] for key in stage if key != "from"}, told=told)
     for column, wanted in {SOLVED: spec.solved, **spec.where}.items():
         if isinstance(wanted, dict):
-            good = set(wanted) <= BOUNDS and all(is_number(bound) for bound in wanted.values())
+            good = set(wanted) <= BOUNDS and all(map(is_number, wanted.values()))
             need(good, f"{told}: {column} is {wanted}, expected numbers under `least` and `most`")
     least, most = spec.solved.get("least", 0), spec.solved.get("most", 1)
     need(0 <= least <= most <= 1, f"{told}: solved is {spec.solved}, expected shares from 0 to 1, least below most")
-    good = spec.order.removeprefix("-")[:1] not in ("", "-") or not spec.order
-    need(good, f"{told}: order is {spec.order!r}, expected a column, or - and a column")
     good = all(is_number(share) and share > 0 for share in spec.mix.values())
     need(good, f"{told}: mix is {spec.mix}, expected a share above 0 for each task")
     good = all(isinstance(options, dict) for options in spec.reward.values())
@@ -137,45 +134,42 @@ def parts_of(total: int, shares: Mapping[str, float]) -> dict[str, int]:
     return {name: end - start for name, start, end in zip(shares, [0, *ends], ends, strict=False)}
 
 
-class Curriculum:
+class Curriculum(DataOrder):
     """The stages of a run over its examples. UserError for a stage that has too few."""
 
     def __init__(self, specs: Sequence[StageSpec], examples: Sequence[Any], per_step: int, seed: int):
-        self.examples = examples
-        self.seed = seed
+        super().__init__(examples, per_step, seed)
         self.specs = specs
-        self.told: StageSpec | None = None  # the stage that was printed last
-        self.shares: list[list[tuple[list[int], int]]] = []  # of each stage: (examples, how many of them in a batch)
-        for spec in self.specs:
-            self.shares.append(self._shares(spec, spec.told, per_step))
+        self.printed: StageSpec | None = None
+        self.shares = list(map(self._shares, specs))  # of each stage: (examples, how many of them in a batch)
 
-    def _shares(self, spec: StageSpec, told: str, per_step: int) -> list[tuple[list[int], int]]:
-        tasks = [task_name(example.data_source) for example in self.examples]
-        for column in (*spec.where, *spec.ordered_by):
+    def _shares(self, spec: StageSpec) -> list[tuple[list[int], int]]:
+        told, tasks = spec.told, [task_name(example.data_source) for example in self.examples]
+        for column in (*spec.where, *([spec.column] if spec.by_column else [])):
             known = column == "data_source" or any(column in example.extra for example in self.examples)
             need(known, f"{told}: no example has a column {column!r} in its extra_info")
         for task in spec.reward:
             need(task in tasks, f"{told}: options for the reward of {task!r}, of which there is no example")
-        chosen = [i for i, example in enumerate(self.examples) if spec.takes(example)]
-        if spec.ordered_by:
-            chosen = self._sorted(chosen, spec.order, told)
+        chosen = [
+            i for i, example in enumerate(self.examples)
+            if all(fits(column_of(example, column), wanted) for column, wanted in spec.where.items())
+        ]  # fmt: skip
+        if spec.by_column:  # equal ones stay as they are in the data
+            values = {i: column_of(self.examples[i], spec.column) for i in chosen}
+            for i, value in values.items():
+                row = f"example {self.examples[i].uid!r} has {value!r} there"
+                need(is_number(value), f"{told}: order {spec.order!r}: {row}")
+            sign = -1 if spec.order.startswith("-") else 1
+            chosen.sort(key=lambda i: sign * values[i])
         shares = []
-        for task, n in parts_of(per_step, spec.mix or {"": 1.0}).items():
+        for task, n in parts_of(self.per_step, spec.mix or {"": 1.0}).items():
             of = [i for i in chosen if task in ("", tasks[i])]
             of_task = f" of task {task}" if task else ""
-            need(n > 0, f"{told}: --prompts-per-step {per_step} leaves no example{of_task}; raise it or the share")
-            enough = f"{told} has {len(of)} examples{of_task}, and a batch takes {n} of them"
-            need(len(of) >= n, f"{enough}; loosen `where`, or lower --prompts-per-step")
+            need(n > 0, f"{told}: --prompts-per-step {self.per_step} leaves no example{of_task}; raise it or the share")
+            need(len(of) >= n, f"{told} has {len(of)} examples{of_task}, and a batch takes {n} of them; loosen `where` "
+                 "or lower --prompts-per-step")
             shares.append((of, n))
         return shares
-
-    def _sorted(self, chosen: list[int], order: str, told: str) -> list[int]:
-        """By a column; equal ones as they are in the data."""
-        column, sign = order.lstrip("-"), -1 if order.startswith("-") else 1
-        values = {i: column_of(self.examples[i], column) for i in chosen}
-        for i, value in values.items():
-            need(is_number(value), f"{told}: order {order!r}: example {self.examples[i].uid!r} has {value!r} there")
-        return sorted(chosen, key=lambda i: sign * values[i])
 
     def number(self, step: int) -> int:
         """Of the stage that a step, counted from 0, belongs to."""
@@ -183,23 +177,17 @@ class Curriculum:
 
     def stage(self, step: int) -> Stage:
         """What rewards are told; `options` by task. A new stage is printed."""
-        number = self.number(step)
-        spec = self.specs[number]
-        if spec is not self.told:
-            print0(self._described(number))
-        self.told = spec
-        return stage_of(self.specs, number)
+        spec = self.specs[self.number(step)]
+        if spec is not self.printed:
+            n = sum(len(of) for of, _ in self.shares[spec.number])
+            print0(f"curriculum: after {spec.first_step} steps stage {spec.number + 1} of {len(self.specs)}, "
+                   f"{spec.name or 'unnamed'}: {n} of {len(self.examples)} examples")
+        self.printed = spec
+        return spec.stage
 
     def stages(self) -> list[tuple[int, Stage]]:
         """Each with its first step."""
-        return [(spec.first_step, stage_of(self.specs, i)) for i, spec in enumerate(self.specs)]
-
-    def _described(self, number: int) -> str:
-        spec, n = self.specs[number], sum(len(of) for of, _ in self.shares[number])
-        more = {"solved": dict(spec.solved), "order": spec.order, "mix": spec.mix, "reward": spec.reward}
-        told = "".join(f", {name} {json.dumps(value)}" for name, value in more.items() if value)
-        where = f"curriculum: after {spec.first_step} steps stage {number + 1} of {len(self.specs)}"
-        return f"{where}, {spec.name or 'unnamed'}: {n} of {len(self.examples)} examples{told}"
+        return [(spec.first_step, spec.stage) for spec in self.specs]
 
     def batch(
         self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
@@ -210,16 +198,15 @@ class Curriculum:
         spec, chosen = self.specs[number], []
         for of, n in self.shares[number]:
             if spec.by_rate:
-                ranked = self._by_rate(spec, of, position, memory.get("rates", {}))
-                if ahead is not None:
-                    ranked.sort(key=lambda i: self.examples[i].uid in ahead)  # stable: they keep their order
-                first = 0 if ahead is not None else round * n
-                chosen += [ranked[(first + k) % len(of)] for k in range(n)]
+                start = round * n if ahead is None else 0
+                of = self._by_rate(spec, of, position, memory.get("rates", {}))
+                of.sort(key=lambda i: self.examples[i].uid in (ahead or ()))  # stable: they keep their order
             elif spec.order:
                 start = (position + round - memory.get("began", 0)) * n
-                chosen += [of[(start + k) % len(of)] for k in range(n)]
             else:
-                chosen += [of[k] for k in batch_of(position + round, len(of), n, self.seed)]
+                start = 0
+                of = [of[k] for k in batch_of(position + round, len(of), n, self.seed)]
+            chosen += [of[(start + k) % len(of)] for k in range(n)]
         return [self.examples[i] for i in chosen]
 
     def _by_rate(self, spec: StageSpec, of: list[int], position: int, rates: dict) -> list[int]:
@@ -248,9 +235,8 @@ class Curriculum:
         return {"began": began, "rates": updated}
 
     def metrics(self, step: int, memory: Memory) -> dict[str, float]:
-        rates = memory.get("rates")
         metrics = {"curriculum/stage": float(self.number(step))}
-        if rates:
+        if rates := memory.get("rates"):
             solved = fmean(rate for rate, _ in rates.values())
             metrics |= {"curriculum/tried": float(len(rates)), "curriculum/solved": solved}
         return metrics

@@ -78,15 +78,11 @@ def split_spec(spec: str) -> tuple[str, str]:
     return (task, rest) if equals and not path_has_it else ("", spec)
 
 
-def has_file(spec: str) -> bool:
-    return Path(split_spec(spec)[1].rpartition(":")[0]).is_file()
-
-
 def absolute_spec(spec: str) -> str:
     """Return --reward with an absolute path, if its file exists."""
     task, rest = split_spec(spec)
     path, _, name = rest.rpartition(":")
-    return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if has_file(spec) else spec
+    return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if Path(path).is_file() else spec
 
 
 def absolute_option(pair: str) -> str:
@@ -97,9 +93,11 @@ def absolute_option(pair: str) -> str:
 
 def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return --reward, --judge and --env with absolute paths of the files that are there."""
-    found = {"reward": tuple(map(absolute_spec, settings["reward"]))}
-    found["judge"] = tuple(map(absolute_option, settings["judge"]))
-    return found | {"env": settings["env"] and absolute_spec(settings["env"])}
+    return {
+        "reward": tuple(map(absolute_spec, settings["reward"])),
+        "judge": tuple(map(absolute_option, settings["judge"])),
+        "env": settings["env"] and absolute_spec(settings["env"]),
+    }
 
 
 def load_file(path: str, flag: str) -> ModuleType:

@@ -60,7 +60,7 @@ class Response(SimpleNamespace):
 
 
 def response_to(
-    example: Any, text: str, finish_reason: str = "stop", context: RewardContext | None = None
+    example: Any, text: str, finish_reason: str = "stop", context: RewardContext = RewardContext()  # noqa: B008, frozen
 ) -> Response:
     """Return what a Grader takes in place of a Rollout."""
     prompt = SimpleNamespace(example=example, context=context)
@@ -110,9 +110,6 @@ class JudgeOf:
     weight: float
     make: Callable[[], Any]
 
-    def judges(self, task: str) -> bool:
-        return not self.tasks or task in self.tasks
-
 
 def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> JudgeOf | None:
     """Return None without --judge-url. What the judge said is kept under `out`; the ranks share its budget of calls."""
@@ -124,7 +121,7 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> Ju
     need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
     options = judge.find_model(cfg.judge_url, options)
     kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
-    make = partial(judge.Judge, cfg.judge_url, options, kept, options.calls // world)
+    make = partial(judge.Judge, cfg.judge_url, options, kept, world)
     return JudgeOf(list(map(task_name, options.tasks)), options.weight, make)
 
 
@@ -191,7 +188,7 @@ class Grader:
 
     def keys(self, example: Any) -> list[str]:
         """Return what grades a row: its own reward, and the judge."""
-        judged = self.judge is not None and self.judge.judges(task_name(example.data_source))
+        judged = self.judge and (not self.judge.tasks or task_name(example.data_source) in self.judge.tasks)
         return [key for key in (self.own(example), JUDGE if judged else None) if key]
 
     def graded_elsewhere(self, example: Any) -> bool:
@@ -282,7 +279,7 @@ class Grader:
                 self.submit(r)
             calls.append(self.submitted.pop(r, {}))
             for key in [key for key, call in calls[-1].items() if call is None]:
-                task, context = task_name(r.prompt.example.data_source), r.prompt.context or RewardContext()
+                task, context = task_name(r.prompt.example.data_source), r.prompt.context
                 options = task if task in context.stage.options else ""
                 batches.setdefault((key, options, context.step, id(context.stage)), []).append((r, calls[-1]))
         for (key, *_), members in batches.items():
@@ -318,12 +315,11 @@ class Grader:
             self.counts = before
 
     def _call(self, key: str, members: Sequence[tuple[Any, Called]]) -> None:
-        context = members[0][0].prompt.context or RewardContext()
-        items = [Item(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
-        stage = context.stage
+        prompt, stage = members[0][0].prompt, members[0][0].prompt.context.stage
         if stage.options:
-            stage = replace(stage, options=stage.options.get(task_name(items[0].example.data_source), {}))
-        future = self._pool(key).submit(Call(self.round, key, items, context.step, stage))
+            stage = replace(stage, options=stage.options.get(task_name(prompt.example.data_source), {}))
+        items = [Item(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
+        future = self._pool(key).submit(Call(self.round, key, items, prompt.context.step, stage))
         for place, (_, called) in enumerate(members):
             called[key] = (future, place)
 
@@ -364,19 +360,18 @@ class Grader:
 
     def _show_failures(self, rollouts: Sequence[Any], errors: str) -> None:
         """Count what failed; print the first of each kind in full, then at most a line a step."""
-        failed = self.failed
-        self.counts.update(f"reward/{failure.kind}" for failure in failed.values())
-        for i, failure in failed.items():
+        failed = list(self.failed.items())
+        self.counts.update(f"reward/{failure.kind}" for _, failure in failed)
+        for i, failure in failed:
             if (failure.kind, failure.what) not in self.shown_kinds:
                 self.shown_kinds.add((failure.kind, failure.what))
                 self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
                           f"The first failure of its kind; with --reward-errors {errors} the run goes on")
-        step = rollouts[0].prompt.context.step if rollouts and rollouts[0].prompt.context else None
-        if failed and step != self.shown_step:
+        if failed and (step := rollouts[0].prompt.context.step) != self.shown_step:
             self.shown_step = step
-            kinds = Counter(failure.what for failure in failed.values())
-            kinds = ", ".join(f"{n} {what}" for what, n in kinds.most_common(3))
-            text = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {next(iter(failed.values())).line}"
+            kinds = Counter(failure.what for _, failure in failed).most_common(3)
+            kinds = ", ".join(f"{n} {what}" for what, n in kinds)
+            text = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {failed[0][1].line}"
             if len(failed) == len(rollouts):
                 text += "\nwarning: ALL of them failed: nothing can be learnt from these responses"
             self._say(text)

@@ -9,10 +9,8 @@ The key comes from the environment alone; no text of ours, and no file, ever hol
 
 import asyncio
 import base64
-import difflib
 import hashlib
 import io
-import ipaddress
 import itertools
 import json
 import logging
@@ -23,15 +21,12 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from functools import partial, reduce
+from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import httpx2
 from PIL import Image
@@ -39,8 +34,9 @@ from PIL import Image
 from errors import UserError, need, refusing, writing
 from sources.images import FORMATS, decode_image
 
+LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])[:/]")  # servers that no proxy is asked for
 TEMPLATE = Path(__file__).with_name("judge.txt")
-NAMES = ("question", "truth", "response")  # what a template may hold in braces
+NAMES = ("{question}", "{truth}", "{response}")  # what a template may hold
 MAX_SCORE = 10
 MAX_BYTES = 1 << 20  # of what the server sends for one call
 FIRST_WAIT_S = 0.5  # before the first retry; doubled for each further one
@@ -55,7 +51,6 @@ REMEDIES = {
     404: "check --judge-url and --judge model",
     413: "the images are too large for the server; prepare smaller ones, or images=off",
 }
-T = TypeVar("T")
 
 
 class JudgeError(Exception):
@@ -111,11 +106,9 @@ def judge_options(pairs: Sequence[str]) -> JudgeOptions:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if name not in kinds or not equals:
-            near = ", ".join(difflib.get_close_matches(name, kinds) or kinds)
             plain = f" {name}" if equals and re.fullmatch("[a-z_]{1,20}", name) else ""
-            raise UserError(f"--judge{plain}: give KEY=VALUE; KEY: {near}. The API's key comes from the environment "
-                            "alone (JUDGE_API_KEY, or key_env=NAME)")
-        need(name not in values, f"--judge {name} is given twice; leave one out")
+            raise UserError(f"--judge{plain}: give KEY=VALUE; KEY: {', '.join(kinds)}. The API's key comes from the "
+                            "environment alone (JUDGE_API_KEY, or key_env=NAME)")
         values[name] = read_template(text) if name == "template" else read_option(name, kinds[name], text)
     options = JudgeOptions(**values)
     api_key(options, required="key_env" in values)
@@ -141,11 +134,10 @@ def read_option(name: str, kind: type, text: str) -> Any:
 def read_template(path: str) -> str:
     with refusing((OSError, UnicodeDecodeError), f"--judge template={path}: cannot be read as UTF-8 text"):
         text = Path(path).read_text(encoding="utf-8")
-    found = re.findall(r"\{(\w+)\}", text)
-    unknown = ", ".join(f"{{{name}}}" for name in sorted(set(found) - set(NAMES)))
-    allowed = ", ".join(f"{{{name}}}" for name in NAMES)
-    need(not unknown, f"--judge template={path}: unknown {unknown}; it may hold {allowed}")
-    need("response" in found, f"--judge template={path}: it must hold {{response}}, what is judged")
+    found = re.findall(r"\{\w+\}", text)
+    unknown = ", ".join(sorted(set(found) - set(NAMES)))
+    need(not unknown, f"--judge template={path}: unknown {unknown}; it may hold {', '.join(NAMES)}")
+    need("{response}" in found, f"--judge template={path}: it must hold {{response}}, what is judged")
     need("Score:" in text, f"--judge template={path}: it must ask for a last line `Score: N`, N from 0 to {MAX_SCORE}")
     return text
 
@@ -164,36 +156,24 @@ def api_url(url: str) -> str:
     need(not re.search("[@?#]", url),
          "--judge-url: it may hold no user, password, query or fragment (not repeated here); the key comes from the "
          "environment variable JUDGE_API_KEY")
-    with refusing((ValueError, httpx2.InvalidURL), f"--judge-url {url}: no URL"):
-        httpx2.URL(url)
-        parts = urlsplit(url)
-        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.split() == [url]
+    with refusing(httpx2.InvalidURL, f"--judge-url {url}: no URL"):
+        parts = httpx2.URL(url)
+    complete = parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 65536 and " " not in url
     need(complete, f"--judge-url {url}: give http://HOST:PORT or https://HOST, with or without /v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
-    return f"{parts.scheme}://{parts.netloc}{path}" + ("" if re.search(r"/v\d", path) else "/v1")
-
-
-def is_local(url: str) -> bool:
-    """Is the server on this machine? Then no proxy of the environment is asked."""
-    host = urlsplit(url).hostname
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+    return str(parts.copy_with(path=path if re.search(r"/v\d", path) else f"{path}/v1"))
 
 
 def find_model(url: str, options: JudgeOptions) -> JudgeOptions:
-    """Before the run: the options with their model, the first that the server lists where none is named. UserError if
-    the server cannot be reached, refuses the key, or lists none."""
+    """Return the options with their model, the first that the server lists if none is named. Raise UserError if the
+    server cannot be reached, refuses the key, or lists none."""
+    judge = Judge(url, options)
 
     async def ask() -> str:
-        judge = Judge(url, options)
-        try:
-            return await judge.retried("models", judge.listed_model)
-        finally:
-            await judge.close()
+        async with judge.client:
+            return await judge.listed_model()
 
-    with refusing(JudgeError, f"--judge-url {api_url(url)}"):
+    with refusing(JudgeError, f"--judge-url {judge.url}"):
         return replace(options, model=asyncio.run(ask()))
 
 
@@ -254,22 +234,15 @@ def part(value: Any, *path: str | int) -> Any:
         return None
 
 
-def retry_after(header: str | None) -> float:
-    """Seconds, of either form of the header; 0 for none that can be read."""
-    header = (header or "").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header):
-        return float(header)
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
+def retry_after(header: str) -> float:
+    """Return the seconds of the header; 0 if it holds something else."""
+    return float(header) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header) else 0.0
 
 
-def wait_s(seed: str, failed: int, after: float) -> float:
+def wait_s(failed: int, after: float) -> float:
     """Return the seconds to wait before the next call, after `failed` calls that failed: exponential backoff up to
-    MAX_WAIT_S, with a jitter that depends on the question alone, but never less than the server asks for."""
-    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5)
-    backoff *= random.Random(f"{seed} {failed}").uniform(0.5, 1.5)
+    MAX_WAIT_S, with jitter, but never less than the server asks for."""
+    backoff = min(FIRST_WAIT_S * 2 ** (failed - 1), MAX_WAIT_S / 1.5) * random.uniform(0.5, 1.5)
     return max(backoff, min(after, MAX_WAIT_S))
 
 
@@ -277,40 +250,36 @@ def wait_s(seed: str, failed: int, after: float) -> float:
 
 
 class Judge:
-    """Scores of responses by a server. To be used in one event loop at a time.
+    """Scores of responses by a server, for one event loop.
 
     `cache`: a JSONL file, rank_N.jsonl, with a line for each call and for each score. Scores in all such files of its
-    folder are known, so nothing is asked again when a run is resumed. `calls`: this process's share of options.calls;
-    what its own file and all files have spent counts.
+    folder are known, so nothing is asked again when a run is resumed. Each of the `world` processes may make its share
+    of options.calls; what its own file and all files have spent counts.
 
     `counts`: calls; cached, scores that took no call of their own; retries; timeouts, calls that took too long; failed,
     responses without a score; over_budget, those for want of calls; seconds, of all calls; tokens_in, tokens_out.
     """
 
-    def __init__(
-        self,
-        url: str,
-        options: JudgeOptions = JudgeOptions(),  # noqa: B008, it is frozen
-        cache: Path | None = None,
-        calls: int | None = None,
-    ):
+    def __init__(self, url: str, options: JudgeOptions, cache: Path | None = None, world: int = 1):
         self.url = api_url(url)
         self.options = options
-        self.model = options.model
         self.template = options.template or TEMPLATE.read_text(encoding="utf-8")
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.scores: dict[str, float] = {}
+        self.asked: dict[str, asyncio.Task[float]] = {}  # by key, in flight
         self.cache = cache
-        self.left = math.inf
         own, everyone = self.load(cache) if cache else (0, 0)
-        if options.calls:
-            share = options.calls if calls is None else calls
-            self.left = min(share - own, options.calls - everyone)
-        self.told = False  # that the budget is used up
-        self.loop: asyncio.AbstractEventLoop | None = None
-        api_key(options)
+        self.left = min(options.calls // world - own, options.calls - everyone) if options.calls else math.inf
+        self.key = api_key(options)
         for name in ("httpx2", "httpcore2"):  # what they log of a call could hold the key
             logging.getLogger(name).setLevel(logging.WARNING)
+        self.slots = asyncio.Semaphore(options.concurrency)
+        self.client = httpx2.AsyncClient(
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {}),
+            timeout=None,  # of a whole call: see `call`
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=options.concurrency),
+            trust_env=not LOCAL.match(self.url),
+        )
 
     # the cache
 
@@ -321,14 +290,15 @@ class Judge:
             cache.parent.mkdir(parents=True, exist_ok=True)
             for file in sorted(cache.parent.glob("rank_*.jsonl")):
                 for line in file.read_bytes().splitlines():
-                    entry = read_entry(line)
-                    if entry is None:
+                    try:
+                        entry = json.loads(line)
+                        if "score" in entry:
+                            self.scores[entry["key"]] = float(entry["score"])
+                        elif entry["asked"]:
+                            everyone += 1
+                            own += file.name == cache.name
+                    except (ValueError, TypeError, LookupError, RecursionError):
                         damaged += 1
-                    elif "score" in entry:
-                        self.scores[entry["key"]] = entry["score"]
-                    else:
-                        everyone += 1
-                        own += file.name == cache.name
             with cache.open("ab+") as file:
                 file.seek(-1 if file.tell() else 0, os.SEEK_END)
                 if file.read() not in (b"", b"\n"):  # killed within a line
@@ -346,69 +316,34 @@ class Judge:
 
     async def score(self, response: str, example: Any) -> float:
         """Return the score of a response, from 0 to 1. Equal questions are asked once, also while the first is in
-        flight. If the caller gives up, the call continues and its score is kept."""
-        self.begin()
+        flight."""
+        key, text, images = await asyncio.to_thread(self.question, response, example)
+        if key in self.scores:
+            self.counts["cached"] += 1
+            return self.scores[key]
+        first = key not in self.asked
+        if first:
+            self.asked[key] = asyncio.create_task(self.ask(key, text, images))
+            self.asked[key].add_done_callback(lambda _: self.asked.pop(key))
         try:
-            if not self.model:  # the first that the server lists
-                self.model = await self.once("models", self.retried, "models", self.listed_model)
-            key, text, images = await asyncio.to_thread(self.question, response, example)
-            first = key not in self.scores and key not in self.asked
-            score = self.scores[key] if key in self.scores else await self.once(key, self.ask, key, text, images)
+            score = await self.asked[key]
         except JudgeError as error:
             self.counts["over_budget" if isinstance(error, OverBudget) else "failed"] += 1
             raise JudgeError(str(error)) from None
         self.counts["cached"] += not first
         return score
 
-    async def once(self, key: str, start: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Return what the task in flight for this key gives; start it if there is none."""
-        if key not in self.asked:
-            self.asked[key] = asyncio.create_task(start(*args))
-            self.asked[key].add_done_callback(partial(self.forget, key))
-        return await asyncio.shield(self.asked[key])
-
-    def forget(self, key: str, task: asyncio.Task) -> None:
-        """Drop a task that has ended."""
-        self.asked.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # looked at, or asyncio would complain where nobody waits any more
-
-    def begin(self) -> None:
-        """In an event loop: its own connections, at most `concurrency`."""
-        if self.loop is asyncio.get_running_loop():
-            return
-        self.loop = asyncio.get_running_loop()
-        self.asked: dict[str, asyncio.Task] = {}  # by key, in flight
-        self.slots = asyncio.Semaphore(self.options.concurrency)
-        key = api_key(self.options)
-        self.client = httpx2.AsyncClient(
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-            timeout=None,  # of a whole call: see `call`
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.options.concurrency),
-            trust_env=not is_local(self.url),
-        )
-
-    async def close(self) -> None:
-        """End what is on its way, and all connections."""
-        if self.loop is asyncio.get_running_loop():
-            tasks = [*self.asked.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.client.aclose()
-            self.loop = None
-
     def question(self, response: str, example: Any) -> tuple[str, str, list[bytes]]:
         """The key of the cache, the prompt's text and the images."""
         images = list(example.images) if self.options.images else []
         question, truth = question_of(example), str(example.ground_truth)
         hashes = [hashlib.sha256(image).hexdigest() for image in images]
-        asked = json.dumps([self.template, self.model, question, truth, response, *hashes])
+        asked = json.dumps([self.template, self.options.model, question, truth, response, *hashes])
         key = hashlib.sha256(asked.encode()).hexdigest()[:32]
         tag = f"response-{key[:8]}"
         quoted = f"<{tag}>\n{neutral(response)}\n</{tag}>"
-        values = {"question": question, "truth": truth or "(none)", "response": quoted}
-        return key, re.sub(rf"\{{({'|'.join(NAMES)})\}}", lambda name: values[name[1]], self.template), images
+        values = dict(zip(NAMES, (question, truth or "(none)", quoted), strict=True))
+        return key, re.sub("|".join(NAMES), lambda name: values[name[0]], self.template), images
 
     async def ask(self, key: str, text: str, images: list[bytes]) -> float:
         """The score, of as many calls as it takes and the options allow."""
@@ -418,48 +353,35 @@ class Judge:
             content = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
             content.append({"type": "text", "text": text})
         body = {
-            "model": self.model,
+            "model": self.options.model,
             "messages": [{"role": "user", "content": content}],
             "max_tokens": self.options.max_tokens,
         }
-
-        async def one(unreadable: int) -> float:
-            async with self.slots:
-                self.spend(key)
-                # what could not be read would come again at temperature 0
-                data = await self.call("POST", "/chat/completions", body | {"temperature": float(unreadable > 0)})
-            return self.read(data)
-
-        score = await self.retried(key, one)
-        self.scores[key] = score
-        self.write({"key": key, "score": score})
-        return score
-
-    def spend(self, key: str) -> None:
-        """A call of the budget. Noted before it is made: it counts also if the run is killed during it."""
-        if self.left <= 0:
-            if not self.told:
-                print(f"judge: the {self.options.calls} calls of --judge calls are used up; what follows fails",
-                      file=sys.stderr)
-            self.told = True
-            raise OverBudget("over budget")
-        self.left -= 1
-        self.counts["calls"] += 1
-        self.write({"asked": key})
-
-    async def retried(self, seed: str, one: Callable[[int], Awaitable[T]]) -> T:
-        """What `one` call gives; it is told how many answers before could not be read."""
         failed, unreadable = 0, 0
-        while True:
+        while key not in self.scores:
             try:
-                return await one(unreadable)
+                async with self.slots:
+                    self.spend(key)
+                    # what could not be read would come again at temperature 0
+                    data = await self.call("POST", "/chat/completions", body | {"temperature": float(unreadable > 0)})
+                self.scores[key] = self.read(data)
             except Again as error:
                 failed += 1
                 unreadable += isinstance(error, Unreadable)
                 if failed == self.options.tries or unreadable == 2:
                     raise JudgeError(f"{error} ({failed} calls)") from None
                 self.counts["retries"] += 1
-                await asyncio.sleep(wait_s(seed, failed, error.after))
+                await asyncio.sleep(wait_s(failed, error.after))
+        self.write({"key": key, "score": self.scores[key]})
+        return self.scores[key]
+
+    def spend(self, key: str) -> None:
+        """A call of the budget. Noted before it is made: it counts also if the run is killed during it."""
+        if self.left <= 0:
+            raise OverBudget(f"--judge calls={self.options.calls} are used up")
+        self.left -= 1
+        self.counts["calls"] += 1
+        self.write({"asked": key})
 
     async def call(self, method: str, path: str, body: dict | None = None) -> bytes:
         """What the server answers with status 200, within the time-out. Its redirects are not followed, and the text
@@ -485,7 +407,7 @@ class Judge:
             return bytes(data)
         told = f"the server answered {status}{self.quoted(data)}"
         if status in RETRIED or status >= 500:
-            raise Again(told, retry_after(answer.headers.get("retry-after")))
+            raise Again(told, retry_after(answer.headers.get("retry-after", "")))
         if 300 <= status < 400:
             raise JudgeError(f"{told}: a redirect, which is not followed; give the final address as --judge-url")
         raise JudgeError(f"{told}; {REMEDIES.get(status, 'it is not asked again')}")
@@ -499,12 +421,11 @@ class Judge:
 
     def holds_key(self, text: str) -> bool:
         """Any six characters of it in a row, in either case."""
-        key, text = api_key(self.options).casefold(), text.casefold()
+        key, text = self.key.casefold(), text.casefold()
         return bool(key) and any(key[i : i + 6] in text for i in range(max(1, len(key) - 5)))
 
-    async def listed_model(self, _: int) -> str:
+    async def listed_model(self) -> str:
         """Return the options' model, if the server answers or has no list, else the first model that it lists."""
-        self.begin()
         try:
             data = await self.call("GET", "/models")
         except JudgeError as error:
@@ -537,14 +458,3 @@ def parsed(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Unreadable("the answer is no JSON") from None
-
-
-def read_entry(line: bytes) -> dict | None:
-    """A line of the cache, {"asked": key} or {"key": key, "score": s}; None if it is damaged."""
-    try:
-        entry = parsed(line)
-    except Unreadable:
-        return None
-    score = part(entry, "score")
-    known = isinstance(score, float) and 0 <= score <= 1 and isinstance(part(entry, "key"), str)
-    return entry if known or isinstance(part(entry, "asked"), str) and score is None else None

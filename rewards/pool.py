@@ -23,15 +23,15 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from struct import pack
 from typing import Any
 
 from reward import Counting, Outcome
-from rewards.call import CAUGHT, CONCURRENT, Call, Setup, fail, fail_late, run, run_async
+from rewards.call import CAUGHT, Call, Setup, fail, fail_late, run, run_async
 from rewards.functions import Function, function_of
 
 START_S = 300.0  # importing a user's file may load a model
@@ -62,14 +62,11 @@ class Process:
         ours, theirs = socket.socketpair()
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, pack("ll", SEND_S, 0))
-        held, self.lifeline = os.pipe()  # the kernel closes it when this process ends
         root = str(Path(__file__).resolve().parent.parent)
-        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(*map(int, sys.argv[1:]))"
-        fds = (theirs.fileno(), held)
+        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(int(sys.argv[1]))"
         with theirs:  # a session of its own: Ctrl-C is for the trainer
-            command = [sys.executable, "-c", code, *map(str, fds)]
+            command, fds = [sys.executable, "-c", code, str(theirs.fileno())], [theirs.fileno()]
             self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
-        os.close(held)
         self.conn = Connection(ours.detach())
         self.conn.send(setup)
         self.poll = select.poll()
@@ -116,7 +113,6 @@ class Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
         self.conn.close()
-        os.close(self.lifeline)
         if code is None:
             return "by breaking its connection to the trainer"
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -151,10 +147,9 @@ class Pool:
         with self.changed:
             self.waiting.append(job)
             if not self.threads:
-                make = partial(threading.Thread, target=self._serve, name="rewards", daemon=True)
-                self.threads = [make() for _ in range(self.size)]
-                for thread in self.threads:
-                    thread.start()
+                for _ in range(self.size):
+                    self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
+                    self.threads[-1].start()
             for process in self.processes if self.concurrent > 1 else ():
                 if process.jobs:  # its thread does not look at what waits
                     self._dispatch(process)
@@ -317,41 +312,24 @@ class InProcess:
     def __init__(self, functions: Mapping[str, Function]):
         self.functions = functions
         self.waiting: deque[tuple[Call, Future[Result]]] = deque()
-        self.runner: asyncio.Runner | None = None  # kept: what an async function opens belongs to its loop
+        self.runner = asyncio.Runner()  # kept: what an async function opens belongs to its loop
 
     def submit(self, call: Call) -> Future[Result]:
         self.waiting.append((call, Future()))
         return self.waiting[-1][1]
 
     def run(self) -> None:
-        """Make all calls that were submitted: those of async functions together, at the end."""
+        """Make all calls that were submitted, one after the other."""
         late: set[Any] = set()
-        together = []
         while self.waiting:
             call, future = self.waiting.popleft()
             function = function_of(call.key, self.functions)
-            if function.asynchronous:
-                together.append((function, call, future))
-                continue
             with Counting(late) as counted:
-                outcomes = run(function, call)
+                if function.asynchronous:
+                    outcomes = self.runner.run(run_async(function, call, None), context=copy_context())
+                else:
+                    outcomes = run(function, call)
             future.set_result((outcomes, counted.counts))
-        if together:
-            self.runner = self.runner or asyncio.Runner()
-            self.runner.run(self._together(together))
-
-    async def _together(self, calls: Sequence[tuple[Function, Call, Future[Result]]]) -> None:
-        few = asyncio.Semaphore(CONCURRENT)
-
-        async def make(function: Function, call: Call, future: Future[Result]) -> None:
-            async with few:
-                with Counting() as counted:
-                    outcomes = await run_async(function, call, None)
-                future.set_result((outcomes, counted.counts))
-
-        await asyncio.gather(*(make(*one) for one in calls))
 
     def close(self) -> None:
-        if self.runner:
-            self.runner.close()
-            self.runner = None
+        self.runner.close()
