@@ -32,10 +32,10 @@ PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; how episodes are played
 NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
 
-CODE_LINES = {  # each file's size when this was written, and a few percent
-    "demo.py": 389, "errors.py": 99, "eval.py": 368, "grpo.py": 426, "kernels.py": 382, "merge_lora.py": 137,
-    "model.py": 485, "packing.py": 381, "prepare_data.py": 474, "reward.py": 200, "rollout.py": 370, "train.py": 327,
-    "settings.py": 169, "utils.py": 214,
+CODE_LINES = {  # each file's size when this was written
+    "demo.py": 383, "errors.py": 102, "eval.py": 332, "grpo.py": 414, "kernels.py": 301, "merge_lora.py": 116,
+    "model.py": 406, "packing.py": 369, "prepare_data.py": 446, "reward.py": 198, "rollout.py": 366, "train.py": 321,
+    "settings.py": 172, "utils.py": 212,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()
 ALLOWED_WORDS = {
