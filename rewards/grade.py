@@ -60,7 +60,7 @@ class Response(SimpleNamespace):
 
 
 def response_to(
-    example: Any, text: str, finish_reason: str = "stop", context: RewardContext = RewardContext()  # noqa: B008, frozen
+    example: Any, text: str, finish_reason: str = "stop", context: RewardContext | None = None
 ) -> Response:
     """Return what a Grader takes in place of a Rollout."""
     prompt = SimpleNamespace(example=example, context=context)
@@ -279,7 +279,7 @@ class Grader:
                 self.submit(r)
             calls.append(self.submitted.pop(r, {}))
             for key in [key for key, call in calls[-1].items() if call is None]:
-                task, context = task_name(r.prompt.example.data_source), r.prompt.context
+                task, context = task_name(r.prompt.example.data_source), r.prompt.context or RewardContext()
                 options = task if task in context.stage.options else ""
                 batches.setdefault((key, options, context.step, id(context.stage)), []).append((r, calls[-1]))
         for (key, *_), members in batches.items():
@@ -315,11 +315,12 @@ class Grader:
             self.counts = before
 
     def _call(self, key: str, members: Sequence[tuple[Any, Called]]) -> None:
-        prompt, stage = members[0][0].prompt, members[0][0].prompt.context.stage
-        if stage.options:
-            stage = replace(stage, options=stage.options.get(task_name(prompt.example.data_source), {}))
+        context = members[0][0].prompt.context or RewardContext()
         items = [Item(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
-        future = self._pool(key).submit(Call(self.round, key, items, prompt.context.step, stage))
+        stage = context.stage
+        if stage.options:
+            stage = replace(stage, options=stage.options.get(task_name(items[0].example.data_source), {}))
+        future = self._pool(key).submit(Call(self.round, key, items, context.step, stage))
         for place, (_, called) in enumerate(members):
             called[key] = (future, place)
 
@@ -367,7 +368,8 @@ class Grader:
                 self.shown_kinds.add((failure.kind, failure.what))
                 self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
                           f"The first failure of its kind; with --reward-errors {errors} the run goes on")
-        if failed and (step := rollouts[0].prompt.context.step) != self.shown_step:
+        step = rollouts[0].prompt.context.step if rollouts and rollouts[0].prompt.context else None
+        if failed and step != self.shown_step:
             self.shown_step = step
             kinds = Counter(failure.what for _, failure in failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
