@@ -217,8 +217,11 @@ def test_the_registered_reward_needs_its_row_alone():
     corpus, truths = Corpus(), [json.dumps({"references": references}) for _, references in random_captions()]
     for truth in truths:
         corpus.add(caption.read_truth(truth).references)
-    rows = [SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=caption.counted(truth, corpus))
-            for i, truth in enumerate(truths)]  # fmt: skip
+    rows = []
+    for i, truth in enumerate(truths):
+        fields = {"documents": corpus.size, "frequency": corpus.of(caption.read_truth(truth).references)}
+        truth = json.dumps(json.loads(truth) | fields)
+        rows.append(SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=truth))
     assert check_tasks(rows) == {"caption": 100}
     given = [text for text, _ in random_captions()]
     scored = score_batch(given, rows)
