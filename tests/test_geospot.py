@@ -528,6 +528,7 @@ HOSTILE += ["country" + " " * 28]
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_long_texts_are_quick(piece):
+    geospot_reward("Paris", PARIS, 4)  # which reads the tables of places
     for before in ("", "coordinates: ", '{"country": "'):
         text = before + piece * (100_000 // len(piece))
         start = time.thread_time()
