@@ -557,13 +557,13 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     made.append(write_run(tmp_path / "b" / "run", lr=1e-4))
     watch(made, tmp_path / "out")
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("--lr 0.001 (3 seeds): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
+    assert told[0].startswith("--lr 0.001 (3 runs): ") and told[1].startswith("--lr 0.0001: ") and len(told) == 3
     assert "a band from the lowest to the highest" in told[2]
     assert min(Image.open(tmp_path / "out" / "curves.png").size) > 800
     apart = {Path(end): {"data": end * 50 + "x" * 50} for end in "abc"} | {Path("d"): {}}
     assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
     watch([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
-    assert "(2 seeds)" not in capsys.readouterr().out
+    assert "(2 runs)" not in capsys.readouterr().out
     with pytest.raises(UserError, match="--watch .*/none: no run is there"):
         watch([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')

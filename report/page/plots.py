@@ -249,7 +249,7 @@ def watch(runs: Sequence[Path], out: Path) -> None:
     draw_grid(found, out / "curves.png", len(groups))
     for name, members in groups:
         print(f"{name}: {', '.join(map(str, members))}")
-    print(f"wrote {out / 'curves.png'} (of several seeds: their mean, in a band from the lowest to the highest)")
+    print(f"wrote {out / 'curves.png'} (runs that differ only in their seed: the mean, in a band from the lowest to the highest)")
 
 
 def group_by_settings(settings_of: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, list[Path]]]:
@@ -264,7 +264,7 @@ def group_by_settings(settings_of: Mapping[Path, Mapping[str, str]]) -> list[tup
     for kind, members in zip(kinds, groups.values(), strict=True):
         # of a long path the end tells it from others
         label = " ".join(f"{flag_of(name)} {kind.get(name, '-')[-40:]}" for name in differing) or members[0].name
-        found.append((f"{label} ({len(members)} seeds)" if len(members) > 1 else label, members))
+        found.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, members))
     return found
 
 
