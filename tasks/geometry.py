@@ -41,7 +41,7 @@ from reward import (
 from sources.images import read_file
 from sources.tables import data_files
 from tasks import _math_verify
-from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_table_of
+from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_of
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 
@@ -767,4 +767,4 @@ def scenes(rng: random.Random) -> Scene:
     return [png(image)], questions
 
 
-toy = toy_table_of("geo3k", scenes, TOY_TYPES, "images", "problem")
+toy = toy_of("geo3k", scenes, TOY_TYPES, "problem", answers="answer")

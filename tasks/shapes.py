@@ -202,30 +202,22 @@ def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[t
         yield images, kind, prompt, truth
 
 
-def toy_of(task: str, scenes: Scenes, kinds: Sequence[str]) -> Toy:
-    """Return the `toy` of a task that draws: n rows in the on-disk format, see `in_turn`."""
+def toy_of(
+    task: str, scenes: Scenes, kinds: Sequence[str], prompts: str = "prompt", images: str = "images", answers: str = ""
+) -> Toy:
+    """Return the `toy` of a task that draws: n rows, see `in_turn`, in the on-disk format, or with other names for the
+    columns of prompts, images and answers."""
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (images, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+        for index, (files, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+            answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
-            yield {
+            yield answer | {
                 "data_source": task,
-                "prompt": [{"role": "user", "content": prompt}],
-                "images": [{"bytes": image, "path": None} for image in images],
-                "reward_model": {"style": "rule", "ground_truth": truth},
+                prompts: [{"role": "user", "content": prompt}],
+                images: [{"bytes": file, "path": None} for file in files],
                 "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
             }
-
-    return toy
-
-
-def toy_table_of(task: str, scenes: Scenes, kinds: Sequence[str], image: str = "image", text: str = "question") -> Toy:
-    """Return the `toy` of a task whose rows are {image, question, answer, answer_type}, as in users' files."""
-
-    def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, ([data], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), kinds)):
-            row = {"data_source": task, image: data, text: question, "answer": answer, "answer_type": kind}
-            yield row | {"split": split, "index": index, "uid": f"{task}-{split}-{seed}-{index}"}
 
     return toy
 

@@ -26,7 +26,7 @@ from errors import UserError, need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, count, extract_boxed, register, unwrap_truth, weighted
 from tasks._tables import any_rows
-from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_table_of
+from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_of
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
 DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "instruction": "vqa"}
@@ -832,4 +832,4 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             yield images, [(kind, prompt, boxed(truth, seen), truth) for kind, prompt, truth in prompts]
 
 
-toy = toy_table_of("vqa", scenes, TOY_TYPES)
+toy = toy_of("vqa", scenes, TOY_TYPES, "question", "image", "answer")
