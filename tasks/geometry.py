@@ -173,7 +173,9 @@ REWRITES = [
     (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
     (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
     (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
-    (r"\*\*|<=|>=", lambda sign: {"**": "^", "<=": "≤", ">=": "≥"}[sign[0]]),
+    (r"\*\*", "^"),
+    ("<=", "≤"),
+    (">=", "≥"),
     (r"\s+", " "),
     (r" ?(?<![A-Za-z\\])per ?cent(?![A-Za-z])", "%"),
     (r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°"),
@@ -387,12 +389,18 @@ def in_radians(text: str) -> str:
 
 # --- comparing answers --------------------------------------------------------------------------------------------
 
-MILLIMETRES = {"mm": "1", "cm": "10", "m": "1000", "in": "25.4", "ft": "304.8", "yd": "914.4"}
-MILLIMETRES |= {"km": "1000000", "mi": "1609344"}
-UNITS = {name: name for name in MILLIMETRES} | dict.fromkeys(("unit", "units"), "unit")
-UNITS |= dict(inch="in", inches="in", foot="ft", feet="ft", yard="yd", yards="yd", mile="mi", miles="mi")
-for prefix, unit in {"milli": "mm", "centi": "cm", "": "m", "kilo": "km"}.items():
-    UNITS |= dict.fromkeys((f"{prefix}met{end}" for end in ("er", "ers", "re", "res")), unit)
+LENGTHS = """
+1 mm millimeter millimeters millimetre millimetres
+10 cm centimeter centimeters centimetre centimetres
+25.4 in inch inches
+304.8 ft foot feet
+914.4 yd yard yards
+1000 m meter meters metre metres
+1000000 km kilometer kilometers kilometre kilometres
+1609344 mi mile miles
+any unit units
+"""  # in millimetres
+UNITS = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
 UNIT = re.compile(
     r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
     rf"({'|'.join(sorted(UNITS, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
@@ -454,7 +462,7 @@ def all_paired(right: list[list[bool]]) -> bool:
 
 
 def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
-    """(value, (unit, its power)), or (text, None); a lone `m` is a unit only if no other letter is used."""
+    """(value, (its unit in millimetres, power)), or (text, None); a lone `m` is one only if no other letter is used."""
     found = UNIT.search(text)
     degrees = ("°", 1) if "°" in text else None
     value = text[: found.start()].strip() if found else ""
@@ -471,10 +479,10 @@ def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | No
     """A value in one unit as an expression in the other; None if they contradict. `units` and none go with any."""
     if not unit or not other or unit == other:
         return text
-    (name, power), (other_name, other_power) = unit, other
-    if power != other_power or "°" in (name, other_name):
+    (length, power), (other_length, other_power) = unit, other
+    if power != other_power or "°" in (length, other_length):
         return None
-    return text if "unit" in (name, other_name) else f"({text})*({MILLIMETRES[name]}/{MILLIMETRES[other_name]})^{power}"
+    return text if "any" in (length, other_length) else f"({text})*({length}/{other_length})^{power}"
 
 
 def is_choice(prediction: str, letter: str) -> bool:
