@@ -220,10 +220,8 @@ def caption_reward(response: str, truth: str, corpus: Corpus | None = None) -> d
 @register("caption")
 def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """By the row alone."""
-    try:
+    with refusing(UserError, f"row {example.uid!r}"):
         return caption_reward(response, example.ground_truth)
-    except UserError as error:
-        raise UserError(f"row {example.uid!r}: {error}") from error
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -417,10 +417,8 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 @register("geospot", "osv5m", answerable=answerable)
 def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
     """Grade by the options of a curriculum's `stage`, a reward.Stage; without any, all parts count at 25 km."""
-    try:
+    with refusing(UserError, f"row {example.uid!r}"):
         return geospot_reward(response, example.ground_truth, stage_of(stage.options if stage else {}))
-    except UserError as error:
-        raise UserError(f"row {example.uid!r}: {error}") from error
 
 
 # --- an invented map --------------------------------------------------------------------------------------------------

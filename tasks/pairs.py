@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
+from reward import register, unwrap_truth, weighted
 from tasks._tables import any_rows, first, row_of
 from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, toy_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
@@ -106,10 +106,9 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images"
     need(truth is not None, f"{told}; write 1 to {n}, both, all or none")
     answer = answer_of(response, finish_reason)
-    named = None
-    if answer is not None and len(answer) <= MAX_ANSWER_CHARS:
-        question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
-        named = images_named(answer, n, known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " ")))
+    question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
+    known = known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " "))
+    named = images_named(answer or "", n, known)
     rewards = weighted(named == truth, answer is not None and only_box(response, answer))
     return rewards | {"images": [float(named is not None and (i in named) == (i in truth)) for i in range(n)]}
 

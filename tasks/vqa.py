@@ -630,11 +630,8 @@ def without_known(text: str, known: frozenset[str]) -> str:
 @lru_cache(4096)  # a truth is met once for each of its samples
 def references(truth: str) -> tuple[str, ...]:
     """The cleaned answers of a truth: itself, or those in its JSON list."""
-    answers = [truth]
-    if truth.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            answers = json.loads(truth)
-    return tuple(clean(str(answer)) for answer in answers)
+    answers = from_json(truth)
+    return tuple(clean(str(answer)) for answer in (answers if isinstance(answers, list) else [truth]))
 
 
 @lru_cache(4096)
