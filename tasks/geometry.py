@@ -730,19 +730,21 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
 STEP = 18  # pixels between the lattice's lines
+GREY = (190, 190, 190)  # the lattice
 LEGS = range(1, 5)  # lengths, in squares
 DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
 
 
 def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, across: int, up: int) -> None:
     """A right triangle: three corners of a rectangle of `across` by `up` squares, somewhere on a lattice of 4 by 4."""
-    left, top = (rng.randint(0, SIDE - 4 * STEP - 1) for _ in range(2))
-    for i in range(5):
-        draw.line((left, top + i * STEP, left + 4 * STEP, top + i * STEP), fill=(190, 190, 190))
-        draw.line((left + i * STEP, top, left + i * STEP, top + 4 * STEP), fill=(190, 190, 190))
+    size = 4 * STEP
+    left, top = (rng.randint(0, SIDE - size - 1) for _ in range(2))
+    for i in range(0, size + 1, STEP):
+        draw.line((left, top + i, left + size, top + i), fill=GREY)
+        draw.line((left + i, top, left + i, top + size), fill=GREY)
     x = left + STEP * rng.randint(0, 4 - across)
     y = top + STEP * rng.randint(0, 4 - up)
-    corners = [(x, y), (x + across * STEP, y), (x, y + up * STEP), (x + across * STEP, y + up * STEP)]
+    corners = [(x + right, y + down) for down in (0, up * STEP) for right in (0, across * STEP)]
     corners.pop(rng.randrange(4))
     draw.polygon(corners, fill=COLOURS[colour], outline=(0, 0, 0))
 

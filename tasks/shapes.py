@@ -84,24 +84,18 @@ USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annota
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-def polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float]]:
-    """Corners of a shape of radius r around (x, y)."""
-    if shape == "square":
-        return [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
-    if shape == "triangle":
-        return [(x, y - r), (x + r, y + r), (x - r, y + r)]
-    points = []
-    for i in range(10):  # of a star
-        reach = r * (1.15 if i % 2 == 0 else 0.45)
-        points.append((x + reach * math.sin(i * math.pi / 5), y - reach * math.cos(i * math.pi / 5)))
-    return points
+CORNERS = {  # of shapes of radius 1 around (0, 0)
+    "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+    "triangle": ((0, -1), (1, 1), (-1, 1)),
+    "star": [(r * math.sin(i * math.pi / 5), -r * math.cos(i * math.pi / 5)) for i, r in enumerate([1.15, 0.45] * 5)],
+}
 
 
 def draw_shape(draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple) -> None:
     if shape == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     else:
-        draw.polygon(polygon(shape, x, y, r), fill=fill)
+        draw.polygon([(x + r * across, y + r * down) for across, down in CORNERS[shape]], fill=fill)
 
 
 def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, fill: tuple, shape: str, count: int) -> None:
