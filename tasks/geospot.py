@@ -10,7 +10,6 @@ import math
 import random
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import chain
@@ -23,7 +22,7 @@ from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._places import REGION_NAMES
-from tasks._tables import any_rows, first, row_of
+from tasks._tables import any_rows, files_below, first, row_of
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = (
@@ -101,11 +100,6 @@ def place_of(record: dict) -> dict[str, Any]:
     return {field: first([record.get(name) for name in columns]) for field, columns in COLUMNS.items()}
 
 
-@cache
-def files_by_id(root: Path) -> dict[str, str]:
-    return {path.stem: str(path.relative_to(root)) for path in root.rglob("*.jpg")}
-
-
 def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     found = place_of(record)
@@ -120,7 +114,7 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
         fields |= {"lat": coordinates[0], "lon": coordinates[1]}
     need(fields, "no country, region, city, lat or lon; at least one of these columns has to hold something")
     here = first([record.get(name) for name in (cfg.image_key, "image")])
-    by_id = files_by_id(root).get(str(record["id"])) if here is None and "id" in record else None
+    by_id = files_below(root, "*.jpg").get(f"{record['id']}.jpg") if here is None and "id" in record else None
     image = first([here, by_id, *(record.get(name) for name in IMAGES)])
     told = f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
     need(image is not None, told)
@@ -205,24 +199,17 @@ def without_kind(name: str) -> str:
 @cache
 def region_names(country: str) -> dict[str, str]:
     """Plain name -> the one that stands for it, of a country's regions: ISO 3166-2's own variants, `Catalunya
-    [Cataluña]`, and those of REGION_NAMES."""
+    [Cataluña]`, and those of REGION_NAMES; all of these if the country is not known."""
     import pycountry
 
     names = {}
     for region in pycountry.subdivisions.get(country_code=country) or ():
         variants = [plain(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if plain(part)]
         names |= {without_kind(name): without_kind(variants[0]) for name in variants}
-    for other, name in REGION_NAMES.get(country, ()):
+    others = REGION_NAMES.get(country, ()) if len(country) == 2 else chain(*REGION_NAMES.values())
+    for other, name in others:
         names[other] = names.get(without_kind(name), without_kind(name))
     return names
-
-
-@cache
-def all_region_names() -> dict[str, str]:
-    """Those of REGION_NAMES in one, for a truth without a country; not those that two countries have."""
-    pairs = [(other, without_kind(name)) for other, name in chain(*REGION_NAMES.values())]
-    often = Counter(other for other, _ in pairs)
-    return {other: name for other, name in pairs if often[other] == 1}
 
 
 @lru_cache(65536)
@@ -235,8 +222,7 @@ def region_of(text: str, country: str) -> str:
         code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
         found = pycountry.subdivisions.get(code=f"{country}-{code}")
         name = plain(re.split(r"[\[/,]", found.name)[0]) if found else name
-    names = region_names(country) if len(country) == 2 else all_region_names()
-    short = without_kind(name)
+    names, short = region_names(country), without_kind(name)
     return names.get(name) or names.get(short, short)  # `moscow oblast` is not `moscow`
 
 

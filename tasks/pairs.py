@@ -8,7 +8,6 @@ last of two or three; of more only leftmost and rightmost are clear. A truth may
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from PIL import Image, ImageDraw
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import register, unwrap_truth, weighted
-from tasks._tables import any_rows, first, row_of
+from tasks._tables import any_rows, files_below, first, row_of
 from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, toy_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
@@ -128,11 +127,6 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     return any_rows(cfg, SIDES[0] + SIDES[1], lambda record, root: pair_record(record, root, cfg))
 
 
-@cache
-def files_by_name(root: Path) -> dict[str, str]:
-    return {path.name: str(path.relative_to(root)) for path in root.rglob("*-img[0-9].png")}
-
-
 def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     statement = first([record.get(cfg.prompt_key), record.get("sentence")])
@@ -147,7 +141,7 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
         known = unwrap_truth(str(truth)).lower() in ("true", "false")
         need(known, f"label is {truth!r:.80}, expected True or False")
     stem = str(record.get("identifier", "")).rpartition("-")[0]
-    names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
+    names = [files_below(root, "*-img[0-9].png").get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
     images = next((pair for pair in [*pairs[:1], names, *pairs[1:]] if pair and None not in pair), None)
     images = first([record.get(cfg.image_key), images])
