@@ -68,10 +68,6 @@ class StageSpec:
         """Does it need the running solve rates?"""
         return bool(self.solved) or self.column == SOLVED
 
-    @property
-    def by_column(self) -> bool:
-        return self.order != "" and self.column != SOLVED
-
 
 def read_file(file: str) -> list[StageSpec]:
     """Return the stages of --curriculum."""
@@ -145,7 +141,8 @@ class Curriculum(DataOrder):
 
     def _shares(self, spec: StageSpec) -> list[tuple[list[int], int]]:
         told, tasks = spec.told, [task_name(example.data_source) for example in self.examples]
-        for column in (*spec.where, *([spec.column] if spec.by_column else [])):
+        by_column = spec.column not in ("", SOLVED)
+        for column in (*spec.where, *([spec.column] if by_column else [])):
             known = column == "data_source" or any(column in example.extra for example in self.examples)
             need(known, f"{told}: no example has a column {column!r} in its extra_info")
         for task in spec.reward:
@@ -154,7 +151,7 @@ class Curriculum(DataOrder):
             i for i, example in enumerate(self.examples)
             if all(fits(column_of(example, column), wanted) for column, wanted in spec.where.items())
         ]  # fmt: skip
-        if spec.by_column:  # equal ones stay as they are in the data
+        if by_column:  # equal ones stay as they are in the data
             values = {i: column_of(self.examples[i], spec.column) for i in chosen}
             for i, value in values.items():
                 row = f"example {self.examples[i].uid!r} has {value!r} there"

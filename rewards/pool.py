@@ -175,7 +175,11 @@ class Pool:
         """Keep a process, and hand it calls."""
         process = None
         try:
-            while self._wait():
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.waiting or self.closed)
+                    if self.closed:
+                        break
                 while process and process.poll.poll(0):  # it died, or its reward has forked and answers twice
                     process = self._receive(process)
                 process = process or self._start()
@@ -199,24 +203,16 @@ class Pool:
                 process.end(1.0)
                 self.processes.remove(process)
 
-    def _wait(self) -> bool:
-        """Wait for a call. Return whether there is one; if not, the pool closes."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.closed)
-            return not self.closed
-
     def _start(self) -> Process | None:
         """Start a process. If no thread can start one, all that waits has failed."""
         process = Process(self.setup)
         self.processes.append(process)
         trace = ""
-        try:
+        with suppress(*CAUGHT):  # it died
             if not process.is_late():
                 kind, *more = process.conn.recv()
                 process.ready = kind == "ready"
                 trace = "".join(more)
-        except CAUGHT:  # it died
-            pass
         if process.ready:
             with self.changed:
                 self.failing.clear()
