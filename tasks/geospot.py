@@ -53,7 +53,7 @@ STAGES = (  # there are four parts, so the fifth stage only tightens the toleran
 
 CURRICULUM = [
     {
-        "name": ", ".join(stage.parts) + (f" at {stage.tolerance_km:g} km" if "coordinates" in stage.parts else ""),
+        "name": f"{', '.join(stage.parts)} at {stage.tolerance_km:g} km",
         "from": stage.first_step,
         "reward": {"geospot": {"pays": list(stage.parts), "tolerance_km": stage.tolerance_km}},
     }
@@ -66,7 +66,7 @@ def stage_of(options: Mapping[str, Any]) -> Stage:
     unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
     need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
-    known = isinstance(pays, list | tuple) and pays and all(isinstance(p, str) and p in WEIGHTS for p in pays)
+    known = isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys()
     need(known, f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     need(

@@ -54,16 +54,14 @@ def position(word: str, n: int) -> int | None:
         return n - 1 if n <= 3 or word != "right" else None
     if word in ("middle", "center", "centre", "central"):
         return n // 2 if n % 2 else None
-    digits = re.fullmatch("([0-9]{1,3})(?:st|nd|rd|th)?", word)
-    value = number_at([word]) if word not in SCALES else None  # `a pair` is how many
-    if digits:
-        place = int(digits[1]) - 1
+    word = re.sub("(?<=[0-9])(?:st|nd|rd|th)$", "", word)
+    number = None if word in SCALES else number_at([word])  # `a pair` is how many
+    if number:
+        place = int(number[0]) - 1
     elif word in ORDINALS:
         place = ORDINALS.index(word)
-    elif len(word) == 1:
-        place = LETTERS.lower().index(word)
     else:
-        place = int(value[0]) - 1 if value else -1
+        place = LETTERS.lower().find(word) if len(word) == 1 else -1
     return place if 0 <= place < n else None
 
 
