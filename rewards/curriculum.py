@@ -141,7 +141,7 @@ class Curriculum(DataOrder):
 
     def _shares(self, spec: StageSpec) -> list[tuple[list[int], int]]:
         told, tasks = spec.told, [task_name(example.data_source) for example in self.examples]
-        by_column = spec.column not in ("", SOLVED)
+        by_column = spec.order and spec.column != SOLVED
         for column in (*spec.where, *([spec.column] if by_column else [])):
             known = column == "data_source" or any(column in example.extra for example in self.examples)
             need(known, f"{told}: no example has a column {column!r} in its extra_info")
