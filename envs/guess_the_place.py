@@ -73,8 +73,8 @@ class GuessThePlace(Environment):
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
         place = read_truth(example.ground_truth)
-        has = "coordinates" in place
-        need(has, f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
+        need("coordinates" in place,
+             f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
         self.place = place["coordinates"]
         return with_instruction(example.messages, INSTRUCTION, TOLD), example.images
 

@@ -92,8 +92,8 @@ def read_call(text: str, images: int, scale: int = 1) -> tuple[int, Box]:
     """(which image, from 0; where in it) of `top left` or `2: top left`."""
     number, _, place = (text[: MAX_CALL_CHARS + 1] if ":" in text else f"1:{text}").rpartition(":")
     number = number.lower().replace("image", "").strip()
-    known = re.fullmatch("[0-9]{1,4}", number) and 1 <= int(number) <= images
-    need(known, f"There is no such image; there are {images}, from 1.")
+    need(re.fullmatch("[0-9]{1,4}", number) and 1 <= int(number) <= images,
+         f"There is no such image; there are {images}, from 1.")
     return int(number) - 1, read_box(place, scale)
 
 

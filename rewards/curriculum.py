@@ -83,8 +83,8 @@ def read_file(file: str) -> list[StageSpec]:
 def specs_of(stages: Sequence[Any], of: str) -> list[StageSpec]:
     specs = [spec_of(stage, number, f"{of}: stage {number + 1}") for number, stage in enumerate(stages)]
     steps = [spec.first_step for spec in specs]
-    rising = steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
-    need(rising, f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
+    need(steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False)),
+         f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
     return specs
 
 
@@ -143,8 +143,8 @@ class Curriculum(DataOrder):
         told, tasks = spec.told, [task_name(example.data_source) for example in self.examples]
         by_column = spec.order and spec.column != SOLVED
         for column in (*spec.where, *([spec.column] if by_column else [])):
-            known = column == "data_source" or any(column in example.extra for example in self.examples)
-            need(known, f"{told}: no example has a column {column!r} in its extra_info")
+            need(column == "data_source" or any(column in example.extra for example in self.examples),
+                 f"{told}: no example has a column {column!r} in its extra_info")
         for task in spec.reward:
             need(task in tasks, f"{told}: options for the reward of {task!r}, of which there is no example")
         chosen = [

@@ -219,15 +219,15 @@ class Grader:
         its first step), so that a broken function or option stops the run before a model loads."""
         known = ", ".join(sorted(self.first))
         for task in self.custom:
-            spec = f"--reward {task}={self.custom[task]}"
-            need(not task or task in self.first, f"{spec}: no row has the task {task!r}; there are {known}")
+            need(not task or task in self.first,
+                 f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}")
         with self.uncounted(), Note("this was the trial call before the run"):
             for step, stage in stages if main else ():
                 for task, example in self.first.items():
                     own = self.own(example)
                     reads = own is not None and "stage" in function_of(own, self.functions).takes
-                    useless = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
-                    need(reads or task not in stage.options, useless)
+                    need(reads or task not in stage.options,
+                         f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out")
                     if own in self.functions or task in stage.options:
                         text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
                         context = RewardContext(step=step, stage=stage)

@@ -67,8 +67,7 @@ def find_stages(file: str | None, examples: Sequence[Any]) -> tuple[ModuleType |
     present = {task_name(example.data_source) for example in examples}
     found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
     own = [name for name in found if name in present]
-    several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
-    need(len(own) < 2, several)
+    need(len(own) < 2, f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none")
     if not own:
         return None, None
     curriculum = plug_in("rewards.curriculum", f"the stages of task {own[0]}", "use --curriculum none")

@@ -81,8 +81,7 @@ def shards_of(folder: File, split: str | None) -> list[File]:
     there = [ours for ours, shards in by_split.items() if shards]
     if split and there:
         return by_split[split]
-    told = f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'"
-    need(len(there) <= 1, told)
+    need(len(there) <= 1, f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'")
     return files
 
 

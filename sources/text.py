@@ -27,8 +27,9 @@ def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank."""
     for line, text in enumerate(text_lines(file), 1):
         array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
-        told = f"{file} is one JSON array; write an object with prompt, images and answer on each line"
-        need(not array, f"{told}, as by: jq -c '.[]' {file} > rows.jsonl")
+        need(not array,
+             f"{file} is one JSON array; write an object with prompt, images and answer on each line, as by: jq -c "
+             f"'.[]' {file} > rows.jsonl")
         if text.strip():
             try:
                 row = json.loads(text)

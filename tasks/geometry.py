@@ -714,8 +714,7 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 
 @cache
 def require_math_verify() -> None:
-    found = importlib.util.find_spec("math_verify")
-    need(found, "geo3k grading needs math-verify; pip install -r requirements.txt")
+    need(importlib.util.find_spec("math_verify"), "geo3k grading needs math-verify; pip install -r requirements.txt")
 
 
 @register("geo3k", "geometry3k", answerable=answerable)

@@ -66,8 +66,8 @@ def stage_of(options: Mapping[str, Any]) -> Stage:
     unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
     need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
-    known = isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys()
-    need(known, f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
+    need(isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys(),
+         f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     need(
         number and 0 < tolerance <= 20_000, f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000"
@@ -105,8 +105,8 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     found = place_of(record)
     fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
     for field, name in fields.items():
-        good = isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS
-        need(good, f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
+        need(isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS,
+             f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
     lat, lon = found["lat"], found["lon"]
     if (lat, lon) != (None, None):
         coordinates = read_coordinates(found)
@@ -116,8 +116,8 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     here = first([record.get(name) for name in (cfg.image_key, "image")])
     by_id = files_below(root, "*.jpg").get(f"{record['id']}.jpg") if here is None and "id" in record else None
     image = first([here, by_id, *(record.get(name) for name in IMAGES)])
-    told = f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
-    need(image is not None, told)
+    need(image is not None,
+         f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}")
     truth = json.dumps(fields, ensure_ascii=False)
     return row_of("geospot", record, (*IMAGES, *chain(*COLUMNS.values())), image, truth, cfg, INSTRUCTION)
 

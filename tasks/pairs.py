@@ -41,8 +41,8 @@ IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may
 @register("nlvr2", "pairs")
 def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """As a visual question whose truth is True or False."""
-    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False"
-    need(example.ground_truth.strip().lower() in ("true", "false"), f"{told}; correct or remove it")
+    need(example.ground_truth.strip().lower() in ("true", "false"),
+         f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False; correct or remove it")
     return vqa(response, example, finish_reason)
 
 
@@ -100,8 +100,9 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     """
     n = len(example.images)
     truth = images_named(example.ground_truth, n)
-    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images"
-    need(truth is not None, f"{told}; write 1 to {n}, both, all or none")
+    need(truth is not None,
+         f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images; write 1 to {n}, "
+         "both, all or none")
     answer = answer_of(response, finish_reason)
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
     known = known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " "))
@@ -130,14 +131,13 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     statement = first([record.get(cfg.prompt_key), record.get("sentence")])
     text = first([statement, record.get("question")])
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
-    told = "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    need(isinstance(text, str) and truth is not None, told)
+    need(isinstance(text, str) and truth is not None,
+         "no statement or question, or no truth: looked for columns sentence and label, question and answer")
     source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
     if statement is not None:
         source, kind, asked, instruction = "nlvr2", "statement", f"Statement: {text}", INSTRUCTION
         truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth)
-        known = unwrap_truth(str(truth)).lower() in ("true", "false")
-        need(known, f"label is {truth!r:.80}, expected True or False")
+        need(unwrap_truth(str(truth)).lower() in ("true", "false"), f"label is {truth!r:.80}, expected True or False")
     stem = str(record.get("identifier", "")).rpartition("-")[0]
     names = [files_below(root, "*-img[0-9].png").get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]

@@ -54,8 +54,9 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     UserError if `extra["answer_type"]` is missing or unknown.
     """
     kind = example.extra.get("answer_type")
-    told = f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}"
-    need(kind in ANSWER_TYPES, f"{told}; write it again with `python prepare_data.py shapes`")
+    need(kind in ANSWER_TYPES,
+         f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; write it again with "
+         "`python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
         return weighted(0.0, 0.0)

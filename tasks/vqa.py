@@ -672,8 +672,8 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
         choices = choices_in(question)
     options = ", ".join(map(str, choices))
     for truth in truths if choices else ():
-        told = f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it"
-        need(choice_of(truth, choices) is not None, told)
+        need(choice_of(truth, choices) is not None,
+             f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it")
     answer = answer_of(response, finish_reason)
     other = re.search(r"\?|[0-9] ?!", answer or "")  # `Red?` asks, and `3!` is 6
     if answer is None or other and other[0][-1] not in example.ground_truth:
@@ -757,8 +757,8 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
         row.setdefault("answer_type", kind)
     if choices:
         choices = list(choices.values()) if isinstance(choices, dict) else choices
-        ok = isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS)
-        need(ok, f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
+        need(isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS),
+             f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
         row["choices"] = [str(choice) for choice in choices]
         row[answer_key] = letter_of(answer, choices)
         row[question_key] = with_choices(row.get(question_key), row["choices"])
