@@ -336,8 +336,7 @@ class Play(Responses):
         images = r.prompt.images + images
         short_ids = self.processor.render(messages)
         ids = self.processor.expand(short_ids, images)
-        prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids)
-        return Rollout(prompt, r.sample)
+        return Rollout(Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids), r.sample)
 
     def _plain(self, message: dict) -> dict:
         """What the policy said, where the template writes it anew: special tokens and marks that it spelt stay text."""

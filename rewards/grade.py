@@ -327,8 +327,7 @@ class Grader:
             if place not in self.pools:
                 keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
                 setup = Setup(keys, self.make_judge if key == JUDGE else None, alone, self.cfg.reward_timeout)
-                size = 1 if alone else self.cfg.reward_workers
-                self.pools[place] = Pool(size, setup, CONCURRENT if alone else 1)
+                self.pools[place] = Pool(1 if alone else self.cfg.reward_workers, setup, CONCURRENT if alone else 1)
             return self.pools[place]
 
     def _total(self, rollout: Any, called: Called) -> Outcome:

@@ -46,8 +46,7 @@ class DataOrder:
     def batch(
         self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
     ) -> list[Any]:
-        chosen = batch_of(position + round, len(self.examples), self.per_step, self.seed)
-        return [self.examples[i] for i in chosen]
+        return [self.examples[i] for i in batch_of(position + round, len(self.examples), self.per_step, self.seed)]
 
     def after_step(self, memory: Memory, step: int, position: int, solved: Mapping[str, float]) -> Memory:
         return {}

@@ -50,7 +50,6 @@ def csv_records(file: File) -> Iterator[tuple[str, Record]]:
             if len(cells) == len(columns):
                 yield f"line {reader.line_num}", dict(zip(columns, cells, strict=True))
             elif cells:
-                problem = f"{len(cells)} cells but the header names {len(columns)} columns"
-                yield f"line {reader.line_num}", problem
+                yield f"line {reader.line_num}", f"{len(cells)} cells but the header names {len(columns)} columns"
     except csv.Error as e:
         raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e

@@ -293,7 +293,7 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
     total, group, least = Decimal(0), None, Decimal(10**15)  # `least`: the smallest scale so far
     last = ""
     while at < len(words):
-        word, following = words[at], words[at + 1] if at + 1 < len(words) else ""
+        word = words[at]
         small, scale = SMALL.get(word), SCALES.get(word)
         written = NUMBER.fullmatch(word) if word.strip("-") else None
         if small is not None:
@@ -309,11 +309,11 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
                 total, group, least = total + group, None, Decimal(scale)
         elif written and group is None and Decimal(word.replace(",", "")) < least:
             group = Decimal(word.replace(",", ""))
-            sign = 1 if total and group < 0 else sign
         elif word == "and" and words[at + 1 : at + 3] == ["a", "half"] and last:
+            group = (group or 0) + Decimal("0.5")
             at += 3
-            return sign * (total + (group or 0) + Decimal("0.5")), at
-        elif not (word == "and" and (last == "hundred" or last in SCALES) and following in SMALL):
+            break
+        elif not (word == "and" and last in SCALES and SMALL.keys() & words[at + 1 : at + 2]):
             break
         last = word if word != "and" else last
         at += 1
