@@ -68,10 +68,8 @@ def stage_of(options: Mapping[str, Any]) -> Stage:
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
     need(isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys(),
          f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    need(
-        number and 0 < tolerance <= 20_000, f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000"
-    )
+    need(isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 < tolerance <= 20_000,
+         f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000")
     return Stage(0, tuple(dict.fromkeys(pays)), float(tolerance))
 
 
@@ -436,10 +434,8 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     """A pale island with a coloured coast, with black marks, one to a cell."""
     image = Image.new("RGB", (SIDE, SIDE), (*(rng.randint(205, 225) for _ in range(2)), rng.randint(235, 255)))
     draw = ImageDraw.Draw(image)
-    coast = []
-    for i in range(18):
-        reach = SIDE / 2 * rng.uniform(0.85, 1.0)
-        coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
+    reaches = [(i * math.pi / 9, SIDE / 2 * rng.uniform(0.85, 1.0)) for i in range(18)]
+    coast = [(SIDE / 2 + reach * math.cos(angle), SIDE / 2 + reach * math.sin(angle)) for angle, reach in reaches]
     draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
     draw_shapes(draw, rng, INK, shape, marks)
     return png(image)

@@ -382,15 +382,16 @@ def says(text: str, asked: "Asked") -> bool | None:
     said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
         return None
+    wanted = words_of(asked.question)
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
-    denied = negated or DENIALS & set(words) - set(words_of(asked.question))
+    denied = negated or DENIALS & {*words} - {*wanted}
     other = any(SAYS.get(word, said) != said for word in words) or (said and denied)
-    hedged = HEDGES & set(words) - NEGATIONS or MODALS & set(words) - set(words_of(asked.question))
+    hedged = HEDGES & {*words} or MODALS & {*words} - {*wanted}
     expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
     if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
         return None
     words = re.findall(r"[^\s.,!?;:]+", re.sub("'(?:s|re)(?![a-z])", " is", rest))
-    return said if negated or gives_reason(said, words, bool(mark), words_of(asked.question)) else None
+    return said if negated or gives_reason(said, words, bool(mark), wanted) else None
 
 
 AUXILIARIES = set("is are was were does do did has have can will would could".split())
@@ -414,10 +415,9 @@ def gives_reason(yes: bool, words: list[str], apart: bool, asked: list[str]) -> 
     if yes:
         plain = SAY_NOTHING | CERTAIN | set(NUMBER_WORDS) | set(SAYS)
         return not words or any(w in plain or w.isdecimal() or root(w) in wanted for w in words)
-    if not content or "no" in words:
-        return states(" ".join(words), " ".join(asked)) is not True
-    if apart or words[0] in {*PRONOUNS, *ARTICLES}:
-        there = words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
+    denies = not content or "no" in words
+    if denies or apart or words[0] in {*PRONOUNS, *ARTICLES}:
+        there = not denies and words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
         return not there and states(" ".join(words), " ".join(asked)) is not True
     definite = asked[0] not in AUXILIARIES or {"the", *PRONOUNS} & set(asked[1:2]) - {"there"}
     return bool(definite) or content[0] in map(root, NEAR.split(" ".join(asked))[0].split())
