@@ -62,14 +62,13 @@ class Environments:
             if inspect.isawaitable(said):
                 said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
         with refusing(UserError, where):
-            messages, images = checked_start(said)
-            same = images is example.images
-            images = images if same else list(map(encoded, images))
-            sizes = example.image_sizes if same else [decoded(data).size for data in images]
+            start = start_as(said, example)
+            same = start.images is example.images
+            sizes = example.image_sizes if same else [decoded(data).size for data in start.images]
         close(env, self.flag)
         self.most_at_start = max(self.most_at_start, len(sizes))
         self.largest = max([self.largest, *sizes], key=math.prod)
-        return replace(example, messages=messages, images=images)
+        return start
 
     def image_limits(self) -> tuple[int, tuple[int, int]]:
         """The most images of an episode, and the size of the largest that one began with, of all examples so far."""
@@ -97,13 +96,14 @@ def load_class(name: str) -> type:
 # ----------------------------------------------------------------------------------------------------------------------
 # What environments say, checked
 
-def checked_start(said: Any) -> tuple[list[dict], Any]:
-    """What `reset` returned: messages and images."""
+def start_as(said: Any, example: Example) -> Example:
+    """Return an example with what `reset` returned for it: messages and images."""
     need(isinstance(said, tuple | list) and len(said) == 2,
          f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
     messages, images = checked_messages(*said)
     check_marks(messages, images)
-    return messages, images
+    images = images if images is example.images else list(map(encoded, images))
+    return replace(example, messages=messages, images=images)
 
 
 def check_marks(messages: Sequence[dict], images: Sequence[Any]) -> None:

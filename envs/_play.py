@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from envs import Observation
-from envs._load import Environments, check_image, check_marks, checked_messages, checked_start, copied, decoded, encoded
+from envs._load import Environments, check_image, check_marks, checked_messages, copied, decoded, start_as
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
@@ -219,11 +219,10 @@ class Play(Responses):
     def _same_start(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
         prompt = episode.rollout.prompt
-        messages, images = checked_start(said)
-        same = messages == list(prompt.start.messages)
-        if images is not prompt.example.images:
-            same &= list(map(encoded, images)) == list(prompt.start.images)
-        need(same, "reset says something else than before for the same example")
+        start = start_as(said, prompt.example)
+        same = start.images is prompt.example.images or start.images == list(prompt.start.images)
+        need(same and start.messages == list(prompt.start.messages),
+             "reset says something else than before for the same example")
 
     def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""

@@ -113,6 +113,6 @@ def expert(example: Example, responses: Sequence[str], observations: Sequence[st
     place = json.loads(example.ground_truth)
     if responses:
         return toy_answer(place)
-    [colour] = [colour for colour, country in COUNTRIES.items() if country == place["country"]]
-    [shape] = [shape for shape, region in REGIONS.items() if region == place["region"]]
+    colour = {country: colour for colour, country in COUNTRIES.items()}[place["country"]]
+    shape = {region: shape for shape, region in REGIONS.items()}[place["region"]]
     return toy_answer(toy_place(colour, shape, FIRST))

@@ -49,10 +49,10 @@ def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, fl
 
 # --- what is asked for --------------------------------------------------------------------------------------------
 
-Box = tuple[Fraction, Fraction, Fraction, Fraction]  # left, top, right, bottom, from 0 to 1
+Box = tuple[Fraction | int, ...]  # left, top, right, bottom, from 0 to 1
 MAX_CALL_CHARS = 200
-FIRST, SECOND = (Fraction(0), Fraction(1, 2)), (Fraction(1, 2), Fraction(1))
-ALL, MIDDLE = (Fraction(0), Fraction(1)), (Fraction(1, 4), Fraction(3, 4))
+HALF = Fraction(1, 2)
+FIRST, SECOND, ALL, MIDDLE = (0, HALF), (HALF, 1), (0, 1), (HALF / 2, 3 * HALF / 2)
 PLACES = {"left": ("across", FIRST), "right": ("across", SECOND), "top": ("down", FIRST), "upper": ("down", FIRST),
           "bottom": ("down", SECOND), "lower": ("down", SECOND)}  # fmt: skip
 PLACES |= dict.fromkeys(("centre", "center", "middle"), ("centre", MIDDLE))
@@ -83,7 +83,7 @@ def read_box(text: str, scale: int = 1) -> Box:
     items = [NUMBER.fullmatch(item) for item in re.split("[ ,;]+", text.strip("()[]{} "))]
     need(all(items) and len(items) == 4, NO_PLACE)
     ends = [Fraction(item[1]) / (100 if item[2] else scale) for item in items]
-    left, top, right, bottom = (min(max(end, Fraction(0)), Fraction(1)) for end in ends)
+    left, top, right, bottom = (min(max(end, 0), 1) for end in ends)
     need(left < right and top < bottom, f"That box is empty: left < right and top < bottom, from 0 to {scale}.")
     return left, top, right, bottom
 

@@ -36,6 +36,7 @@ from rewards.functions import Function, function_of
 
 START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
+JUDGE_S = 1e6  # a judge keeps its own time limits
 MAX_CHUNK = 32  # calls that are handed to a process at a time
 CHUNK_S = 0.05  # seconds that they should take, so that slow ones are spread over the processes
 SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
@@ -83,7 +84,7 @@ class Process:
         """Wait until it sends something or dies. Return whether the deadline came first."""
         while True:
             left = self.deadline - time.monotonic()  # a call that is handed out meanwhile moves it
-            if self.poll.poll(None if left == float("inf") else max(0.0, 1000 * left)):
+            if self.poll.poll(max(0.0, 1000 * left)):
                 return False
             if left <= 0:
                 return True
@@ -126,8 +127,9 @@ class Pool:
         self.size = size
         self.setup = setup
         self.concurrent = concurrent
-        judging = setup.make_judge is not None  # a judge keeps its own time limits
-        self.limit = float("inf") if judging else setup.limit + (GRACE_S if setup.asynchronous else 0.0)
+        self.limit = setup.limit + (GRACE_S if setup.asynchronous else 0.0)
+        if setup.make_judge:
+            self.limit = JUDGE_S
         self.numbers = itertools.count()  # of calls
         self.waiting: deque[Job] = deque()
         self.threads: list[threading.Thread] = []

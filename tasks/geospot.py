@@ -42,6 +42,7 @@ class Stage(NamedTuple):
     tolerance_km: float  # at this distance coordinates earn 1/e
 
 
+NAMES = ("country", "region", "city")
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 STAGES = (  # there are four parts, so the fifth stage only tightens the tolerance
     Stage(0, ("country",), 500.0),
@@ -101,7 +102,7 @@ def place_of(record: dict) -> dict[str, Any]:
 def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     found = place_of(record)
-    fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
+    fields = {field: found[field] for field in NAMES if found[field] is not None}
     for field, name in fields.items():
         need(isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS,
              f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
@@ -348,7 +349,7 @@ def read_truth(truth: str) -> dict[str, Any]:
         fields = json.loads(truth)
     need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
     fields = fields | place_of(fields)
-    place = {field: as_text(fields[field]) for field in ("country", "region", "city")}
+    place = {field: as_text(fields[field]) for field in NAMES}
     place = {field: text for field, text in place.items() if plain(text)}
     if coordinates := read_coordinates(fields):
         place["coordinates"] = coordinates
@@ -383,7 +384,7 @@ def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict
     """
     place = read_truth(truth)
     answer = read_answer(response)
-    given = {field: as_text(answer.get(field)) for field in ("country", "region", "city")}
+    given = {field: as_text(answer.get(field)) for field in NAMES}
     parts = {field: float(right) for field, right in same_names(given, place).items()}
     there = read_coordinates(answer) if "coordinates" in place else None
     km = {"km": distance_km(*there, *place["coordinates"])} if there else {}
@@ -426,7 +427,7 @@ def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
 
 def toy_answer(place: dict[str, Any]) -> str:
     """As the toy policy is to write it: short."""
-    names = "; ".join(f"{field}: {place[field]}" for field in ("country", "region", "city"))
+    names = "; ".join(f"{field}: {place[field]}" for field in NAMES)
     return f"{names}; coordinates: {place['lat']}, {place['lon']}"
 
 
