@@ -66,7 +66,6 @@ class Observed:
 
 @dataclass(eq=False)
 class Episode:
-    number: int
     rollout: Rollout
     env: Any = None
     rewritten: bool = False  # has the chat template changed what was said before?
@@ -112,13 +111,13 @@ class Play(Responses):
         self.on_rollout = on_rollout
         self.images: dict[str, Future] = {}  # each is resized once
         self.changed = threading.Condition()
-        self.answers: dict[int, Observed | Failure | None] = {}  # by episode; None: it has begun
+        self.answers: dict[Episode, Observed | Failure | None] = {}  # None: it has begun
         self.thinking: set[Episode] = set()  # whose environments have still to answer
         self.failed: list[Failure] = []
         self.began = time.monotonic()
         self.answered_at = self.began  # when the last answer came
         self.waited = 0.0  # for environments, while others could have been sampled
-        self.episodes = [Episode(i, rollout) for i, rollout in enumerate(begun(prompts, n))]
+        self.episodes = list(map(Episode, begun(prompts, n)))
         self.episode_of = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
         for episode in self.episodes:
             self._ask(episode)
@@ -150,10 +149,10 @@ class Play(Responses):
             answers = self.answers | self._late()
             self.answers = {}
         ready = []
-        for episode in map(self.episodes.__getitem__, sorted(answers)):
-            if not episode.rollout.ended_by and (asked := self._go_on(episode, answers[episode.number])) is not None:
-                ready.append(asked)
-        return ready
+        for episode in self.episodes:
+            if episode in answers and not episode.rollout.ended_by:
+                ready.append(self._go_on(episode, answers[episode]))
+        return [rollout for rollout in ready if rollout]
 
     def added(self, rollout: Rollout) -> None:
         episode = self.episode_of[id(rollout)]
@@ -205,10 +204,10 @@ class Play(Responses):
             line = self._line(episode, f"raised {describe_error(error)}")
             error.add_note(line)
             users = isinstance(error, UserError)
-            name, trace = type(error).__name__, users_traceback(error)
-            answer = Failure("errors", name, line, trace, users, None if users else error)
+            answer = Failure("errors", type(error).__name__, line, users_traceback(error), users,
+                             None if users else error)
         with self.changed:
-            self.answers[episode.number] = answer
+            self.answers[episode] = answer
             self.thinking.discard(episode)
             self.answered_at = time.monotonic()
             self.changed.notify_all()
@@ -279,13 +278,13 @@ class Play(Responses):
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
 
-    def _late(self) -> dict[int, Failure]:
+    def _late(self) -> dict[Episode, Failure]:
         """Give up environments that took longer than --env-timeout; with the lock held."""
         late = {}
         for e in list(self.thinking):
             if e.began and time.monotonic() - e.began > self.cfg.env_timeout:
                 line = self._line(e, f"took longer than --env-timeout {self.cfg.env_timeout:g} s")
-                late[e.number] = Failure("timeouts", "time-out", line, users=True)
+                late[e] = Failure("timeouts", "time-out", line, users=True)
                 ANSWERING.give_up(e.job) if e.future is None else e.future.cancel()
                 self.thinking.remove(e)
         return late

@@ -300,8 +300,8 @@ class Judge:
                     except (ValueError, TypeError, LookupError, RecursionError):
                         damaged += 1
             with cache.open("ab+") as file:
-                file.seek(-1 if file.tell() else 0, os.SEEK_END)
-                if file.read() not in (b"", b"\n"):  # killed within a line
+                file.seek(0)
+                if not (b"\n" + file.read()).endswith(b"\n"):  # killed within a line
                     file.write(b"\n")
         if damaged:
             print(f"{cache.parent}: {damaged} damaged lines of the judge's answers are left out", file=sys.stderr)

@@ -33,10 +33,9 @@ def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
         if text.strip():
             try:
                 row = json.loads(text)
+                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
             except (ValueError, RecursionError) as e:
                 row = f"not valid JSON: {e}"
-            else:
-                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
             yield f"line {line}", row
 
 
