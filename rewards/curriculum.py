@@ -20,7 +20,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -44,14 +44,14 @@ class StageSpec:
     """A stage, as the file has it."""
 
     number: int
+    told: str  # which one of what, for messages
+    name: str  # from here on as in KEYS
     first_step: int
-    name: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    solved: Mapping[str, float] = field(default_factory=dict)
-    order: str = ""
-    mix: Mapping[str, float] = field(default_factory=dict)
-    reward: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options by task
-    told: str = field(default="", compare=False)  # which one of what, for messages
+    where: Mapping[str, Any]
+    solved: Mapping[str, float]
+    order: str
+    mix: Mapping[str, float]
+    reward: Mapping[str, Mapping[str, Any]]  # options by task
 
     @property
     def stage(self) -> Stage:
@@ -95,7 +95,7 @@ def spec_of(stage: Any, number: int, told: str) -> StageSpec:
     need(not unknown, f"{told} has {', '.join(unknown)}; known: {', '.join(KEYS)}")
     for key, value in stage.items():
         need(type(value) is KEYS[key], f"{told}: {key} is {value!r}, which is no {KEYS[key].__name__}")
-    spec = StageSpec(number, stage["from"], **{key: stage[key] for key in stage if key != "from"}, told=told)
+    spec = StageSpec(number, told, *(stage.get(key, kind()) for key, kind in KEYS.items()))
     for column, wanted in {SOLVED: spec.solved, **spec.where}.items():
         if isinstance(wanted, dict):
             good = set(wanted) <= BOUNDS and all(map(is_number, wanted.values()))
