@@ -29,7 +29,7 @@ from reward import (
     load_tasks,
     task_name,
 )
-from rewards.call import CONCURRENT, JUDGE, Call, Item, Setup, run, run_async
+from rewards.call import JUDGE, Call, Item, Setup, run, run_async
 from rewards.functions import function_of, load_functions, of_task
 from rewards.pool import InProcess, Pool, Result
 
@@ -327,7 +327,7 @@ class Grader:
             if place not in self.pools:
                 keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
                 setup = Setup(keys, self.make_judge if key == JUDGE else None, alone, self.cfg.reward_timeout)
-                self.pools[place] = Pool(1 if alone else self.cfg.reward_workers, setup, CONCURRENT if alone else 1)
+                self.pools[place] = Pool(1 if alone else self.cfg.reward_workers, setup)
             return self.pools[place]
 
     def _total(self, rollout: Any, called: Called) -> Outcome:
@@ -359,8 +359,10 @@ class Grader:
                 self.shown_kinds.add((failure.kind, failure.what))
                 self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
                           f"The first failure of its kind; with --reward-errors {errors} the run goes on")
-        step = rollouts[0].prompt.context.step if rollouts and rollouts[0].prompt.context else None
-        if failed and step != self.shown_step:
+        if not failed:
+            return
+        step = (rollouts[0].prompt.context or RewardContext()).step
+        if step != self.shown_step:
             self.shown_step = step
             kinds = Counter(failure.what for _, failure in failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)

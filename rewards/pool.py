@@ -31,7 +31,7 @@ from struct import pack
 from typing import Any
 
 from reward import Counting, Outcome
-from rewards.call import CAUGHT, Call, Setup, fail, fail_late, run, run_async
+from rewards.call import CAUGHT, CONCURRENT, Call, Setup, fail, fail_late, run, run_async
 from rewards.functions import Function, function_of
 
 START_S = 300.0  # importing a user's file may load a model
@@ -120,13 +120,12 @@ class Process:
 
 
 class Pool:
-    """Up to `size` processes that call the same functions, each `concurrent` at a time. They start with the first calls
-    and are kept."""
+    """Up to `size` processes that call the same functions, async ones CONCURRENT at a time. They start with the first
+    calls and are kept."""
 
-    def __init__(self, size: int, setup: Setup, concurrent: int = 1):
+    def __init__(self, size: int, setup: Setup):
         self.size = size
         self.setup = setup
-        self.concurrent = concurrent
         self.limit = setup.limit + (GRACE_S if setup.asynchronous else 0.0)
         if setup.make_judge:
             self.limit = JUDGE_S
@@ -152,7 +151,7 @@ class Pool:
                 for _ in range(self.size):
                     self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
                     self.threads[-1].start()
-            for process in self.processes if self.concurrent > 1 else ():
+            for process in self.processes if self.setup.asynchronous else ():
                 if process.jobs:  # its thread does not look at what waits
                     self._dispatch(process)
             self.changed.notify()
@@ -235,8 +234,8 @@ class Pool:
             return
         if self.waiting[0].suspect:
             room = 0 if process.jobs else 1
-        elif self.concurrent > 1:
-            room = self.concurrent - len(process.jobs)
+        elif self.setup.asynchronous:
+            room = CONCURRENT - len(process.jobs)
         else:  # more at a time, as each message costs a wait, but not all to the first
             room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // (2 * self.size)))
         round = self.waiting[0].call.round
@@ -270,7 +269,7 @@ class Pool:
             self.pace += 0.1 * (max(now - process.heard, 1e-5) - self.pace)
             process.heard, process.deadline = now, now + self.limit
             job = process.jobs.pop(number, None)  # a reward that forked answers twice
-            if self.concurrent > 1:
+            if self.setup.asynchronous:
                 self._dispatch(process)
         if job:
             outcomes, counts = content
@@ -293,7 +292,7 @@ class Pool:
             if asked:  # the answer that math-verify looked at is wrong: no failure
                 asked.counts.update(["cas", "cas_timeout" if late else "cas_crash"])
                 self.late.append((asked.call.round, process.question[1]))
-            guilty = jobs[:1] if not asked and (self.concurrent == 1 or len(jobs) == 1) else []
+            guilty = jobs[:1] if not asked and (len(jobs) == 1 or not self.setup.asynchronous) else []
             again = jobs[len(guilty) :]
             for job in again:
                 job.suspect = not guilty and not asked
