@@ -434,8 +434,7 @@ def states(text: str, question: str) -> bool | None:
         return None
     if asked[0] not in AUXILIARIES or len(words) - len(said) > 1 or MODALS & set(said) - set(asked):
         return None
-    content = [root(word) for word in said if word not in SAY_NOTHING]
-    wanted = [root(word) for word in asked if word not in SAY_NOTHING]
+    content, wanted = ([root(w) for w in of if w not in SAY_NOTHING] for of in (said, asked))
     it_is = asked[1] == "there" and len(words) == len(said)  # `it is not` may be about anything
     named = asked[1] not in PRONOUNS - {"this", "that", "these", "those"}
     subject = words[0] in PRONOUNS and (asked[1] == words[0] or named or it_is)
@@ -817,8 +816,9 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             question = with_choices("Which colour do you see?", choices)
             questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
             seen = f"{count} {colour} {shape}"
-            prompts = [(kind, f"{MARK}{text} {INSTRUCTION}", truth) for kind, text, truth in questions]
-            yield images, [(kind, prompt, boxed(truth, seen), truth) for kind, prompt, truth in prompts]
+            yield images, [
+                (kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions
+            ]
 
 
 toy = toy_of("vqa", scenes, TOY_TYPES, "question", "image", "answer")
