@@ -41,8 +41,8 @@ class Environment:
 
 def need_number(name: str, value: object, least: float, most: float) -> None:
     """Check a setting of an environment."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-    need(good, f"--env-settings {name}={value}: give a number from {least:g} to {most:g}")
+    need(isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most,
+         f"--env-settings {name}={value}: give a number from {least:g} to {most:g}")
 
 
 def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:

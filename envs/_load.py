@@ -46,8 +46,8 @@ class Environments:
         for name in ("reset", "step"):
             need(callable(getattr(kind, name, None)), f"{self.flag} has no method {name}; see docs/environments.md")
         self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
-        told = f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number"
-        need(type(self.images_per_turn) is int and self.images_per_turn >= 0, told)
+        need(type(self.images_per_turn) is int and self.images_per_turn >= 0,
+             f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number")
         self.most_at_start = 0  # images that an episode began with
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
         self.quick = True  # has every environment answered within PATIENCE so far?
@@ -62,14 +62,13 @@ class Environments:
             if inspect.isawaitable(said):
                 said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
         with refusing(UserError, where):
-            messages, images = checked_start(said)
-            same = images is example.images
-            images = images if same else list(map(encoded, images))
-            sizes = example.image_sizes if same else [decoded(data).size for data in images]
+            start = start_as(said, example)
+            same = start.images is example.images
+            sizes = example.image_sizes if same else [decoded(data).size for data in start.images]
         close(env, self.flag)
         self.most_at_start = max(self.most_at_start, len(sizes))
         self.largest = max([self.largest, *sizes], key=math.prod)
-        return replace(example, messages=messages, images=images)
+        return start
 
     def image_limits(self) -> tuple[int, tuple[int, int]]:
         """The most images of an episode, and the size of the largest that one began with, of all examples so far."""
@@ -82,8 +81,8 @@ def load_class(name: str) -> type:
         module = load_file(path, f"--env {name}")
         kind = getattr(module, attribute, None)
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        told = f"--env {name}: no class {attribute} in {path}; it has {', '.join(classes) or 'none'}"
-        need(inspect.isclass(kind), told)
+        need(inspect.isclass(kind),
+             f"--env {name}: no class {attribute} in {path}; it has {', '.join(classes) or 'none'}")
         return kind
     known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
     need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
@@ -97,13 +96,14 @@ def load_class(name: str) -> type:
 # ----------------------------------------------------------------------------------------------------------------------
 # What environments say, checked
 
-def checked_start(said: Any) -> tuple[list[dict], Any]:
-    """What `reset` returned: messages and images."""
-    pair = isinstance(said, tuple | list) and len(said) == 2
-    need(pair, f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
+def start_as(said: Any, example: Example) -> Example:
+    """Return an example with what `reset` returned for it: messages and images."""
+    need(isinstance(said, tuple | list) and len(said) == 2,
+         f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
     messages, images = checked_messages(*said)
     check_marks(messages, images)
-    return messages, images
+    images = images if images is example.images else list(map(encoded, images))
+    return replace(example, messages=messages, images=images)
 
 
 def check_marks(messages: Sequence[dict], images: Sequence[Any]) -> None:
@@ -124,8 +124,8 @@ def decoded(data: bytes) -> Image.Image:
 def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
     """Return (messages, images) of what an environment said: a text, or a list of {role, content} whose contents may be
     lists of parts, as in rows, becomes messages whose contents are texts with <image> marks."""
-    many = isinstance(images, Sequence) and not isinstance(images, str | bytes)
-    need(many, f"images are {type(images).__name__}; expected a list of images")
+    need(isinstance(images, Sequence) and not isinstance(images, str | bytes),
+         f"images are {type(images).__name__}; expected a list of images")
     told = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
     with refusing((TypeError, LookupError), told):
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
@@ -138,8 +138,8 @@ def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[A
 
 
 def check_image(image: Any) -> None:
-    good = isinstance(image, bytes | Image.Image)
-    need(good, f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
+    need(isinstance(image, bytes | Image.Image),
+         f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
 
 
 def encoded(image: Any) -> bytes:

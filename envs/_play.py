@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from envs import Observation
-from envs._load import Environments, check_image, check_marks, checked_messages, checked_start, copied, decoded, encoded
+from envs._load import Environments, check_image, check_marks, checked_messages, copied, decoded, start_as
 from envs._threads import ANSWERING, CAUGHT, Job, as_coroutine, close, event_loop
 from errors import UserError, describe_error, need, users_traceback
 from model import IMAGE_MARK, ImageInput, Processor
@@ -66,10 +66,8 @@ class Observed:
 
 @dataclass(eq=False)
 class Episode:
-    number: int
     rollout: Rollout
     env: Any = None
-    thinks: bool = False  # is its environment at work?
     rewritten: bool = False  # has the chat template changed what was said before?
     asked_at: float = 0.0
     began: float | None = None  # when it began; None: it waits for a thread
@@ -88,10 +86,6 @@ class Episodes(EngineWrapper):
         if self.separate:
             print0("the chat template may rewrite earlier turns; an episode in which it does is trained as separate "
                    "sequences, one per turn")
-
-    def rewritten(self, said: Sequence[int], written: Sequence[int]) -> bool:
-        """Return whether the conversation as it was said differs, as text, from what the chat template makes of it."""
-        return self.processor.tokenizer.decode(said) != self.processor.tokenizer.decode(written)
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
@@ -117,12 +111,13 @@ class Play(Responses):
         self.on_rollout = on_rollout
         self.images: dict[str, Future] = {}  # each is resized once
         self.changed = threading.Condition()
-        self.answers: dict[int, Observed | Failure | None] = {}  # by episode; None: it has begun
+        self.answers: dict[Episode, Observed | Failure | None] = {}  # None: it has begun
+        self.thinking: set[Episode] = set()  # whose environments have still to answer
         self.failed: list[Failure] = []
         self.began = time.monotonic()
         self.answered_at = self.began  # when the last answer came
         self.waited = 0.0  # for environments, while others could have been sampled
-        self.episodes = [Episode(i, rollout) for i, rollout in enumerate(begun(prompts, n))]
+        self.episodes = list(map(Episode, begun(prompts, n)))
         self.episode_of = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
         for episode in self.episodes:
             self._ask(episode)
@@ -154,11 +149,10 @@ class Play(Responses):
             answers = self.answers | self._late()
             self.answers = {}
         ready = []
-        for episode in map(self.episodes.__getitem__, sorted(answers)):
-            episode.thinks = False
-            if not episode.rollout.ended_by and (asked := self._go_on(episode, answers[episode.number])) is not None:
-                ready.append(asked)
-        return ready
+        for episode in self.episodes:
+            if episode in answers and not episode.rollout.ended_by:
+                ready.append(self._go_on(episode, answers[episode]))
+        return [rollout for rollout in ready if rollout]
 
     def added(self, rollout: Rollout) -> None:
         episode = self.episode_of[id(rollout)]
@@ -181,7 +175,8 @@ class Play(Responses):
 
     def _ask(self, episode: Episode, response: str | None = None) -> None:
         """Its answer to a response, or its beginning, comes to `answers` some time."""
-        episode.thinks, episode.began, episode.future = True, None, None
+        self.thinking.add(episode)
+        episode.began, episode.future = None, None
         episode.asked_at = time.monotonic()
 
         def call() -> Any:
@@ -209,10 +204,11 @@ class Play(Responses):
             line = self._line(episode, f"raised {describe_error(error)}")
             error.add_note(line)
             users = isinstance(error, UserError)
-            name, trace = type(error).__name__, users_traceback(error)
-            answer = Failure("errors", name, line, trace, users, None if users else error)
+            answer = Failure("errors", type(error).__name__, line, users_traceback(error), users,
+                             None if users else error)
         with self.changed:
-            self.answers[episode.number] = answer
+            self.answers[episode] = answer
+            self.thinking.discard(episode)
             self.answered_at = time.monotonic()
             self.changed.notify_all()
 
@@ -222,11 +218,10 @@ class Play(Responses):
     def _same_start(self, episode: Episode, said: Any) -> None:
         """An example's episodes must all begin as its prompt does: they are compared with each other."""
         prompt = episode.rollout.prompt
-        messages, images = checked_start(said)
-        same = messages == list(prompt.start.messages)
-        if images is not prompt.example.images:
-            same &= list(map(encoded, images)) == list(prompt.start.images)
-        need(same, "reset says something else than before for the same example")
+        start = start_as(said, prompt.example)
+        same = start.images is prompt.example.images or start.images == list(prompt.start.images)
+        need(same and start.messages == list(prompt.start.messages),
+             "reset says something else than before for the same example")
 
     def _observed(self, episode: Episode, said: Any) -> Observed:
         """An observation, checked, as tokens and patches."""
@@ -270,13 +265,10 @@ class Play(Responses):
 
         Each has PATIENCE from when it began, and all waits of this call have a budget. While the engine is idle a wait
         costs nothing, and any answer starts PATIENCE anew: they may be many for few threads."""
-        while self.environments.quick:
-            thinking = self._thinking()
-            if not thinking:
-                return
+        while self.environments.quick and self.thinking:
             now = time.monotonic()
             since = self.answered_at if idle else 0.0
-            left = PATIENCE - max(now - max(e.began or e.asked_at, since) for e in thinking)
+            left = PATIENCE - max(now - max(e.began or e.asked_at, since) for e in self.thinking)
             left = min(left, PATIENCE + WAITS * (now - self.began) - self.waited)
             if left <= 0:
                 self.environments.quick = False
@@ -286,18 +278,15 @@ class Play(Responses):
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
 
-    def _thinking(self) -> list[Episode]:
-        """Return the episodes whose environment has still to answer; with the lock held."""
-        return [e for e in self.episodes if e.thinks and e.number not in self.answers]
-
-    def _late(self) -> dict[int, Failure]:
+    def _late(self) -> dict[Episode, Failure]:
         """Give up environments that took longer than --env-timeout; with the lock held."""
         late = {}
-        for e in self._thinking():
+        for e in list(self.thinking):
             if e.began and time.monotonic() - e.began > self.cfg.env_timeout:
                 line = self._line(e, f"took longer than --env-timeout {self.cfg.env_timeout:g} s")
-                late[e.number] = Failure("timeouts", "time-out", line, users=True)
+                late[e] = Failure("timeouts", "time-out", line, users=True)
                 ANSWERING.give_up(e.job) if e.future is None else e.future.cancel()
+                self.thinking.remove(e)
         return late
 
     # --- an answer ---
@@ -323,8 +312,8 @@ class Play(Responses):
             said = [self._plain(m) if m["role"] == "assistant" else m for m in r.messages]
             messages = [*r.prompt.start.messages, *said, *answer.messages]
             written = self._as_prompt(r, messages, r.images + answer.images)
-            said = [*r.prompt.token_ids, *r.response, *answer.tokens]
-            episode.rewritten = episode.rewritten or self.player.rewritten(said, written.prompt.token_ids)
+            said, decode = [*r.prompt.token_ids, *r.response, *answer.tokens], self.processor.tokenizer.decode
+            episode.rewritten = episode.rewritten or decode(said) != decode(written.prompt.token_ids)
             if episode.rewritten:
                 asked = written
                 self.episode_of[id(asked)] = episode
@@ -345,8 +334,7 @@ class Play(Responses):
         images = r.prompt.images + images
         short_ids = self.processor.render(messages)
         ids = self.processor.expand(short_ids, images)
-        prompt = Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids)
-        return Rollout(prompt, r.sample)
+        return Rollout(Prompt(f"{r.prompt.uid}#{r.turns}", ids, images, r.prompt.example, short_ids), r.sample)
 
     def _plain(self, message: dict) -> dict:
         """What the policy said, where the template writes it anew: special tokens and marks that it spelt stay text."""

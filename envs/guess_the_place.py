@@ -73,8 +73,8 @@ class GuessThePlace(Environment):
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:
         place = read_truth(example.ground_truth)
-        has = "coordinates" in place
-        need(has, f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
+        need("coordinates" in place,
+             f"row {example.uid!r}: its truth has no lat and lon, and --env guess_the_place tells distances")
         self.place = place["coordinates"]
         return with_instruction(example.messages, INSTRUCTION, TOLD), example.images
 
@@ -113,6 +113,6 @@ def expert(example: Example, responses: Sequence[str], observations: Sequence[st
     place = json.loads(example.ground_truth)
     if responses:
         return toy_answer(place)
-    [colour] = [colour for colour, country in COUNTRIES.items() if country == place["country"]]
-    [shape] = [shape for shape, region in REGIONS.items() if region == place["region"]]
+    colour = {country: colour for colour, country in COUNTRIES.items()}[place["country"]]
+    shape = {region: shape for shape, region in REGIONS.items()}[place["region"]]
     return toy_answer(toy_place(colour, shape, FIRST))

@@ -49,13 +49,13 @@ def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, fl
 
 # --- what is asked for --------------------------------------------------------------------------------------------
 
-Box = tuple[Fraction, Fraction, Fraction, Fraction]  # left, top, right, bottom, from 0 to 1
+Box = tuple[Fraction | int, ...]  # left, top, right, bottom, from 0 to 1
 MAX_CALL_CHARS = 200
-FIRST, SECOND = (Fraction(0), Fraction(1, 2)), (Fraction(1, 2), Fraction(1))
-ALL, MIDDLE = (Fraction(0), Fraction(1)), (Fraction(1, 4), Fraction(3, 4))
-ACROSS = {"left": FIRST, "right": SECOND}
-DOWN = {"top": FIRST, "upper": FIRST, "bottom": SECOND, "lower": SECOND}
-CENTRE = ("centre", "center", "middle")
+HALF = Fraction(1, 2)
+FIRST, SECOND, ALL, MIDDLE = (0, HALF), (HALF, 1), (0, 1), (HALF / 2, 3 * HALF / 2)
+PLACES = {"left": ("across", FIRST), "right": ("across", SECOND), "top": ("down", FIRST), "upper": ("down", FIRST),
+          "bottom": ("down", SECOND), "lower": ("down", SECOND)}  # fmt: skip
+PLACES |= dict.fromkeys(("centre", "center", "middle"), ("centre", MIDDLE))
 FILLERS = "the of image quadrant corner half part side".split()
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(%?)")
 NO_PLACE = (
@@ -66,13 +66,10 @@ NO_PLACE = (
 def named_box(text: str) -> Box:
     """Of `top left`, `the right half`, `centre`: UserError if it names no place."""
     words = [word for word in re.split("[ _-]+", text) if word not in FILLERS]
-    across, down = ([ends[word] for word in words if word in ends] for ends in (ACROSS, DOWN))
-    centre = [word for word in words if word in CENTRE]
-    known = len(across) + len(down) + len(centre) == len(words)
-    need(known and 1 <= len(words) <= 2 and len(across) <= 1 and len(down) <= 1, NO_PLACE)
-    # what is not said is all of it; or its middle half, as in `centre left`
-    other = MIDDLE if centre else ALL
-    (left, right), (top, bottom) = [*across, other][0], [*down, other][0]
+    named = dict(PLACES.get(word, ("unknown", ALL)) for word in words)
+    need(1 <= len(words) <= 2 and len(named) == len(words) and "unknown" not in named, NO_PLACE)
+    other = named.get("centre", ALL)  # what is not said is all of it; or its middle half, as in `centre left`
+    (left, right), (top, bottom) = named.get("across", other), named.get("down", other)
     return left, top, right, bottom
 
 
@@ -86,18 +83,18 @@ def read_box(text: str, scale: int = 1) -> Box:
     items = [NUMBER.fullmatch(item) for item in re.split("[ ,;]+", text.strip("()[]{} "))]
     need(all(items) and len(items) == 4, NO_PLACE)
     ends = [Fraction(item[1]) / (100 if item[2] else scale) for item in items]
-    left, top, right, bottom = (min(max(end, Fraction(0)), Fraction(1)) for end in ends)
+    left, top, right, bottom = (min(max(end, 0), 1) for end in ends)
     need(left < right and top < bottom, f"That box is empty: left < right and top < bottom, from 0 to {scale}.")
     return left, top, right, bottom
 
 
 def read_call(text: str, images: int, scale: int = 1) -> tuple[int, Box]:
     """(which image, from 0; where in it) of `top left` or `2: top left`."""
-    number, colon, rest = text[: MAX_CALL_CHARS + 1].rpartition(":")
+    number, _, place = (text[: MAX_CALL_CHARS + 1] if ":" in text else f"1:{text}").rpartition(":")
     number = number.lower().replace("image", "").strip()
-    known = not colon or (re.fullmatch("[0-9]{1,4}", number) and 1 <= int(number) <= images)
-    need(known, f"There is no such image; there are {images}, from 1.")
-    return int(number) - 1 if colon else 0, read_box(rest if colon else text, scale)
+    need(re.fullmatch("[0-9]{1,4}", number) and 1 <= int(number) <= images,
+         f"There is no such image; there are {images}, from 1.")
+    return int(number) - 1, read_box(place, scale)
 
 
 def cut(image: Image.Image, box: Box) -> Image.Image:

@@ -20,7 +20,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -44,14 +44,14 @@ class StageSpec:
     """A stage, as the file has it."""
 
     number: int
+    told: str  # which one of what, for messages
+    name: str  # from here on as in KEYS
     first_step: int
-    name: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    solved: Mapping[str, float] = field(default_factory=dict)
-    order: str = ""
-    mix: Mapping[str, float] = field(default_factory=dict)
-    reward: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options by task
-    told: str = field(default="", compare=False)  # which one of what, for messages
+    where: Mapping[str, Any]
+    solved: Mapping[str, float]
+    order: str
+    mix: Mapping[str, float]
+    reward: Mapping[str, Mapping[str, Any]]  # options by task
 
     @property
     def stage(self) -> Stage:
@@ -68,10 +68,6 @@ class StageSpec:
         """Does it need the running solve rates?"""
         return bool(self.solved) or self.column == SOLVED
 
-    @property
-    def by_column(self) -> bool:
-        return self.order != "" and self.column != SOLVED
-
 
 def read_file(file: str) -> list[StageSpec]:
     """Return the stages of --curriculum."""
@@ -87,8 +83,8 @@ def read_file(file: str) -> list[StageSpec]:
 def specs_of(stages: Sequence[Any], of: str) -> list[StageSpec]:
     specs = [spec_of(stage, number, f"{of}: stage {number + 1}") for number, stage in enumerate(stages)]
     steps = [spec.first_step for spec in specs]
-    rising = steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
-    need(rising, f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
+    need(steps[0] == 0 and all(a < b for a, b in zip(steps, steps[1:], strict=False)),
+         f"{of}: stages begin at steps {steps}; the first must be 0, and each after the last")
     return specs
 
 
@@ -99,7 +95,7 @@ def spec_of(stage: Any, number: int, told: str) -> StageSpec:
     need(not unknown, f"{told} has {', '.join(unknown)}; known: {', '.join(KEYS)}")
     for key, value in stage.items():
         need(type(value) is KEYS[key], f"{told}: {key} is {value!r}, which is no {KEYS[key].__name__}")
-    spec = StageSpec(number, stage["from"], **{key: stage[key] for key in stage if key != "from"}, told=told)
+    spec = StageSpec(number, told, *(stage.get(key, kind()) for key, kind in KEYS.items()))
     for column, wanted in {SOLVED: spec.solved, **spec.where}.items():
         if isinstance(wanted, dict):
             good = set(wanted) <= BOUNDS and all(map(is_number, wanted.values()))
@@ -145,16 +141,17 @@ class Curriculum(DataOrder):
 
     def _shares(self, spec: StageSpec) -> list[tuple[list[int], int]]:
         told, tasks = spec.told, [task_name(example.data_source) for example in self.examples]
-        for column in (*spec.where, *([spec.column] if spec.by_column else [])):
-            known = column == "data_source" or any(column in example.extra for example in self.examples)
-            need(known, f"{told}: no example has a column {column!r} in its extra_info")
+        by_column = spec.order and spec.column != SOLVED
+        for column in (*spec.where, *([spec.column] if by_column else [])):
+            need(column == "data_source" or any(column in example.extra for example in self.examples),
+                 f"{told}: no example has a column {column!r} in its extra_info")
         for task in spec.reward:
             need(task in tasks, f"{told}: options for the reward of {task!r}, of which there is no example")
         chosen = [
             i for i, example in enumerate(self.examples)
             if all(fits(column_of(example, column), wanted) for column, wanted in spec.where.items())
         ]  # fmt: skip
-        if spec.by_column:  # equal ones stay as they are in the data
+        if by_column:  # equal ones stay as they are in the data
             values = {i: column_of(self.examples[i], spec.column) for i in chosen}
             for i, value in values.items():
                 row = f"example {self.examples[i].uid!r} has {value!r} there"

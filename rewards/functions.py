@@ -42,8 +42,7 @@ class Function:
                 f"finish_reason (finish_reasons), step, stage: {error}"
             ) from error
         by_class = getattr(type(function), "__call__", None)  # noqa: B004  of an object that is called
-        asynchronous = any(map(inspect.iscoroutinefunction, (function, by_class)))
-        return cls(function, batch, asynchronous, takes)
+        return cls(function, batch, any(map(inspect.iscoroutinefunction, (function, by_class))), takes)
 
 
 def function_of(key: str, functions: Mapping[str, Function]) -> Function:
@@ -74,8 +73,7 @@ def load_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, Func
 def split_spec(spec: str) -> tuple[str, str]:
     """Return the task ("" if none is named) and FILE.py:FUNCTION."""
     task, equals, rest = spec.partition("=")
-    path_has_it = Path(spec.rpartition(":")[0]).exists()
-    return (task, rest) if equals and not path_has_it else ("", spec)
+    return (task, rest) if equals and not Path(spec.rpartition(":")[0]).exists() else ("", spec)
 
 
 def absolute_spec(spec: str) -> str:

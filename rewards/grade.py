@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from reward import (
     load_tasks,
     task_name,
 )
-from rewards.call import CONCURRENT, JUDGE, Call, Item, Setup, run, run_async
+from rewards.call import JUDGE, Call, Item, Setup, run, run_async
 from rewards.functions import function_of, load_functions, of_task
 from rewards.pool import InProcess, Pool, Result
 
@@ -102,27 +102,18 @@ def check_tasks(
 # --- the judge ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class JudgeOf:
-    """Which rows a judge grades, what its score weighs, and how a process makes it."""
-
-    tasks: Sequence[str]
-    weight: float
-    make: Callable[[], Any]
-
-
-def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> JudgeOf | None:
-    """Return None without --judge-url. What the judge said is kept under `out`; the ranks share its budget of calls."""
+def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> tuple[Any, Callable[[], Any] | None]:
+    """Return the judge's options and how a process makes it; two None without --judge-url. What the judge said is kept
+    under `out`; the ranks share its budget of calls."""
     need(cfg.judge_url or not cfg.judge, "--judge needs --judge-url")
     if not cfg.judge_url:
-        return None
+        return None, None
     judge = plug_in("rewards.judge", "--judge-url")
     options = judge.judge_options(cfg.judge)
     need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
     options = judge.find_model(cfg.judge_url, options)
     kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
-    make = partial(judge.Judge, cfg.judge_url, options, kept, world)
-    return JudgeOf(list(map(task_name, options.tasks)), options.weight, make)
+    return options, partial(judge.Judge, cfg.judge_url, options, kept, world)
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
@@ -157,7 +148,7 @@ class Grader:
         self.cfg = cfg or RewardConfig()
         self.played = played
         self.custom, self.functions = load_functions(self.cfg.reward)
-        self.judge = load_judge(self.cfg, out, rank, world)
+        self.judge, self.make_judge = load_judge(self.cfg, out, rank, world)
         self.here = InProcess(self.functions) if self.cfg.reward_workers == 0 else None
         self.pools: dict[str, Pool] = {}  # by function; "" is the one that plain functions share
         self.lock = threading.Lock()  # batches that are sampled ahead are submitted by threads of their own
@@ -188,7 +179,8 @@ class Grader:
 
     def keys(self, example: Any) -> list[str]:
         """Return what grades a row: its own reward, and the judge."""
-        judged = self.judge and (not self.judge.tasks or task_name(example.data_source) in self.judge.tasks)
+        task = task_name(example.data_source)
+        judged = self.judge and task in (list(map(task_name, self.judge.tasks)) or [task])
         return [key for key in (self.own(example), JUDGE if judged else None) if key]
 
     def graded_elsewhere(self, example: Any) -> bool:
@@ -227,15 +219,15 @@ class Grader:
         its first step), so that a broken function or option stops the run before a model loads."""
         known = ", ".join(sorted(self.first))
         for task in self.custom:
-            spec = f"--reward {task}={self.custom[task]}"
-            need(not task or task in self.first, f"{spec}: no row has the task {task!r}; there are {known}")
+            need(not task or task in self.first,
+                 f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}")
         with self.uncounted(), Note("this was the trial call before the run"):
             for step, stage in stages if main else ():
                 for task, example in self.first.items():
                     own = self.own(example)
                     reads = own is not None and "stage" in function_of(own, self.functions).takes
-                    useless = f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out"
-                    need(reads or task not in stage.options, useless)
+                    need(reads or task not in stage.options,
+                         f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out")
                     if own in self.functions or task in stage.options:
                         text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
                         context = RewardContext(step=step, stage=stage)
@@ -334,9 +326,8 @@ class Grader:
         with self.lock:
             if place not in self.pools:
                 keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
-                setup = Setup(keys, self.judge.make if key == JUDGE else None, alone, self.cfg.reward_timeout)
-                size = 1 if alone else self.cfg.reward_workers
-                self.pools[place] = Pool(size, setup, CONCURRENT if alone else 1)
+                setup = Setup(keys, self.make_judge if key == JUDGE else None, alone, self.cfg.reward_timeout)
+                self.pools[place] = Pool(1 if alone else self.cfg.reward_workers, setup)
             return self.pools[place]
 
     def _total(self, rollout: Any, called: Called) -> Outcome:
@@ -368,8 +359,10 @@ class Grader:
                 self.shown_kinds.add((failure.kind, failure.what))
                 self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
                           f"The first failure of its kind; with --reward-errors {errors} the run goes on")
-        step = rollouts[0].prompt.context.step if rollouts and rollouts[0].prompt.context else None
-        if failed and step != self.shown_step:
+        if not failed:
+            return
+        step = (rollouts[0].prompt.context or RewardContext()).step
+        if step != self.shown_step:
             self.shown_step = step
             kinds = Counter(failure.what for _, failure in failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)

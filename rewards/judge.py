@@ -158,8 +158,8 @@ def api_url(url: str) -> str:
          "environment variable JUDGE_API_KEY")
     with refusing(httpx2.InvalidURL, f"--judge-url {url}: no URL"):
         parts = httpx2.URL(url)
-    complete = parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 65536 and " " not in url
-    need(complete, f"--judge-url {url}: give http://HOST:PORT or https://HOST, with or without /v1")
+    need(parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 65536 and " " not in url,
+         f"--judge-url {url}: give http://HOST:PORT or https://HOST, with or without /v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return str(parts.copy_with(path=path if re.search(r"/v\d", path) else f"{path}/v1"))
 
@@ -300,8 +300,8 @@ class Judge:
                     except (ValueError, TypeError, LookupError, RecursionError):
                         damaged += 1
             with cache.open("ab+") as file:
-                file.seek(-1 if file.tell() else 0, os.SEEK_END)
-                if file.read() not in (b"", b"\n"):  # killed within a line
+                file.seek(0)
+                if not (b"\n" + file.read()).endswith(b"\n"):  # killed within a line
                     file.write(b"\n")
         if damaged:
             print(f"{cache.parent}: {damaged} damaged lines of the judge's answers are left out", file=sys.stderr)

@@ -46,8 +46,7 @@ class DataOrder:
     def batch(
         self, step: int, position: int, round: int, memory: Memory, ahead: Collection[str] | None = None
     ) -> list[Any]:
-        chosen = batch_of(position + round, len(self.examples), self.per_step, self.seed)
-        return [self.examples[i] for i in chosen]
+        return [self.examples[i] for i in batch_of(position + round, len(self.examples), self.per_step, self.seed)]
 
     def after_step(self, memory: Memory, step: int, position: int, solved: Mapping[str, float]) -> Memory:
         return {}
@@ -67,8 +66,7 @@ def find_stages(file: str | None, examples: Sequence[Any]) -> tuple[ModuleType |
     present = {task_name(example.data_source) for example in examples}
     found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
     own = [name for name in found if name in present]
-    several = f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none"
-    need(len(own) < 2, several)
+    need(len(own) < 2, f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none")
     if not own:
         return None, None
     curriculum = plug_in("rewards.curriculum", f"the stages of task {own[0]}", "use --curriculum none")

@@ -31,11 +31,12 @@ from struct import pack
 from typing import Any
 
 from reward import Counting, Outcome
-from rewards.call import CAUGHT, Call, Setup, fail, fail_late, run, run_async
+from rewards.call import CAUGHT, CONCURRENT, Call, Setup, fail, fail_late, run, run_async
 from rewards.functions import Function, function_of
 
 START_S = 300.0  # importing a user's file may load a model
 GRACE_S = 5.0  # an async function that is late is stopped by its own process; one that blocks it, by ours
+JUDGE_S = 1e6  # a judge keeps its own time limits
 MAX_CHUNK = 32  # calls that are handed to a process at a time
 CHUNK_S = 0.05  # seconds that they should take, so that slow ones are spread over the processes
 SEND_S = 10  # after this long a process that does not read, or does not finish a message, is given up
@@ -83,7 +84,7 @@ class Process:
         """Wait until it sends something or dies. Return whether the deadline came first."""
         while True:
             left = self.deadline - time.monotonic()  # a call that is handed out meanwhile moves it
-            if self.poll.poll(None if left == float("inf") else max(0.0, 1000 * left)):
+            if self.poll.poll(max(0.0, 1000 * left)):
                 return False
             if left <= 0:
                 return True
@@ -119,15 +120,15 @@ class Process:
 
 
 class Pool:
-    """Up to `size` processes that call the same functions, each `concurrent` at a time. They start with the first calls
-    and are kept."""
+    """Up to `size` processes that call the same functions, async ones CONCURRENT at a time. They start with the first
+    calls and are kept."""
 
-    def __init__(self, size: int, setup: Setup, concurrent: int = 1):
+    def __init__(self, size: int, setup: Setup):
         self.size = size
         self.setup = setup
-        self.concurrent = concurrent
-        judging = setup.make_judge is not None  # a judge keeps its own time limits
-        self.limit = float("inf") if judging else setup.limit + (GRACE_S if setup.asynchronous else 0.0)
+        self.limit = setup.limit + (GRACE_S if setup.asynchronous else 0.0)
+        if setup.make_judge:
+            self.limit = JUDGE_S
         self.numbers = itertools.count()  # of calls
         self.waiting: deque[Job] = deque()
         self.threads: list[threading.Thread] = []
@@ -150,7 +151,7 @@ class Pool:
                 for _ in range(self.size):
                     self.threads.append(threading.Thread(target=self._serve, name="rewards", daemon=True))
                     self.threads[-1].start()
-            for process in self.processes if self.concurrent > 1 else ():
+            for process in self.processes if self.setup.asynchronous else ():
                 if process.jobs:  # its thread does not look at what waits
                     self._dispatch(process)
             self.changed.notify()
@@ -175,7 +176,11 @@ class Pool:
         """Keep a process, and hand it calls."""
         process = None
         try:
-            while self._wait():
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.waiting or self.closed)
+                    if self.closed:
+                        break
                 while process and process.poll.poll(0):  # it died, or its reward has forked and answers twice
                     process = self._receive(process)
                 process = process or self._start()
@@ -199,24 +204,16 @@ class Pool:
                 process.end(1.0)
                 self.processes.remove(process)
 
-    def _wait(self) -> bool:
-        """Wait for a call. Return whether there is one; if not, the pool closes."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.closed)
-            return not self.closed
-
     def _start(self) -> Process | None:
         """Start a process. If no thread can start one, all that waits has failed."""
         process = Process(self.setup)
         self.processes.append(process)
         trace = ""
-        try:
+        with suppress(*CAUGHT):  # it died
             if not process.is_late():
                 kind, *more = process.conn.recv()
                 process.ready = kind == "ready"
                 trace = "".join(more)
-        except CAUGHT:  # it died
-            pass
         if process.ready:
             with self.changed:
                 self.failing.clear()
@@ -237,8 +234,8 @@ class Pool:
             return
         if self.waiting[0].suspect:
             room = 0 if process.jobs else 1
-        elif self.concurrent > 1:
-            room = self.concurrent - len(process.jobs)
+        elif self.setup.asynchronous:
+            room = CONCURRENT - len(process.jobs)
         else:  # more at a time, as each message costs a wait, but not all to the first
             room = min(MAX_CHUNK, max(1, int(CHUNK_S / self.pace)), -(-len(self.waiting) // (2 * self.size)))
         round = self.waiting[0].call.round
@@ -272,7 +269,7 @@ class Pool:
             self.pace += 0.1 * (max(now - process.heard, 1e-5) - self.pace)
             process.heard, process.deadline = now, now + self.limit
             job = process.jobs.pop(number, None)  # a reward that forked answers twice
-            if self.concurrent > 1:
+            if self.setup.asynchronous:
                 self._dispatch(process)
         if job:
             outcomes, counts = content
@@ -295,7 +292,7 @@ class Pool:
             if asked:  # the answer that math-verify looked at is wrong: no failure
                 asked.counts.update(["cas", "cas_timeout" if late else "cas_crash"])
                 self.late.append((asked.call.round, process.question[1]))
-            guilty = jobs[:1] if not asked and (self.concurrent == 1 or len(jobs) == 1) else []
+            guilty = jobs[:1] if not asked and (len(jobs) == 1 or not self.setup.asynchronous) else []
             again = jobs[len(guilty) :]
             for job in again:
                 job.suspect = not guilty and not asked

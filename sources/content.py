@@ -113,8 +113,8 @@ def read_part(part: object) -> str | list:
         return text
     need(kind in IMAGES, f"has type {kind!r:.80}; there are {', '.join(TEXTS + IMAGES)}")
     need(fields or kind == "image", f"has type {kind!r} and no image")
-    held = len(fields) <= 1 and fields.keys() <= set(HELD_BY)
-    need(held, f"has fields {', '.join(map(str, fields))}; an image has one of {', '.join(HELD_BY)}")
+    need(len(fields) <= 1 and fields.keys() <= set(HELD_BY),
+         f"has fields {', '.join(map(str, fields))}; an image has one of {', '.join(HELD_BY)}")
     for name, value in fields.items():
         if isinstance(value, dict) and "url" in value:
             value = value["url"]
@@ -146,8 +146,9 @@ def fill_template(template: str, record: dict) -> str:
     parts = list(template_parts(template))
     text = "".join(chain.from_iterable((text, cell_text(record, name)) for text, name in parts))
     own, found = (len(re.findall(MARK, NATIVE.sub(MARK, t))) for t in ("".join(text for text, _ in parts), text))
-    told = f"a column brings {found - own} image marks into --prompt-template, where only the template may have them"
-    need(own == found, f"{told}; --prompt-key takes a column's text with its marks")
+    need(own == found,
+         f"a column brings {found - own} image marks into --prompt-template, where only the template may have them; "
+         "--prompt-key takes a column's text with its marks")
     return text
 
 
@@ -156,8 +157,8 @@ def cell_text(record: dict, name: str | None) -> str:
     if name is None:
         return ""
     value = record.get(name)
-    told = f"no value in column {name!r} of --prompt-template; the row has {', '.join(map(str, record))}"
-    need(value is not None, told)
+    need(value is not None,
+         f"no value in column {name!r} of --prompt-template; the row has {', '.join(map(str, record))}")
     need(not isinstance(value, bytes), f"column {name!r} of --prompt-template holds bytes, no text")
     items = value if isinstance(value, list) else [value]
     with refusing((TypeError, ValueError), f"column {name!r} of --prompt-template"):

@@ -48,8 +48,7 @@ def check_header(image: Image.Image) -> None:
     """Refuse, before anything is decoded, what takes too much memory or what the model's image processor refuses."""
     short, long = sorted(image.size)
     size, most = f"{image.width}x{image.height} pixels", f"{MAX_PIXELS / 1e6:g} million pixels and {MAX_SIDE} a side"
-    small = short * long <= MAX_PIXELS and long <= MAX_SIDE
-    need(small, f"{size}, at most {most} are read; make it smaller")
+    need(short * long <= MAX_PIXELS and long <= MAX_SIDE, f"{size}, at most {most} are read; make it smaller")
     need(long < MAX_ASPECT * short, f"{size}: one side is {MAX_ASPECT} or more times the other; crop it")
     # the further images of an MPO are a camera's own previews and gain maps of the first
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
@@ -77,8 +76,8 @@ def read_file(path: Path, folder: str | None = None) -> bytes:
     """Return the content of a file that a row names. If `folder` is given, the file has to be inside it once links are
     followed. Pipes (which would hang) and devices (which never end) are refused. Raises OSError or ValueError."""
     status = path.stat()
-    inside = folder is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-    need(inside, f"{path} is outside of --image-root {folder}; move it there, or give a folder that holds all images")
+    need(folder is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)),
+         f"{path} is outside of --image-root {folder}; move it there, or give a folder that holds all images")
     size = status.st_size
     need(stat.S_ISREG(status.st_mode), f"{path} is no regular file")
     need(0 < size <= MAX_FILE_BYTES, f"{path} has {size} bytes, expected 1 to {MAX_FILE_BYTES}")

@@ -40,8 +40,8 @@ class RemoteFile:
     def of_row(cls, url: str) -> "RemoteFile":
         """Return the file of a URL in a row: of its scheme's store with the user's own settings; nothing else of it is
         obeyed."""
-        told = f"{url[:80]!r} has a scheme that a row may not have; it may have http, https, {', '.join(ROW_SCHEMES)}"
-        need(scheme_of(url) in ROW_SCHEMES and "::" not in url, told)
+        need(scheme_of(url) in ROW_SCHEMES and "::" not in url,
+             f"{url[:80]!r} has a scheme that a row may not have; it may have http, https, {', '.join(ROW_SCHEMES)}")
         with refusing_remote(url[:200]):
             import fsspec
 

@@ -81,17 +81,15 @@ def shards_of(folder: File, split: str | None) -> list[File]:
     there = [ours for ours, shards in by_split.items() if shards]
     if split and there:
         return by_split[split]
-    told = f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'"
-    need(len(there) <= 1, told)
+    need(len(there) <= 1, f"{folder} holds shards of {', '.join(there)}; pass those of one, e.g. '{folder}/train*'")
     return files
 
 
 def file_names(files: list[File]) -> list[str]:
-    """Return the files' names for uids: without their ending, with as many folders in front as tell them apart."""
-    paths = [Path(os.path.abspath(str(file))).with_suffix("").parts for file in files]
-    lengths = range(1, max(map(len, paths)) + 1)
-    n = next(n for n in lengths if len({path[-n:] for path in paths}) == len(set(paths)))
-    return ["/".join(path[-n:]) for path in paths]
+    """Return the files' names for uids: without their ending, from the folder on that holds all of them."""
+    paths = [Path(os.path.abspath(str(file))).with_suffix("") for file in files]
+    folder = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 def batch_records(batch: pa.RecordBatch) -> list[Record]:

@@ -27,15 +27,15 @@ def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank."""
     for line, text in enumerate(text_lines(file), 1):
         array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
-        told = f"{file} is one JSON array; write an object with prompt, images and answer on each line"
-        need(not array, f"{told}, as by: jq -c '.[]' {file} > rows.jsonl")
+        need(not array,
+             f"{file} is one JSON array; write an object with prompt, images and answer on each line, as by: jq -c "
+             f"'.[]' {file} > rows.jsonl")
         if text.strip():
             try:
                 row = json.loads(text)
+                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
             except (ValueError, RecursionError) as e:
                 row = f"not valid JSON: {e}"
-            else:
-                row = row if isinstance(row, dict) else f"JSON {type(row).__name__}, expected an object"
             yield f"line {line}", row
 
 
@@ -49,7 +49,6 @@ def csv_records(file: File) -> Iterator[tuple[str, Record]]:
             if len(cells) == len(columns):
                 yield f"line {reader.line_num}", dict(zip(columns, cells, strict=True))
             elif cells:
-                problem = f"{len(cells)} cells but the header names {len(columns)} columns"
-                yield f"line {reader.line_num}", problem
+                yield f"line {reader.line_num}", f"{len(cells)} cells but the header names {len(columns)} columns"
     except csv.Error as e:
         raise UserError(f"{file} line {reader.line_num}: not valid CSV: {e}") from e

@@ -3,6 +3,7 @@ The name begins with _ because it is no task."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from errors import UserError, need
@@ -52,6 +53,12 @@ def row_of(
         cfg.image_key: image,
         "reward_model": {"style": "rule", "ground_truth": truth},
     }
+
+
+@cache
+def files_below(root: File, pattern: str) -> dict[str, str]:
+    """Return the files below a folder: name -> path."""
+    return {path.name: str(path.relative_to(root)) for path in root.rglob(pattern)}
 
 
 def first(values: list) -> Any:

@@ -118,7 +118,7 @@ class Corpus:
         """TF-IDF of a text's n-grams."""
         whole = math.log(max(1, self.size))
         found = ngrams(words, n).items()
-        return {gram: count * (whole - math.log(max(1, self.frequency.get(gram, 0)))) for gram, count in found}
+        return {gram: count * (whole - math.log(max(1, self.frequency[gram]))) for gram, count in found}
 
     def cider(self, words: Words, references: list[Words]) -> float:
         """CIDEr-D (Vedantam et al. 2015), from 0 to 10: what COCO's code calls CIDEr. 10 with one, equal reference."""
@@ -129,7 +129,7 @@ class Corpus:
                 wanted = self.vector(reference, n)
                 norms = math.hypot(*given.values()) * math.hypot(*wanted.values())
                 same = sum(min(given[gram], wanted[gram]) * wanted[gram] for gram in given.keys() & wanted.keys())
-                gap = max(1, len(words)) - max(1, len(reference))  # COCO's code counts bigrams here
+                gap = len(words) - len(reference)
                 total += same / norms * math.exp(-(gap**2) / (2 * SIGMA**2)) if norms else 0.0
         return 10 * total / MAX_N / len(references)
 
@@ -152,7 +152,7 @@ def outside(words: Words, references: list[Words]) -> float:
 def repeated(words: Words) -> float:
     """Share of the bigrams that were there before."""
     pairs = ngrams(words, 2)
-    return 1 - len(pairs) / max(1, pairs.total()) if pairs else 0.0
+    return 1 - len(pairs) / pairs.total() if pairs else 0.0
 
 
 # --- reward -----------------------------------------------------------------------------------------------------------
@@ -220,10 +220,8 @@ def caption_reward(response: str, truth: str, corpus: Corpus | None = None) -> d
 @register("caption")
 def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """By the row alone."""
-    try:
+    with refusing(UserError, f"row {example.uid!r}"):
         return caption_reward(response, example.ground_truth)
-    except UserError as error:
-        raise UserError(f"row {example.uid!r}: {error}") from error
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

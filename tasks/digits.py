@@ -15,11 +15,10 @@ from PIL import Image
 from errors import refusing
 from prepare_data import MARK
 from reward import register
-from tasks.shapes import CELL, Scene, boxed, exists, png, random_of, toy_table_of
+from tasks.shapes import CELL, Scene, boxed, exists, png, random_of, toy_of
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
-DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer"}
 ANSWER_TYPES = ("count", "exists", "largest", "sum")
 DIGITS = [str(n) for n in range(10)]
 TEST_SHARE = 0.2
@@ -73,4 +72,4 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
 
 
-toy = toy_table_of("digits", scenes, ANSWER_TYPES)
+toy = toy_of("digits", scenes, ANSWER_TYPES)

@@ -41,7 +41,7 @@ from reward import (
 from sources.images import read_file
 from sources.tables import data_files
 from tasks import _math_verify
-from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_table_of
+from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_of
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 
@@ -173,7 +173,9 @@ REWRITES = [
     (r"^\s*\*\*([^*]*)\*\*\s*$", r"\1"),  # Markdown's bold
     (r"(?<![A-Za-z\\])sqrt ?(?=[\d({])", r"\\sqrt "),
     (r"(?<![A-Za-z\\_])pi(?![A-Za-z_])", "π"),
-    (r"\*\*|<=|>=", lambda sign: {"**": "^", "<=": "≤", ">=": "≥"}[sign[0]]),
+    (r"\*\*", "^"),
+    ("<=", "≤"),
+    (">=", "≥"),
     (r"\s+", " "),
     (r" ?(?<![A-Za-z\\])per ?cent(?![A-Za-z])", "%"),
     (r"(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])\.?", "°"),
@@ -387,12 +389,18 @@ def in_radians(text: str) -> str:
 
 # --- comparing answers --------------------------------------------------------------------------------------------
 
-MILLIMETRES = {"mm": "1", "cm": "10", "m": "1000", "in": "25.4", "ft": "304.8", "yd": "914.4"}
-MILLIMETRES |= {"km": "1000000", "mi": "1609344"}
-UNITS = {name: name for name in MILLIMETRES} | dict.fromkeys(("unit", "units"), "unit")
-UNITS |= dict(inch="in", inches="in", foot="ft", feet="ft", yard="yd", yards="yd", mile="mi", miles="mi")
-for prefix, unit in {"milli": "mm", "centi": "cm", "": "m", "kilo": "km"}.items():
-    UNITS |= dict.fromkeys((f"{prefix}met{end}" for end in ("er", "ers", "re", "res")), unit)
+LENGTHS = """
+1 mm millimeter millimeters millimetre millimetres
+10 cm centimeter centimeters centimetre centimetres
+25.4 in inch inches
+304.8 ft foot feet
+914.4 yd yard yards
+1000 m meter meters metre metres
+1000000 km kilometer kilometers kilometre kilometres
+1609344 mi mile miles
+any unit units
+"""  # in millimetres
+UNITS = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
 UNIT = re.compile(
     r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
     rf"({'|'.join(sorted(UNITS, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
@@ -454,7 +462,7 @@ def all_paired(right: list[list[bool]]) -> bool:
 
 
 def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
-    """(value, (unit, its power)), or (text, None); a lone `m` is a unit only if no other letter is used."""
+    """(value, (its unit in millimetres, power)), or (text, None); a lone `m` is one only if no other letter is used."""
     found = UNIT.search(text)
     degrees = ("°", 1) if "°" in text else None
     value = text[: found.start()].strip() if found else ""
@@ -471,10 +479,10 @@ def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | No
     """A value in one unit as an expression in the other; None if they contradict. `units` and none go with any."""
     if not unit or not other or unit == other:
         return text
-    (name, power), (other_name, other_power) = unit, other
-    if power != other_power or "°" in (name, other_name):
+    (length, power), (other_length, other_power) = unit, other
+    if power != other_power or "°" in (length, other_length):
         return None
-    return text if "unit" in (name, other_name) else f"({text})*({MILLIMETRES[name]}/{MILLIMETRES[other_name]})^{power}"
+    return text if "any" in (length, other_length) else f"({text})*({length}/{other_length})^{power}"
 
 
 def is_choice(prediction: str, letter: str) -> bool:
@@ -706,8 +714,7 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 
 @cache
 def require_math_verify() -> None:
-    found = importlib.util.find_spec("math_verify")
-    need(found, "geo3k grading needs math-verify; pip install -r requirements.txt")
+    need(importlib.util.find_spec("math_verify"), "geo3k grading needs math-verify; pip install -r requirements.txt")
 
 
 @register("geo3k", "geometry3k", answerable=answerable)
@@ -722,19 +729,21 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
 STEP = 18  # pixels between the lattice's lines
+GREY = (190, 190, 190)  # the lattice
 LEGS = range(1, 5)  # lengths, in squares
 DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
 
 
 def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, across: int, up: int) -> None:
     """A right triangle: three corners of a rectangle of `across` by `up` squares, somewhere on a lattice of 4 by 4."""
-    left, top = (rng.randint(0, SIDE - 4 * STEP - 1) for _ in range(2))
-    for i in range(5):
-        draw.line((left, top + i * STEP, left + 4 * STEP, top + i * STEP), fill=(190, 190, 190))
-        draw.line((left + i * STEP, top, left + i * STEP, top + 4 * STEP), fill=(190, 190, 190))
+    size = 4 * STEP
+    left, top = (rng.randint(0, SIDE - size - 1) for _ in range(2))
+    for i in range(0, size + 1, STEP):
+        draw.line((left, top + i, left + size, top + i), fill=GREY)
+        draw.line((left + i, top, left + i, top + size), fill=GREY)
     x = left + STEP * rng.randint(0, 4 - across)
     y = top + STEP * rng.randint(0, 4 - up)
-    corners = [(x, y), (x + across * STEP, y), (x, y + up * STEP), (x + across * STEP, y + up * STEP)]
+    corners = [(x + right, y + down) for down in (0, up * STEP) for right in (0, across * STEP)]
     corners.pop(rng.randrange(4))
     draw.polygon(corners, fill=COLOURS[colour], outline=(0, 0, 0))
 
@@ -767,4 +776,4 @@ def scenes(rng: random.Random) -> Scene:
     return [png(image)], questions
 
 
-toy = toy_table_of("geo3k", scenes, TOY_TYPES, "images", "problem")
+toy = toy_of("geo3k", scenes, TOY_TYPES, "problem", answers="answer")

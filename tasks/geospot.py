@@ -10,7 +10,6 @@ import math
 import random
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import chain
@@ -23,7 +22,7 @@ from errors import UserError, need, refusing
 from prepare_data import MARK, Raw, TaskConfig
 from reward import SPECIAL_TOKEN, register
 from tasks._places import REGION_NAMES
-from tasks._tables import any_rows, first, row_of
+from tasks._tables import any_rows, files_below, first, row_of
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
 
 INSTRUCTION = (
@@ -43,6 +42,7 @@ class Stage(NamedTuple):
     tolerance_km: float  # at this distance coordinates earn 1/e
 
 
+NAMES = ("country", "region", "city")
 WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 STAGES = (  # there are four parts, so the fifth stage only tightens the tolerance
     Stage(0, ("country",), 500.0),
@@ -54,7 +54,7 @@ STAGES = (  # there are four parts, so the fifth stage only tightens the toleran
 
 CURRICULUM = [
     {
-        "name": ", ".join(stage.parts) + (f" at {stage.tolerance_km:g} km" if "coordinates" in stage.parts else ""),
+        "name": f"{', '.join(stage.parts)} at {stage.tolerance_km:g} km",
         "from": stage.first_step,
         "reward": {"geospot": {"pays": list(stage.parts), "tolerance_km": stage.tolerance_km}},
     }
@@ -67,12 +67,10 @@ def stage_of(options: Mapping[str, Any]) -> Stage:
     unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
     need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
-    known = isinstance(pays, list | tuple) and pays and all(isinstance(p, str) and p in WEIGHTS for p in pays)
-    need(known, f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    need(
-        number and 0 < tolerance <= 20_000, f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000"
-    )
+    need(isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys(),
+         f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
+    need(isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 < tolerance <= 20_000,
+         f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000")
     return Stage(0, tuple(dict.fromkeys(pays)), float(tolerance))
 
 
@@ -101,18 +99,13 @@ def place_of(record: dict) -> dict[str, Any]:
     return {field: first([record.get(name) for name in columns]) for field, columns in COLUMNS.items()}
 
 
-@cache
-def files_by_id(root: Path) -> dict[str, str]:
-    return {path.stem: str(path.relative_to(root)) for path in root.rglob("*.jpg")}
-
-
 def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     found = place_of(record)
-    fields = {field: found[field] for field in ("country", "region", "city") if found[field] is not None}
+    fields = {field: found[field] for field in NAMES if found[field] is not None}
     for field, name in fields.items():
-        good = isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS
-        need(good, f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
+        need(isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS,
+             f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
     lat, lon = found["lat"], found["lon"]
     if (lat, lon) != (None, None):
         coordinates = read_coordinates(found)
@@ -120,10 +113,10 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
         fields |= {"lat": coordinates[0], "lon": coordinates[1]}
     need(fields, "no country, region, city, lat or lon; at least one of these columns has to hold something")
     here = first([record.get(name) for name in (cfg.image_key, "image")])
-    by_id = files_by_id(root).get(str(record["id"])) if here is None and "id" in record else None
+    by_id = files_below(root, "*.jpg").get(f"{record['id']}.jpg") if here is None and "id" in record else None
     image = first([here, by_id, *(record.get(name) for name in IMAGES)])
-    told = f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}"
-    need(image is not None, told)
+    need(image is not None,
+         f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}")
     truth = json.dumps(fields, ensure_ascii=False)
     return row_of("geospot", record, (*IMAGES, *chain(*COLUMNS.values())), image, truth, cfg, INSTRUCTION)
 
@@ -205,24 +198,17 @@ def without_kind(name: str) -> str:
 @cache
 def region_names(country: str) -> dict[str, str]:
     """Plain name -> the one that stands for it, of a country's regions: ISO 3166-2's own variants, `Catalunya
-    [Cataluña]`, and those of REGION_NAMES."""
+    [Cataluña]`, and those of REGION_NAMES; all of these if the country is not known."""
     import pycountry
 
     names = {}
     for region in pycountry.subdivisions.get(country_code=country) or ():
         variants = [plain(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if plain(part)]
         names |= {without_kind(name): without_kind(variants[0]) for name in variants}
-    for other, name in REGION_NAMES.get(country, ()):
+    others = REGION_NAMES.get(country, ()) if len(country) == 2 else chain(*REGION_NAMES.values())
+    for other, name in others:
         names[other] = names.get(without_kind(name), without_kind(name))
     return names
-
-
-@cache
-def all_region_names() -> dict[str, str]:
-    """Those of REGION_NAMES in one, for a truth without a country; not those that two countries have."""
-    pairs = [(other, without_kind(name)) for other, name in chain(*REGION_NAMES.values())]
-    often = Counter(other for other, _ in pairs)
-    return {other: name for other, name in pairs if often[other] == 1}
 
 
 @lru_cache(65536)
@@ -235,8 +221,7 @@ def region_of(text: str, country: str) -> str:
         code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
         found = pycountry.subdivisions.get(code=f"{country}-{code}")
         name = plain(re.split(r"[\[/,]", found.name)[0]) if found else name
-    names = region_names(country) if len(country) == 2 else all_region_names()
-    short = without_kind(name)
+    names, short = region_names(country), without_kind(name)
     return names.get(name) or names.get(short, short)  # `moscow oblast` is not `moscow`
 
 
@@ -364,7 +349,7 @@ def read_truth(truth: str) -> dict[str, Any]:
         fields = json.loads(truth)
     need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
     fields = fields | place_of(fields)
-    place = {field: as_text(fields[field]) for field in ("country", "region", "city")}
+    place = {field: as_text(fields[field]) for field in NAMES}
     place = {field: text for field, text in place.items() if plain(text)}
     if coordinates := read_coordinates(fields):
         place["coordinates"] = coordinates
@@ -399,7 +384,7 @@ def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict
     """
     place = read_truth(truth)
     answer = read_answer(response)
-    given = {field: as_text(answer.get(field)) for field in ("country", "region", "city")}
+    given = {field: as_text(answer.get(field)) for field in NAMES}
     parts = {field: float(right) for field, right in same_names(given, place).items()}
     there = read_coordinates(answer) if "coordinates" in place else None
     km = {"km": distance_km(*there, *place["coordinates"])} if there else {}
@@ -417,10 +402,8 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 @register("geospot", "osv5m", answerable=answerable)
 def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
     """Grade by the options of a curriculum's `stage`, a reward.Stage; without any, all parts count at 25 km."""
-    try:
+    with refusing(UserError, f"row {example.uid!r}"):
         return geospot_reward(response, example.ground_truth, stage_of(stage.options if stage else {}))
-    except UserError as error:
-        raise UserError(f"row {example.uid!r}: {error}") from error
 
 
 # --- an invented map --------------------------------------------------------------------------------------------------
@@ -444,7 +427,7 @@ def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
 
 def toy_answer(place: dict[str, Any]) -> str:
     """As the toy policy is to write it: short."""
-    names = "; ".join(f"{field}: {place[field]}" for field in ("country", "region", "city"))
+    names = "; ".join(f"{field}: {place[field]}" for field in NAMES)
     return f"{names}; coordinates: {place['lat']}, {place['lon']}"
 
 
@@ -452,10 +435,8 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     """A pale island with a coloured coast, with black marks, one to a cell."""
     image = Image.new("RGB", (SIDE, SIDE), (*(rng.randint(205, 225) for _ in range(2)), rng.randint(235, 255)))
     draw = ImageDraw.Draw(image)
-    coast = []
-    for i in range(18):
-        reach = SIDE / 2 * rng.uniform(0.85, 1.0)
-        coast.append((SIDE / 2 + reach * math.cos(i * math.pi / 9), SIDE / 2 + reach * math.sin(i * math.pi / 9)))
+    reaches = [(i * math.pi / 9, SIDE / 2 * rng.uniform(0.85, 1.0)) for i in range(18)]
+    coast = [(SIDE / 2 + reach * math.cos(angle), SIDE / 2 + reach * math.sin(angle)) for angle, reach in reaches]
     draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
     draw_shapes(draw, rng, INK, shape, marks)
     return png(image)

@@ -8,7 +8,6 @@ last of two or three; of more only leftmost and rightmost are clear. A truth may
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from PIL import Image, ImageDraw
 
 from errors import need
 from prepare_data import MARK, Raw, TaskConfig
-from reward import MAX_ANSWER_CHARS, register, unwrap_truth, weighted
-from tasks._tables import any_rows, first, row_of
+from reward import register, unwrap_truth, weighted
+from tasks._tables import any_rows, files_below, first, row_of
 from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, toy_of
 from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
 
@@ -42,8 +41,8 @@ IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may
 @register("nlvr2", "pairs")
 def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """As a visual question whose truth is True or False."""
-    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False"
-    need(example.ground_truth.strip().lower() in ("true", "false"), f"{told}; correct or remove it")
+    need(example.ground_truth.strip().lower() in ("true", "false"),
+         f"row {example.uid!r}: ground_truth {example.ground_truth!r} is neither True nor False; correct or remove it")
     return vqa(response, example, finish_reason)
 
 
@@ -55,16 +54,14 @@ def position(word: str, n: int) -> int | None:
         return n - 1 if n <= 3 or word != "right" else None
     if word in ("middle", "center", "centre", "central"):
         return n // 2 if n % 2 else None
-    digits = re.fullmatch("([0-9]{1,3})(?:st|nd|rd|th)?", word)
-    value = number_at([word]) if word not in SCALES else None  # `a pair` is how many
-    if digits:
-        place = int(digits[1]) - 1
+    word = re.sub("(?<=[0-9])(?:st|nd|rd|th)$", "", word)
+    number = None if word in SCALES else number_at([word])  # `a pair` is how many
+    if number:
+        place = int(number[0]) - 1
     elif word in ORDINALS:
         place = ORDINALS.index(word)
-    elif len(word) == 1:
-        place = LETTERS.lower().index(word)
     else:
-        place = int(value[0]) - 1 if value else -1
+        place = LETTERS.lower().find(word) if len(word) == 1 else -1
     return place if 0 <= place < n else None
 
 
@@ -103,13 +100,13 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     """
     n = len(example.images)
     truth = images_named(example.ground_truth, n)
-    told = f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images"
-    need(truth is not None, f"{told}; write 1 to {n}, both, all or none")
+    need(truth is not None,
+         f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images; write 1 to {n}, "
+         "both, all or none")
     answer = answer_of(response, finish_reason)
-    named = None
-    if answer is not None and len(answer) <= MAX_ANSWER_CHARS:
-        question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
-        named = images_named(answer, n, known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " ")))
+    question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
+    known = known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " "))
+    named = images_named(answer or "", n, known)
     rewards = weighted(named == truth, answer is not None and only_box(response, answer))
     return rewards | {"images": [float(named is not None and (i in named) == (i in truth)) for i in range(n)]}
 
@@ -129,26 +126,20 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     return any_rows(cfg, SIDES[0] + SIDES[1], lambda record, root: pair_record(record, root, cfg))
 
 
-@cache
-def files_by_name(root: Path) -> dict[str, str]:
-    return {path.name: str(path.relative_to(root)) for path in root.rglob("*-img[0-9].png")}
-
-
 def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     statement = first([record.get(cfg.prompt_key), record.get("sentence")])
     text = first([statement, record.get("question")])
     truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
-    told = "no statement or question, or no truth: looked for columns sentence and label, question and answer"
-    need(isinstance(text, str) and truth is not None, told)
+    need(isinstance(text, str) and truth is not None,
+         "no statement or question, or no truth: looked for columns sentence and label, question and answer")
     source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
     if statement is not None:
         source, kind, asked, instruction = "nlvr2", "statement", f"Statement: {text}", INSTRUCTION
         truth = {"1": "True", "0": "False"}.get(str(truth).removesuffix(".0"), truth)
-        known = unwrap_truth(str(truth)).lower() in ("true", "false")
-        need(known, f"label is {truth!r:.80}, expected True or False")
+        need(unwrap_truth(str(truth)).lower() in ("true", "false"), f"label is {truth!r:.80}, expected True or False")
     stem = str(record.get("identifier", "")).rpartition("-")[0]
-    names = [files_by_name(root).get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
+    names = [files_below(root, "*-img[0-9].png").get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
     images = next((pair for pair in [*pairs[:1], names, *pairs[1:]] if pair and None not in pair), None)
     images = first([record.get(cfg.image_key), images])

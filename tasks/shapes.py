@@ -54,8 +54,9 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     UserError if `extra["answer_type"]` is missing or unknown.
     """
     kind = example.extra.get("answer_type")
-    told = f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}"
-    need(kind in ANSWER_TYPES, f"{told}; write it again with `python prepare_data.py shapes`")
+    need(kind in ANSWER_TYPES,
+         f"row {example.uid!r}: answer_type {kind!r} is not one of {', '.join(ANSWER_TYPES)}; write it again with "
+         "`python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
         return weighted(0.0, 0.0)
@@ -84,24 +85,18 @@ USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annota
 # --- images -------------------------------------------------------------------------------------------------------
 
 
-def polygon(shape: str, x: float, y: float, r: float) -> list[tuple[float, float]]:
-    """Corners of a shape of radius r around (x, y)."""
-    if shape == "square":
-        return [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)]
-    if shape == "triangle":
-        return [(x, y - r), (x + r, y + r), (x - r, y + r)]
-    points = []
-    for i in range(10):  # of a star
-        reach = r * (1.15 if i % 2 == 0 else 0.45)
-        points.append((x + reach * math.sin(i * math.pi / 5), y - reach * math.cos(i * math.pi / 5)))
-    return points
+CORNERS = {  # of shapes of radius 1 around (0, 0)
+    "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+    "triangle": ((0, -1), (1, 1), (-1, 1)),
+    "star": [(r * math.sin(i * math.pi / 5), -r * math.cos(i * math.pi / 5)) for i, r in enumerate([1.15, 0.45] * 5)],
+}
 
 
 def draw_shape(draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple) -> None:
     if shape == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     else:
-        draw.polygon(polygon(shape, x, y, r), fill=fill)
+        draw.polygon([(x + r * across, y + r * down) for across, down in CORNERS[shape]], fill=fill)
 
 
 def draw_shapes(draw: ImageDraw.ImageDraw, rng: random.Random, fill: tuple, shape: str, count: int) -> None:
@@ -202,30 +197,22 @@ def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[t
         yield images, kind, prompt, truth
 
 
-def toy_of(task: str, scenes: Scenes, kinds: Sequence[str]) -> Toy:
-    """Return the `toy` of a task that draws: n rows in the on-disk format, see `in_turn`."""
+def toy_of(
+    task: str, scenes: Scenes, kinds: Sequence[str], prompts: str = "prompt", images: str = "images", answers: str = ""
+) -> Toy:
+    """Return the `toy` of a task that draws: n rows, see `in_turn`, in the on-disk format, or with other names for the
+    columns of prompts, images and answers."""
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (images, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+        for index, (files, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+            answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
-            yield {
+            yield answer | {
                 "data_source": task,
-                "prompt": [{"role": "user", "content": prompt}],
-                "images": [{"bytes": image, "path": None} for image in images],
-                "reward_model": {"style": "rule", "ground_truth": truth},
+                prompts: [{"role": "user", "content": prompt}],
+                images: [{"bytes": file, "path": None} for file in files],
                 "extra_info": {"split": split, "index": index, "uid": uid, "answer_type": kind},
             }
-
-    return toy
-
-
-def toy_table_of(task: str, scenes: Scenes, kinds: Sequence[str], image: str = "image", text: str = "question") -> Toy:
-    """Return the `toy` of a task whose rows are {image, question, answer, answer_type}, as in users' files."""
-
-    def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, ([data], kind, question, answer) in enumerate(in_turn(n, scenes(split, seed), kinds)):
-            row = {"data_source": task, image: data, text: question, "answer": answer, "answer_type": kind}
-            yield row | {"split": split, "index": index, "uid": f"{task}-{split}-{seed}-{index}"}
 
     return toy
 

@@ -26,7 +26,7 @@ from errors import UserError, need
 from prepare_data import MARK, Raw, TaskConfig
 from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, count, extract_boxed, register, unwrap_truth, weighted
 from tasks._tables import any_rows
-from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_table_of
+from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_of
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
 DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "instruction": "vqa"}
@@ -182,7 +182,6 @@ TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|
 TAIL = re.compile(TAIL + r"(?: (?:answer|option|choice|one))?$| at all$")
 QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
 DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
-IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
 SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
@@ -294,7 +293,7 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
     total, group, least = Decimal(0), None, Decimal(10**15)  # `least`: the smallest scale so far
     last = ""
     while at < len(words):
-        word, following = words[at], words[at + 1] if at + 1 < len(words) else ""
+        word = words[at]
         small, scale = SMALL.get(word), SCALES.get(word)
         written = NUMBER.fullmatch(word) if word.strip("-") else None
         if small is not None:
@@ -310,11 +309,11 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
                 total, group, least = total + group, None, Decimal(scale)
         elif written and group is None and Decimal(word.replace(",", "")) < least:
             group = Decimal(word.replace(",", ""))
-            sign = 1 if total and group < 0 else sign
         elif word == "and" and words[at + 1 : at + 3] == ["a", "half"] and last:
+            group = (group or 0) + Decimal("0.5")
             at += 3
-            return sign * (total + (group or 0) + Decimal("0.5")), at
-        elif not (word == "and" and (last == "hundred" or last in SCALES) and following in SMALL):
+            break
+        elif not (word == "and" and last in SCALES and SMALL.keys() & words[at + 1 : at + 2]):
             break
         last = word if word != "and" else last
         at += 1
@@ -383,15 +382,16 @@ def says(text: str, asked: "Asked") -> bool | None:
     said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
         return None
+    wanted = words_of(asked.question)
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
-    denied = negated or DENIALS & set(words) - set(words_of(asked.question))
+    denied = negated or DENIALS & {*words} - {*wanted}
     other = any(SAYS.get(word, said) != said for word in words) or (said and denied)
-    hedged = HEDGES & set(words) - NEGATIONS or MODALS & set(words) - set(words_of(asked.question))
+    hedged = HEDGES & {*words} or MODALS & {*words} - {*wanted}
     expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
     if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
         return None
     words = re.findall(r"[^\s.,!?;:]+", re.sub("'(?:s|re)(?![a-z])", " is", rest))
-    return said if negated or gives_reason(said, words, bool(mark), words_of(asked.question)) else None
+    return said if negated or gives_reason(said, words, bool(mark), wanted) else None
 
 
 AUXILIARIES = set("is are was were does do did has have can will would could".split())
@@ -415,10 +415,9 @@ def gives_reason(yes: bool, words: list[str], apart: bool, asked: list[str]) -> 
     if yes:
         plain = SAY_NOTHING | CERTAIN | set(NUMBER_WORDS) | set(SAYS)
         return not words or any(w in plain or w.isdecimal() or root(w) in wanted for w in words)
-    if not content or "no" in words:
-        return states(" ".join(words), " ".join(asked)) is not True
-    if apart or words[0] in {*PRONOUNS, *ARTICLES}:
-        there = words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
+    denies = not content or "no" in words
+    if denies or apart or words[0] in {*PRONOUNS, *ARTICLES}:
+        there = not denies and words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
         return not there and states(" ".join(words), " ".join(asked)) is not True
     definite = asked[0] not in AUXILIARIES or {"the", *PRONOUNS} & set(asked[1:2]) - {"there"}
     return bool(definite) or content[0] in map(root, NEAR.split(" ".join(asked))[0].split())
@@ -431,14 +430,11 @@ def states(text: str, question: str) -> bool | None:
     """
     asked, words = words_of(question), words_of(text)
     said = [word for word in words if word not in NEGATIONS and word != "no"]
-    if len(said) < 2 or not all(word.isalnum() for word in said) or HEDGES & {*said, *asked} or len(words) > 60:
+    if len(said) < 2 or not all(word.isalnum() for word in said) or HEDGES & {*said, *asked} or len(asked) < 2:
         return None
-    if len(asked) < 2 or asked[0] not in AUXILIARIES or words[0] in AUXILIARIES or len(words) - len(said) > 1:
+    if asked[0] not in AUXILIARIES or len(words) - len(said) > 1 or MODALS & set(said) - set(asked):
         return None
-    if MODALS & set(said) - set(asked):
-        return None
-    content = [root(word) for word in said if word not in SAY_NOTHING]
-    wanted = [root(word) for word in asked if word not in SAY_NOTHING]
+    content, wanted = ([root(w) for w in of if w not in SAY_NOTHING] for of in (said, asked))
     it_is = asked[1] == "there" and len(words) == len(said)  # `it is not` may be about anything
     named = asked[1] not in PRONOUNS - {"this", "that", "these", "those"}
     subject = words[0] in PRONOUNS and (asked[1] == words[0] or named or it_is)
@@ -510,12 +506,9 @@ def same_text(text: str, truth: str) -> bool:
         return sorted(map(normal, AND.split(text))) == sorted(map(normal, AND.split(truth))) and text[0] not in "(["
     if SIGN.search(text) or ("-" in text + truth and ("/" in text) != ("/" in truth)):  # `ab/cd` is not `ab-cd`
         return False
-    one, other = normal(text), normal(truth)
-    if one == other != "":
+    if PLATE.sub(" ", normal(text)) == PLATE.sub(" ", normal(truth)) != "":
         return True
     words, wanted = plain_words(text), plain_words(truth)
-    if PLATE.sub(" ", one) == PLATE.sub(" ", other) != "":
-        return True
     if stem("".join(words)) == stem("".join(wanted)) != "" and not re.search("[0-9]", text):
         return all(len(word) > 2 for word in words + wanted) or "-" in text + truth  # `base ball`, but not `gr ay`
     items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
@@ -607,8 +600,6 @@ def without_clause(text: str, question: str) -> str:
 
 def without_subject(text: str, asked: Asked) -> str:
     """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
-    if found := IT_IS.fullmatch(text):
-        return found[1]
     found = SUBJECT.fullmatch(" ".join(words_of(text)) if "n't" in text else text)
     if not found or all_known(found[1].split()[1:], asked.known):
         return found[2] if found else text
@@ -630,11 +621,8 @@ def without_known(text: str, known: frozenset[str]) -> str:
 @lru_cache(4096)  # a truth is met once for each of its samples
 def references(truth: str) -> tuple[str, ...]:
     """The cleaned answers of a truth: itself, or those in its JSON list."""
-    answers = [truth]
-    if truth.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            answers = json.loads(truth)
-    return tuple(clean(str(answer)) for answer in answers)
+    answers = from_json(truth)
+    return tuple(clean(str(answer)) for answer in (answers if isinstance(answers, list) else [truth]))
 
 
 @lru_cache(4096)
@@ -683,8 +671,8 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
         choices = choices_in(question)
     options = ", ".join(map(str, choices))
     for truth in truths if choices else ():
-        told = f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it"
-        need(choice_of(truth, choices) is not None, told)
+        need(choice_of(truth, choices) is not None,
+             f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it")
     answer = answer_of(response, finish_reason)
     other = re.search(r"\?|[0-9] ?!", answer or "")  # `Red?` asks, and `3!` is 6
     if answer is None or other and other[0][-1] not in example.ground_truth:
@@ -768,8 +756,8 @@ def to_columns(record: dict, question_key: str = "question", answer_key: str = "
         row.setdefault("answer_type", kind)
     if choices:
         choices = list(choices.values()) if isinstance(choices, dict) else choices
-        ok = isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS)
-        need(ok, f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
+        need(isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS),
+             f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
         row["choices"] = [str(choice) for choice in choices]
         row[answer_key] = letter_of(answer, choices)
         row[question_key] = with_choices(row.get(question_key), row["choices"])
@@ -828,8 +816,9 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             question = with_choices("Which colour do you see?", choices)
             questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
             seen = f"{count} {colour} {shape}"
-            prompts = [(kind, f"{MARK}{text} {INSTRUCTION}", truth) for kind, text, truth in questions]
-            yield images, [(kind, prompt, boxed(truth, seen), truth) for kind, prompt, truth in prompts]
+            yield images, [
+                (kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions
+            ]
 
 
-toy = toy_table_of("vqa", scenes, TOY_TYPES)
+toy = toy_of("vqa", scenes, TOY_TYPES, "question", "image", "answer")

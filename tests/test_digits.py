@@ -45,7 +45,7 @@ def test_images_of_the_splits_share_no_digit(monkeypatch):
     monkeypatch.setattr(Image.Image, "paste", watched)
     used = {}
     for split in ("warm", "train", "test"):
-        assert len({row["image"] for row in digits.toy(400, split, 0)}) == 400
+        assert len({row["images"][0]["bytes"] for row in digits.toy(400, split, 0)}) == 400
         used[split] = set(pasted)
         pasted.clear()
     assert not used["test"] & (used["train"] | used["warm"])
@@ -84,20 +84,21 @@ def test_questions_and_answers_agree(monkeypatch):
 def test_the_ink_is_what_is_counted():
     """As many separate digits as the answer says: each in a cell of its own, none cut off."""
     for row in digits.toy(40, "train", 1):
-        if row["answer_type"] == "count":
-            image = Image.open(io.BytesIO(row["image"])).convert("L")
+        if row["extra_info"]["answer_type"] == "count":
+            image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("L")
             corners = [(28 * (i % 2), 28 * (i // 2)) for i in range(4)]
             cells = [image.crop((x, y, x + 28, y + 28)) for x, y in corners]
-            assert sum(cell.getextrema()[0] < 64 for cell in cells) == int(row["answer"])
+            assert sum(cell.getextrema()[0] < 64 for cell in cells) == int(row["reward_model"]["ground_truth"])
 
 
 def test_toy_is_the_same_again_and_no_answer_is_usual():
     rows = list(digits.toy(400, "train", 0))
     assert rows == list(digits.toy(400, "train", 0)) and rows[:40] == list(digits.toy(40, "train", 0))
-    assert rows[0]["image"] != next(digits.toy(1, "train", 1))["image"]
-    assert [row["answer_type"] for row in rows[:4]] == list(digits.ANSWER_TYPES)
+    assert rows[0]["images"] != next(digits.toy(1, "train", 1))["images"]
+    assert [row["extra_info"]["answer_type"] for row in rows[:4]] == list(digits.ANSWER_TYPES)
     for kind, most in (("count", 0.4), ("exists", 0.65), ("largest", 0.4), ("sum", 0.2)):
-        answers = [row["answer"] for row in rows if row["answer_type"] == kind]
+        of_kind = [row for row in rows if row["extra_info"]["answer_type"] == kind]
+        answers = [row["reward_model"]["ground_truth"] for row in of_kind]
         assert max(answers.count(a) for a in answers) <= most * len(answers)
     with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         next(digits.toy(1, "val", 0))

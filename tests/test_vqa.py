@@ -579,12 +579,12 @@ def test_toy(tmp_path):
     train, test = list(vqa.toy(200, "train", 0)), list(vqa.toy(200, "test", 0))
     assert train == list(vqa.toy(200, "train", 0)) and train[:50] == list(vqa.toy(50, "train", 0))
     assert train != list(vqa.toy(200, "train", 1))
-    images = [{row["image"] for row in rows} for rows in (train, test)]
+    images = [{row["image"][0]["bytes"] for row in rows} for rows in (train, test)]
     assert [len(of) for of in images] == [200, 200] and not images[0] & images[1]
-    assert [row["answer_type"] for row in train[:5]] == list(vqa.TOY_TYPES)
-    assert Image.open(io.BytesIO(train[0]["image"])).size == (84, 84)
+    assert [row["extra_info"]["answer_type"] for row in train[:5]] == list(vqa.TOY_TYPES)
+    assert Image.open(io.BytesIO(train[0]["image"][0]["bytes"])).size == (84, 84)
     for kind in vqa.TOY_TYPES:  # no answer is right most of the time
-        answers = [row["answer"] for row in train if row["answer_type"] == kind]
+        answers = [row["answer"] for row in train if row["extra_info"]["answer_type"] == kind]
         assert max(answers.count(a) for a in answers) <= (0.65 if kind == "existence" else 0.5) * len(answers)
     with pytest.raises(UserError, match="--split 'val': toys have warm, train, test"):
         next(vqa.toy(1, "val", 0))
