@@ -26,25 +26,35 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
-from tqdm import tqdm
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from errors import check_writable, need, writing
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
 from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, Example, decode_image
+from prepare_data import MARK, Example
+from report.progress import following
 from report.writer import find_drawing
 from reward import find_tasks
-from rollout import WAIT, Engine, EnvConfig, Responses, Rollout, Sampling, add_response, make_prompts, written
+from rollout import (
+    EnvConfig,
+    Prompt,
+    Rollout,
+    add_response,
+    as_given,
+    load_environments,
+    make_prompts,
+)
 from settings import Parser
 from utils import derive_seed, dist_setup, run_script
 
@@ -84,57 +94,51 @@ def plan_of(task: str) -> Plan:
 
 
 @cache
-def first_scenes(task: str) -> list[Scene]:
-    """Return the first images of the warm start's split, with their questions."""
-    return list(islice(file_of(task).scenes("warm", 0), 400))
-
-
-def first_questions(task: str) -> Iterator[Question]:
-    return chain.from_iterable(questions for _, questions in first_scenes(task))
+def first_examples(task: str) -> list[Example]:
+    """Return an example for each question about the first images of the warm start's split."""
+    return list(examples_of(task, islice(file_of(task).scenes("warm", 0), 400)))
 
 
 def usual_replies(task: str) -> dict[str, str]:
     """Return what a lazy annotator says, by answer type: the most frequent reply, or what the task's file has as
     USUAL."""
     replies = defaultdict(Counter)
-    for kind, _, reply, _ in first_questions(task):
-        replies[kind][reply] += 1
+    for example in first_examples(task):
+        replies[example.extra["answer_type"]][example.extra["reply"]] += 1
     usual = {kind: count.most_common(1)[0][0] for kind, count in replies.items()}
     return usual | getattr(file_of(task), "USUAL", {})
 
 
-def env_of(task: str) -> EnvConfig | None:
-    """Return how the toys of an environment are played: ENV of its file."""
-    settings = getattr(file_of(task), "ENV", None)
-    return settings and EnvConfig(env=task, **settings)
+def env_of(task: str) -> EnvConfig:
+    """Return how the toys of an environment are played: ENV of its file. A task's own toys are not."""
+    settings = getattr(file_of(task), "ENV", {})
+    return EnvConfig(env=task if settings else None, **settings)
 
 
 def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
     """Yield an example for each question of scenes; those of a scene have one uid, as they share its images."""
     for images, questions in scenes:
         uid = hashlib.sha1(b"".join(images)).hexdigest()
-        for kind, prompt, _, truth in questions:
-            yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, {"answer_type": kind})
+        for kind, prompt, reply, truth in questions:
+            extra = {"answer_type": kind, "reply": reply}
+            yield Example(uid, task, [{"role": "user", "content": prompt}], images, truth, extra)
 
 
-def texts_of_episodes(task: str) -> set[str]:
-    """Return all that an expert and its environment say about the first images of the warm start's split."""
-    from envs._load import Environments
-
-    expert, cfg = file_of(task).expert, env_of(task)
-    make = Environments(cfg).make
-    texts: set[str] = set()
-    for example in examples_of(task, first_scenes(task)):
-        env, responses, observations = make(), [], []
-        env.reset(example)
-        for _ in range(cfg.max_turns):
-            responses.append(expert(example, responses, observations))
-            observation = env.step(responses[-1])
-            if observation.done:
-                break
-            observations.append(observation.messages)
-        texts |= {*responses, *observations}
-    return texts
+def play(task: str, example: Example, usual: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each response of an expert to an example, or the usual one if that is given, with the observation that
+    comes before the next response, or None."""
+    if (environments := load_environments(env_of(task))) is None:
+        yield usual or example.extra["reply"], None
+        return
+    env, responses, said = environments.make(), [], []
+    env.reset(example)
+    over = False
+    while not over:
+        responses.append(usual or file_of(task).expert(example, responses, said))
+        observation = env.step(responses[-1])
+        over = observation.done or len(responses) == environments.cfg.max_turns
+        said.append(observation.messages)
+        yield responses[-1], None if over else observation
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -153,11 +157,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(task: str = "shapes"):
+def make_tokenizer(task: str):
     """Byte-level BPE in Qwen's format, trained on what is said in a task's toys; any text encodes, if at length."""
-    texts = texts_of_episodes(task) if env_of(task) else set()
-    for _, prompt, reply, truth in first_questions(task):
-        texts |= {prompt, reply} | ({truth} if truth.isalpha() else set())
+    texts: set[str] = set()
+    for example in first_examples(task):
+        texts |= {example.messages[0]["content"], example.extra["reply"]}
+        texts |= {example.ground_truth} if example.ground_truth.isalpha() else set()
+        for response, observation in play(task, example):
+            texts |= {response, observation.messages if observation else ""}
     corpus = sorted({text.replace(MARK, "") for text in texts})
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
@@ -186,8 +193,8 @@ def make_model(
 ) -> None:
     """Write a random toy model with its tokenizer and processor files to `out`, in the Hugging Face layout.
 
-    vocab > 0 widens the vocabulary beyond the tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the
-    embedding's weight, as Qwen's 3B models do.
+    `hidden`, the width of the language model, is a multiple of 64. vocab > 0 widens the vocabulary beyond the
+    tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the embedding's weight, as Qwen's 3B models do.
     """
     check_new_folder(out)
     tokenizer = make_tokenizer(task)
@@ -203,8 +210,7 @@ def make_model(
     if family.startswith("qwen3"):
         rope["mrope_interleaved"] = True  # transformers always does; vLLM only if the config says so
     if "qwen3_5" in family:
-        text["layer_types"] = [("linear_attention", "full_attention")[i % 2] for i in range(layers)]
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": hidden // 4, "linear_value_head_dim": hidden // 4}
         rope["partial_rotary_factor"] = 1.0
     if family.endswith("moe"):
@@ -224,12 +230,11 @@ def make_model(
         vision |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
     marks = {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"]}
     marks |= {"vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"]}
-    model_class = FAMILIES[family].model_class
-    config_class = getattr(transformers, model_class.replace("ForConditionalGeneration", "Config"))
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **marks)
+    parts = {"text_config": text, "vision_config": vision}
+    config = transformers.CONFIG_MAPPING[family](**parts, **marks, tie_word_embeddings=tied)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     # transformers' std of 0.02 suits wide models. A narrow one with it does not see: the signal of the image is lost
     # among the residuals. Fan-in scaling lets it start to see within a few hundred steps.
     with torch.no_grad():
@@ -241,8 +246,7 @@ def make_model(
         model.lm_head.weight.normal_(0, 0.02)  # first guesses near uniform; for a tied head this is the embedding too
     model.generation_config = transformers.GenerationConfig(**stops)
     # The class names that a real checkpoint carries, so that transformers and vLLM find their own processors.
-    own = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}.get(family, "Qwen3VLProcessor")
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": own}
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": PROCESSOR_MAPPING_NAMES[family]}
     processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
     processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -256,44 +260,21 @@ def make_model(
 # The supervised warm start
 
 
-class Annotator(Engine):
-    """Plays the episodes of an environment's toys: what an expert does, or, where it is lazy, the usual reply."""
-
-    def __init__(self, task: str, processor: Processor, rng: random.Random):
-        from envs._load import Environments
-        from envs._play import Episodes
-
-        super().__init__()
-        self.task = task
-        self.processor = processor
-        self.rng = rng
-        self.environments = Environments(env_of(task))
-        self.episodes = Episodes(self, self.environments, processor)
-        self.expert = file_of(task).expert
-        self.usual = usual_replies(task)
-        self.lazy: set[int] = set()  # about which examples
-
-    def play(self, scenes: Iterable[Scene], lazy: float = 0.0) -> list[Rollout]:
-        """An episode about each question."""
-        examples = list(examples_of(self.task, scenes))
-        self.lazy = {id(example) for example in examples if self.rng.random() < lazy}
-        prompts = make_prompts(examples, self.processor, start_of=self.environments.start_of)
-        return self.episodes.generate(prompts, 1, Sampling(max_new_tokens=100_000))
-
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
-        while not responses.over:
-            for rollout in responses.take(WAIT):
-                tokens = self.processor.tokenizer.encode(f"{self.next(rollout)}<|im_end|>", add_special_tokens=False)
-                n = len(tokens)
-                add_response(rollout, tokens, [0.0] * n, self.processor, [0] * n)
-                responses.added(rollout)
-
-    def next(self, rollout: Rollout) -> str:
-        example = rollout.prompt.example
-        if id(example) in self.lazy:
-            return self.usual[example.extra["answer_type"]]
-        said = [message["content"] for message in rollout.messages]
-        return self.expert(example, said[::2], said[1::2])
+def write_rollout(task: str, prompt: Prompt, processor: Processor, usual: str = "") -> Rollout:
+    """Return what `play` says to a prompt, with the tokens and masks of a rollout that was sampled."""
+    rollout = Rollout(prompt, 0)
+    for response, observation in play(task, prompt.example, usual):
+        tokens = processor.tokenizer.encode(f"{response}<|im_end|>", add_special_tokens=False)
+        add_response(rollout, tokens, [0.0] * len(tokens), processor, [0] * len(tokens))
+        if observation:
+            images = [processor.image(hashlib.sha1(x.tobytes()).hexdigest(), x) for x in observation.images]
+            said = processor.continuation([{"role": "user", "content": observation.messages}])
+            said = processor.expand(said, images)
+            rollout.response += said
+            rollout.response_mask += [False] * len(said)
+            rollout.images += images
+            rollout.turns += 1
+    return rollout
 
 
 def warm_start(
@@ -308,8 +289,8 @@ def warm_start(
     plan, ctx = plan_of(task), dist_setup()
     see_steps = plan.see_steps if see_steps is None else see_steps
     habit_steps = plan.habit_steps if habit_steps is None else habit_steps
-    told = f"warm start: {plan.images} images a step do not divide among {ctx.world} processes"
-    need(plan.images % ctx.world == 0, told)
+    need(plan.images % ctx.world == 0,
+         f"warm start: {plan.images} images a step do not divide among {ctx.world} processes")
     if ctx.main:
         check_new_folder(out)
     processor = Processor(str(model))
@@ -319,54 +300,37 @@ def warm_start(
     source = file_of(task).scenes("warm", derive_seed(seed, ctx.rank))
     usual = usual_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
-    annotator = Annotator(task, processor, rng) if env_of(task) else None
+    environments = load_environments(env_of(task))
+    start_of = environments.start_of if environments else as_given
 
     def next_scene() -> Scene:
         images, questions = next(source)
         return images, rng.sample(questions, plan.questions) if len(questions) > plan.questions else questions
 
-    def answered(scene: Scene, lazy: float) -> list[Rollout]:
-        """One scene with its questions and answers: they share its images."""
-        found, questions = scene
-        images = [processor.image(hashlib.sha1(data).hexdigest(), decode_image(data)) for data in found]
-        samples = []
-        for kind, question, answer, _ in questions:
-            prompt = processor.encode([{"role": "user", "content": question}], images)
-            given = usual[kind] if rng.random() < lazy else answer
-            reply = processor.tokenizer.encode(f"{given}<|im_end|>", add_special_tokens=False)
-            samples.append(written(" ".join(image.key for image in images), prompt, reply, images))
-        return samples
-
     def next_samples(lazy: float) -> list[Rollout]:
         """Of a step."""
-        share = plan.images // ctx.world
-        if annotator:
-            return annotator.play([next_scene() for _ in range(share)], lazy)
-        return list(chain.from_iterable(answered(next_scene(), lazy) for _ in range(share)))
+        scenes = (next_scene() for _ in range(plan.images // ctx.world))
+        lazily = [(example, rng.random() < lazy) for example in examples_of(task, scenes)]
+        prompts = make_prompts([example for example, _ in lazily], processor, start_of=start_of)
+        given = [usual[example.extra["answer_type"]] if is_lazy else "" for example, is_lazy in lazily]
+        return [write_rollout(task, prompt, processor, reply) for prompt, reply in zip(prompts, given, strict=True)]
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, plan.lazy, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-        bar = tqdm(range(steps), desc=f"warm start: {name}", disable=None if ctx.main else True)
-        for step in bar:
+        for step in following(range(steps), f"warm start: {name}"):
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
             micros = packer.pack(next_samples(lazy))
             scored = sum(len(m.target_K) for m in micros)
             optimizer.zero_grad(set_to_none=False)
-            total = 0.0
             for micro in micros:
-                loss = -policy(micro).logp_K.sum() / scored
-                loss.backward()
-                total += loss.item()
+                (-policy(micro).logp_K.sum() / scored).backward()
             gradients = [p.grad for p in policy.parameters()]
             flat = parameters_to_vector(gradients)
             dist.all_reduce(flat)
             vector_to_parameters(flat.div_(ctx.world), gradients)
             clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            bar.set_postfix(loss=f"{total:.3f}")
-            if ctx.main and bar.disable and step % 100 == 99:
-                print(f"warm start: {name} {step + 1}/{steps}, loss {total:.3f}")
     if ctx.main:
         with whole_folder(out) as folder:
             shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
@@ -376,7 +340,6 @@ def warm_start(
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole demo
 
-FILES = ("base", "start", "run", "final", "train.parquet", "test.parquet")  # models, data and the run, in --out
 TRAINING = (
     "--prompts-per-step 32 --group-size 8 --lr 2e-4 --warmup-steps 5 --schedule cosine "
     "--micro-tokens 2048 --save-every 20"
@@ -385,20 +348,16 @@ TRAINING = (
 
 def longest_reply(model: Path, task: str) -> int:
     """How many tokens a response, or an episode, may have: those of the longest reply, its end, and a few."""
-    if env_of(task):
-        annotator = Annotator(task, Processor(str(model)), random.Random(0))
-        episodes = annotator.play(first_scenes(task)[:100])
-        return 5 + max(len(episode.response) for episode in episodes)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    return 6 + max(len(tokenizer.encode(reply)) for _, _, reply, _ in first_questions(task))
+    processor = Processor(str(model))
+    bare = (Prompt(example.uid, [], [], example, []) for example in first_examples(task))
+    return 5 + max(len(write_rollout(task, prompt, processor).response) for prompt in bare)
 
 
 def env_flags(task: str) -> tuple[object, ...]:
     """Of train.py and eval.py."""
-    if cfg := env_of(task):
-        more = ("--env-settings", *cfg.env_settings) if cfg.env_settings else ()
-        return "--env", cfg.env, "--max-turns", cfg.max_turns, *more
-    return ()
+    cfg = env_of(task)
+    more = ("--env-settings", *cfg.env_settings) if cfg.env_settings else ()
+    return ("--env", cfg.env, "--max-turns", cfg.max_turns, *more) if cfg.env else ()
 
 
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
@@ -412,20 +371,20 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
         words = [sys.executable, *map(str, command)]
         print(f"\n[{stage}] {shlex.join(words)}")
         began = time.perf_counter()
-        done = subprocess.run(words, env=env, cwd=Path(__file__).parent)
-        if done.returncode:
-            sys.exit(f"error: stage '{stage}' failed with exit code {done.returncode}: {shlex.join(words)}")
-        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+        code = subprocess.run(words, env=env, cwd=Path(__file__).parent).returncode
+        need(code == 0, f"stage '{stage}' failed with exit code {code}: {shlex.join(words)}")
+        seconds[stage] = round(seconds.get(stage, 0.0) + time.perf_counter() - began, 1)
 
     # A previous demo's run must not be resumed or mixed with this one; anything else is not ours to remove.
-    ours = (out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir())
-    need(ours, f"--out {out} is not empty and no earlier demo's folder; choose another")
+    need((out / "train.parquet").is_file() or not out.exists() or not any(out.iterdir()),
+         f"--out {out} is not empty and no earlier demo's folder; choose another")
     check_writable(out, f"--out {out}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     plan = replace(plan, steps=10, see_steps=10, habit_steps=5) if short else plan
     n_train, n_test = (400, 100) if short else (2000, 400)
-    base, start, run, final, train, test = (out / name for name in FILES)
+    base, start, run, final = (out / name for name in ("base", "start", "run", "final"))
+    train, test = out / "train.parquet", out / "test.parquet"
     seeded = ("--seed", seed)
     for split, n, file in (("train", n_train, train), ("test", n_test, test)):
         sh("data", "prepare_data.py", task, "--toy", "--n", n, "--split", split, *seeded, "--out", file)
@@ -443,7 +402,6 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     after = json.loads((out / "eval" / "eval.json").read_text())
     [before], metric = after["baselines"], after["metric"]
     blank = after["reliance"]["blank"][metric]
-    seconds = {stage: round(spent, 1) for stage, spent in seconds.items()}
     summary = {
         "task": task,
         "metric": metric,
@@ -463,8 +421,6 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
             plots.draw_curve(run, blank, out / "curve.png", task, metric)
     moved = f"{before[metric]:.3f} -> {after[metric]:.3f} after {plan.steps} RL steps; with blank ones {blank:.3f}"
     print(f"\n{task}: {metric} on {after['n']} unseen images: {moved}")
-    if short:
-        print("--short only shows that each stage runs; so few steps are not meant to learn anything")
     print(f"look at {out / 'curve.png'}, {out / 'eval' / 'report.html'} and {run / 'rollouts'}")
     return summary
 
@@ -481,9 +437,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         q.add_argument("--task", default="shapes", help="whose toys to learn from: any whose file draws scenes")
     for q in (model, run):
         q.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="architecture")
-    model.add_argument("--hidden", type=int, default=128, help="width of the language model, a multiple of 64")
-    model.add_argument("--layers", type=int, default=3, help="depth of the language model")
-    model.add_argument("--vocab", type=int, default=0, help="widen the vocabulary to this (0 = the tokenizer's)")
     warm.add_argument("--model", type=Path, required=True, help="folder of the random model")
     warm.add_argument("--see-steps", type=int, help="steps with honest answers (default: the task's)")
     warm.add_argument("--habit-steps", type=int, help="those with a lazy annotator's answers (default: the task's)")

@@ -19,29 +19,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from engines.launch import ConnectionConfig, ServerConfig, check_engine, make_engine, resolve_engine, size_limits
-from errors import check_writable, need, plug_in
-from model import ModelConfig, Processor, default_dtype, load_config
+from errors import UserError, check_writable, need, plug_in
+from model import ModelConfig, Processor, load_config, resolve_dtype
 from parallel.checkpoint import TrainedWeights, locate, on_rank0, read_json
+from parallel.resume import changes
 from prepare_data import Example, ReadingConfig
 from report import progress
 from report.ablation import Ablation
 from report.evaluation import (
-    FAILED,
     compare,
     lines_of,
     make_record,
     metric_of,
-    plain,
     reliance,
     summarise,
-    with_interval,
 )
 from report.files import read_rows, write_records, write_text
 from report.log import RunLog
@@ -66,20 +62,28 @@ from rollout import (
     load_examples,
     make_prompts,
 )
-from settings import REQUIRED, Parser, add_settings, flag_of, flag_text, read_settings, setting, settings_of_run
+from settings import (
+    REQUIRED,
+    Parser,
+    PixelConfig,
+    add_settings,
+    flag_of,
+    flag_text,
+    read_settings,
+    setting,
+    settings_of_run,
+)
 from utils import Context, Stages, dist_setup, print0, run_script
 
 CHUNK = 64  # examples of a rank that are generated, then graded, together
 
 
 @dataclass(frozen=True)
-class AsTrained(RewardConfig, EnvConfig, ReadingConfig):
+class AsTrained(RewardConfig, EnvConfig, ReadingConfig, PixelConfig):
     """As in training: a run's own values are its defaults"""
 
     max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
     max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
-    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
-    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
     dtype: str = setting("auto", "auto: bfloat16 on a GPU, as in training", choices=("auto", "float32", "bfloat16"))
 
 
@@ -182,20 +186,15 @@ class Evaluation:
             return {}
         summary = summarise(records)
         metric = summary["metric"]
-        by_type = {kind: of[metric] for kind, of in summary["by_answer_type"].items()}
-        rewards = {name: of["mean"] for name, of in summary["rewards"].items()}
-        kinds = "  ".join(f"{plain(name)} {value:.2f}" for name, value in (*by_type.items(), *rewards.items()))
-        failed = f"  {FAILED.format(n=summary['failed'])}" if summary["failed"] else ""
-        line = f"eval at step {step}: {metric} {with_interval(summary, metric)} on {summary['n']}{failed}"
-        tqdm.write("\n".join([line, *wrap(kinds, 98, initial_indent="  ", subsequent_indent="  ")]))
+        tqdm.write("\n".join([f"evaluation after step {step}:", *lines_of(summary)]))
         log.evaluated(step, records, summary, self.examples, self.start_of)
         figures = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
         figures[f"{metric}_low"], figures[f"{metric}_high"] = summary[f"{metric}_ci95"]
         figures |= {f"{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
             figures["task_mean"] = summary["task_mean"][metric]
-        figures |= {f"rewards/{name}": value for name, value in rewards.items()}
-        figures |= {f"{metric}/{kind}": value for kind, value in by_type.items()}
+        figures |= {f"rewards/{name}": of["mean"] for name, of in summary["rewards"].items()}
+        figures |= {f"{metric}/{kind}": of[metric] for kind, of in summary["by_answer_type"].items()}
         return {f"eval/{name}": value for name, value in figures.items()}
 
 
@@ -209,8 +208,7 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
         add_settings(parser, WatchConfig)
         return read_settings(WatchConfig, vars(parser.parse_args(argv)))
     parser = Parser(__doc__)
-    for group in (EvalConfig, AsTrained, EnvConfig, RewardConfig, ReadingConfig, ConnectionConfig):
-        add_settings(parser, group)
+    add_settings(parser, EvalConfig)
     given = vars(parser.parse_args(argv))
     for path in given.get("baseline", ()):
         locate(path, "--baseline")
@@ -220,42 +218,40 @@ def parse_args(argv: list[str] | None = None) -> EvalConfig | WatchConfig:
     as_trained = settings_of_run(fields(AsTrained), run, given, given["model"])
     cfg = read_settings(EvalConfig, as_trained | data | given)
     cfg = replace(cfg, **absolute_files(vars(cfg)))
-    told = "--rollout server (the default for a run that trained with it) needs --servers URL..."
-    need(cfg.rollout != "server" or cfg.servers, f"{told}; add it, or use --rollout hf or vllm")
+    need(cfg.rollout != "server" or cfg.servers, "--rollout server (the default for a run that trained with it) needs "
+         "--servers URL...; add it, or use --rollout hf or vllm")
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
-    copies = f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it"
-    need(cfg.samples == 1 or cfg.temperature > 0, copies)
-    possible = not cfg.env or set(cfg.ablate) <= {"blank"}
-    need(possible, "with --env only white images can replace what an environment shows; use --ablate blank")
+    need(cfg.samples == 1 or cfg.temperature > 0,
+         f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it")
+    need(not cfg.env or set(cfg.ablate) <= {"blank"},
+         "with --env only white images can replace what an environment shows; use --ablate blank")
     return cfg
 
 
 def told_of_run(cfg: EvalConfig) -> list[str]:
     """Return a line with the settings that are a run's own and not the defaults, and one with those that are not."""
-    run = {name: tuple(x) if isinstance(x, list) else x for name, x in locate(cfg.model)[2].items()}
+    run = locate(cfg.model)[2]
     if not run:
         return []
     names = [*(f.name for f in fields(AsTrained)), "rollout"]
     greedy = {"temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}  # as training evaluates
-    own = {name: run[name] for name in names if name in run} | {"data": run.get("eval_data")} | greedy
-    defaults = {f.name: f.default for f in fields(EvalConfig)}
-    same, others = [], []
-    for name, value in own.items():
-        mine = getattr(cfg, name)
-        if mine != value:
-            there = "none" if value in (None, ()) else flag_text(name, value).partition(" ")[2]
-            others.append(f"{flag_text(name, mine)} (there {there})")
-        elif name not in greedy and value not in (None, defaults[name]):
-            same.append(flag_text(name, value))
+    there = {name: run[name] for name in names if name in run} | {"data": run.get("eval_data")} | greedy
+    differ = changes(there, vars(cfg))
+    same = [flag_text(name, value) for name, value in there.items() if name not in greedy | differ
+            and value not in (None, [], getattr(EvalConfig, name, None))]  # fmt: skip
+    others = []
+    for name, (was, now) in differ.items():
+        value = "none" if was in (None, []) else flag_text(name, was).partition(" ")[2]
+        others.append(f"{flag_text(name, now)} (there {value})")
     lines = {"as in the run": same, "unlike the run's evaluations": others}
     return [f"{title}: {', '.join(flags)}" for title, flags in lines.items() if flags]
 
 
 def check_columns(cfg: EvalConfig, examples: Sequence[Example]) -> None:
     """Raise UserError unless examples have what --ablate and --group-by are about."""
-    shown = any(len(example.images) for example in examples)
-    need(shown or not cfg.ablate, f"--ablate: no example of {cfg.data} has an image; leave it out")
+    need(not cfg.ablate or any(len(example.images) for example in examples),
+         f"--ablate: no example of {cfg.data} has an image; leave it out")
     known = sorted(set(chain.from_iterable(example.extra for example in examples)))
     for column in cfg.group_by:
         need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")
@@ -266,22 +262,21 @@ def settings_of(cfg: EvalConfig) -> dict:
     no_part = ("out", *ConnectionConfig.__annotations__)
     settings = {name: value for name, value in asdict(cfg).items() if name not in no_part}
     checkpoints = [str(locate(path)[1] or path) for path in (cfg.model, *cfg.baseline)]
-    return json.loads(json.dumps(settings | {"checkpoints": checkpoints}))
+    return settings | {"checkpoints": checkpoints}
 
 
 def check_out(cfg: EvalConfig) -> None:
     """An evaluation may be made again where it is, but not over another one."""
     out = Path(cfg.out)
     check_writable(out, f"--out {cfg.out}")
-    run = f"--out {out} is a run, whose report.html this would replace; choose another folder, such as {out / 'eval'}"
-    need(not (out / "run.json").exists(), run)
+    need(not (out / "run.json").exists(),
+         f"--out {out} is a run, whose report.html this would replace; choose another folder, such as {out / 'eval'}")
     if not (out / "eval.json").is_file():
         return
     before = read_json(out / "eval.json", "; remove it, or choose another folder").get("settings", {})
-    now = settings_of(cfg)
-    for name in now | before:
-        told = f"{flag_of(name)} was {before.get(name)} and is {now.get(name)}; choose another folder, or remove it"
-        need(now.get(name) == before.get(name), f"--out {out} holds another evaluation: {told}")
+    for name, (was, now) in changes(before, settings_of(cfg)).items():
+        raise UserError(f"--out {out} holds another evaluation: {flag_of(name)} was {was} and is {now}; choose another "
+                        "folder, or remove it")
 
 
 def start_engine(
@@ -295,9 +290,8 @@ def start_engine(
 ) -> Engine:
     """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of
     `examples`. If `running` is given, an engine of the same architecture, reuse it."""
-    dtype = default_dtype(ctx.device) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    dtype = resolve_dtype(cfg.dtype, ctx.device)
     weights = TrainedWeights(path, dtype)
-    base = weights.cfg.model
     if running is not None:
         engine, running.processor = running, processor
     else:
@@ -305,23 +299,19 @@ def start_engine(
         more = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
         more |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
         servers = read_settings(ServerConfig, vars(cfg))
-        engine = make_engine(cfg.rollout, base, processor, ctx, dtype, sizes, cfg.vllm, servers, **more)
+        engine = make_engine(cfg.rollout, weights.cfg.model, processor, ctx, dtype, sizes, cfg.vllm, servers, **more)
     engine.sync(lambda trainable_only: weights)
-    tied = "does config.json tie the head to the embedding, while the files hold both?"
-    need(engine.complete, f"{path}: the engine has weights that the model does not give it; {tied}")
+    need(engine.complete, f"{path}: the engine has weights that the model does not give it; does config.json tie the "
+         "head to the embedding, while the files hold both?")
     print0(f"loaded {weights.hf.loaded_from}")
     return engine
 
 
-def architecture(path: str) -> dict:
-    """Return the part of a model's config that decides its weights' names and shapes."""
-    others = re.compile("_.*|dtype|torch_dtype|transformers_version|architectures")
-
-    def kept(config: dict) -> dict:
-        values = {name: kept(value) if isinstance(value, dict) else value for name, value in config.items()}
-        return {name: value for name, value in values.items() if not others.fullmatch(str(name))}
-
-    return kept(load_config(locate(path)[0]).to_dict())
+def architecture(path: str) -> str:
+    """Return the part of a model's config that decides its weights' names and shapes, as JSON."""
+    config = load_config(locate(path)[0]).to_json_string(use_diff=False)
+    others = r'"(_\w+|dtype|torch_dtype|transformers_version|architectures)": (\[[^]]*\]|.*)'
+    return re.sub(others, "", config)
 
 
 def main(cfg: EvalConfig | WatchConfig) -> dict:
@@ -340,9 +330,9 @@ def main(cfg: EvalConfig | WatchConfig) -> dict:
     grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, played=env is not None)
     paths = [cfg.model, *cfg.baseline]
     for path in cfg.baseline if cfg.rollout == "vllm" else ():
-        other = f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process holds only one vLLM"
-        same = architecture(path) == architecture(cfg.model)
-        need(same, f"{other}; evaluate it in a call of its own, or use --rollout hf")
+        need(architecture(path) == architecture(cfg.model),
+             f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process holds only one vLLM; "
+             "evaluate it in a call of its own, or use --rollout hf")
     processors = [Processor(locate(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples = load_examples(cfg.data, cfg, processors, grader, start_of, cfg.limit)
     check_columns(cfg, examples)

@@ -27,8 +27,9 @@ from settings import REQUIRED, Parser, add_settings, read_settings, setting
 from utils import run_script
 
 # Files next to the weights that a folder needs to be opened elsewhere, as the base model's author wrote them
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-TEMPLATES = ("chat_template.json", "chat_template.jinja")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+                   "chat_template.json", "chat_template.jinja")  # fmt: skip
+TOLERANCE = 1e-4  # how far log-probabilities may be off, over 1 + the largest one
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class MergeConfig:
     out: str = setting(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
     dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
     adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
-    tolerance: float = setting(1e-4, "how far log-probabilities may be off, over 1 + the largest one", least=0)
 
 
 def parse_args(argv: list[str] | None = None) -> MergeConfig:
@@ -49,10 +49,9 @@ def parse_args(argv: list[str] | None = None) -> MergeConfig:
 
 
 def main(cfg: MergeConfig) -> None:
-    files = ("run.json", "trainer.json", "adapter_config.json")
-    need(any(Path(cfg.run, name).is_file() for name in files),
+    need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it has none of "
-         f"{', '.join(files)}{nearest_path(cfg.run)}")
+         f"run.json, trainer.json, adapter_config.json{nearest_path(cfg.run)}")
     base, _, run = locate(cfg.run, "RUN")
     out = Path(cfg.out)
     check_new_folder(out)
@@ -83,14 +82,14 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     check_weights(written, hf)
     reader = Processor(str(folder))
     if reader.image_processor.size != processor.image_processor.size:
-        sizes = f"{reader.image_processor.size}, the run at {processor.image_processor.size}"
-        raise RuntimeError(f"the written folder sees images at {sizes}; it was not kept")
+        raise RuntimeError(f"the written folder sees images at {reader.image_processor.size}, the run at "
+                           f"{processor.image_processor.size}; it was not kept")
     logprobs = probe_logprobs(written, reader)
     gap = (logprobs - rounded).abs().max().item()
-    allowed = cfg.tolerance * (1 + rounded.abs().max().item())
-    need(gap <= allowed,
-         f"--out {cfg.out}: its log-probabilities differ from those of its weights in memory by {gap:.2e}, over "
-         f"{allowed:.1e} (--tolerance); it was not kept. Raise that only if you know why")
+    allowed = TOLERANCE * (1 + rounded.abs().max().item())
+    if not gap <= allowed:
+        raise RuntimeError("the written folder's log-probabilities differ from those of its weights in memory by "
+                           f"{gap:.2e}, over {allowed:.1e}; it was not kept")
     moved = (logprobs - trained).abs().max().item()
     print(f"largest log-probability difference from the run {moved:.1e}, by rounding to {cfg.dtype}")
 
@@ -99,7 +98,7 @@ def save_processor(base: str, processor: Processor, folder: Path) -> None:
     """Tokenizer and processor files: the base's own, with the pixel limits that the run trained with."""
     processor.tokenizer.save_pretrained(folder)
     may_lack = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for name in PROCESSORS + TEMPLATES:
+    for name in PROCESSOR_FILES:
         if found := cached_file(base, name, **may_lack):
             shutil.copyfile(found, folder / name)  # not its mode: a cache's files may be their owner's alone
     # The limits are in a file of their own, or inside another, which wins; both may be there
@@ -143,8 +142,8 @@ def merge_checked(hf: nn.Module) -> None:
     for name, (x, y, bound) in probes.items():
         gap = (copy.deepcopy(hf.get_submodule(name)).double()(x) - y).abs()
         if not (gap <= bound).all():
-            told = f"by {gap.max():.1e}, where rounding gives {bound.max():.1e} at most; nothing was written"
-            raise RuntimeError(f"{name}: merged, its outputs differ from those with its adapter {told}")
+            raise RuntimeError(f"{name}: merged, its outputs differ from those with its adapter by {gap.max():.1e}, "
+                               f"where rounding gives {bound.max():.1e} at most; nothing was written")
 
 
 def check_weights(written: nn.Module, hf: nn.Module) -> None:
@@ -153,8 +152,8 @@ def check_weights(written: nn.Module, hf: nn.Module) -> None:
     wrong = sorted(theirs.keys() ^ ours.keys())
     wrong = wrong or [name for name in ours if not torch.equal(theirs[name], ours[name].float())]
     if wrong:
-        names = ", ".join(wrong[:3])
-        raise RuntimeError(f"{len(wrong)} tensors of the written folder are not the run's: {names}; it was not kept")
+        raise RuntimeError(f"{len(wrong)} tensors of the written folder are not the run's: {', '.join(wrong[:3])}; it "
+                           "was not kept")
 
 
 if __name__ == "__main__":

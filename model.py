@@ -24,6 +24,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText as AutoModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils import cached_file
 
@@ -34,7 +35,7 @@ from layers.lora import Lora, lora_layers
 from layers.recurrent import plan_recurrent_layers
 from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
-from settings import REQUIRED, setting
+from settings import REQUIRED, PixelConfig, setting
 from utils import copy_together
 
 IMAGE_MARK = "<image>"
@@ -52,7 +53,6 @@ class Family:
     """Where the parts of a family live: dotted paths below the loaded model, below its tower and below its language
     model."""
 
-    model_class: str  # in transformers
     vision: str = "model.visual"
     language: str = "model.language_model"
     vision_blocks: str = "blocks"  # below vision
@@ -61,12 +61,12 @@ class Family:
 
 
 FAMILIES = {  # by config.model_type
-    "qwen2_vl": Family("Qwen2VLForConditionalGeneration"),
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": Family("Qwen3VLMoeForConditionalGeneration"),
-    "qwen3_5": Family("Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": Family("Qwen3_5MoeForConditionalGeneration"),
+    "qwen2_vl": Family(),
+    "qwen2_5_vl": Family(),
+    "qwen3_vl": Family(),
+    "qwen3_vl_moe": Family(),
+    "qwen3_5": Family(),
+    "qwen3_5_moe": Family(),
 }
 LIKE_OURS = (
     "supported are models that see images as Qwen-VL does: Qwen2VLImageProcessor, get_image_features with "
@@ -76,7 +76,7 @@ TRAIN_VISION = ("none", "merger", "tower", "all")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(PixelConfig):
     """Model"""
 
     model: str = setting(REQUIRED, "model folder or hub id")
@@ -96,8 +96,6 @@ class ModelConfig:
     kernel: str = setting("auto", "policy head: Triton kernels (GPU) or plain torch", choices=KERNELS)
     vision_cache_gb: float = setting(2.0, "memory for features of a frozen tower; 0: none", least=0)
     grad_checkpointing: bool = setting(False, "recompute activations in the backward")
-    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
-    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
     lora_rank: int = setting(0, "of adapters, which want a larger --lr, say 3e-5; 0: train the weights", least=0)
     lora_alpha: float = setting(32.0, "adapters count alpha / rank times", above=0)
     lora_targets: tuple[str, ...] = setting((), "linear layers of language blocks (default: all the family lists)")
@@ -124,8 +122,8 @@ class ModelConfig:
         told = f"with --lora-rank {self.lora_rank}"
         need(not ref_every, f"--algo-args ref_every={ref_every}: {told} the reference is the policy without its "
              "adapters; use 0")
-        frozen = f"--train-vision {self.train_vision}: {told} all weights are frozen; tower adapts the tower's blocks"
-        need(self.train_vision in ("none", "tower"), frozen)
+        need(self.train_vision in ("none", "tower"), f"--train-vision {self.train_vision}: {told} all weights are "
+             "frozen; tower adapts the tower's blocks")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,12 +160,11 @@ def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     windows = ", ".join(sorted(kind for kind in kinds if "sliding" in kind or "chunked" in kind))
-    size = f"a window of {getattr(text, 'sliding_window', None)} tokens, which is not computed here"
-    remedy = "if no sequence is longer, set use_sliding_window to false in config.json"
-    need(not windows, f"--model {path!r} has layers of {windows}, {size}; {remedy}")
+    need(not windows, f"--model {path!r} has layers of {windows}, a window of {getattr(text, 'sliding_window', None)} "
+         "tokens, which is not computed here; if no sequence is longer, set use_sliding_window to false in config.json")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    depend = "depend on the longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json"
-    need(rope not in ("dynamic", "longrope"), f"--model {path!r}: rotary embeddings of type {rope!r} {depend}")
+    need(rope not in ("dynamic", "longrope"), f"--model {path!r}: rotary embeddings of type {rope!r} depend on the "
+         "longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json")
 
 
 def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str] = ()) -> Family:
@@ -175,21 +172,20 @@ def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequenc
     if paths:
         need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")
         return _family_of_paths(config, path, *paths)
-    supported = f"{', '.join(FAMILIES)}; in train.py others that see images as they do, by --family-paths"
-    need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: {supported}")
+    need(config.model_type in FAMILIES, f"--model {path!r} is of type {config.model_type!r}; supported: "
+         f"{', '.join(FAMILIES)}; in train.py others that see images as they do, by --family-paths")
     return FAMILIES[config.model_type]
 
 
 def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: str, language: str) -> Family:
-    auto = transformers.AutoModelForImageTextToText
-    known = type(config) in auto._model_mapping
-    need(known, f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
+    need(type(config) in AutoModel._model_mapping,
+         f"--model {path!r}: transformers has no model of images and text of type {config.model_type!r}")
     with torch.device("meta"):  # its shape without its weights
         # attention is named here, because a config may name a kernel of the hub, which is code
-        hf = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
+        hf = AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager")
     features = getattr(hf.model, "get_image_features", None)
-    like_ours = features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters
-    need(like_ours, f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
+    need(features and hasattr(hf.model, "get_rope_index") and "image_grid_thw" in signature(features).parameters,
+         f"--model {path!r} ({config.model_type}): {LIKE_OURS}")
     lists = [name for name, part in hf.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
     parents = [name.rpartition(".")[0] for name in lists]
     some = ", ".join([*dict.fromkeys(parents)][:4])
@@ -198,7 +194,7 @@ def _family_of_paths(config: transformers.PreTrainedConfig, path: str, vision: s
     need(language in parents, f"--family-paths {language!r}: no list of blocks there; there are in {some}")
     tower = ".".join(vision.split(".")[:2])  # the whole tower, even if a part of it is named
     blocks = lists[parents.index(language)].removeprefix(f"{language}.")
-    return Family(type(hf).__name__, tower, language, vision_blocks.removeprefix(f"{tower}."), blocks, lora_targets=())
+    return Family(tower, language, vision_blocks.removeprefix(f"{tower}."), blocks, lora_targets=())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -247,8 +243,8 @@ class Processor:
         plain, theirs = theirs.split([256 * merge**2, len(theirs) - 256 * merge**2])
         table_CB = plain[:: merge**2].unflatten(1, (3, -1))[..., 0].t().contiguous()
         patcher = Patcher(table_CB, processor.patch_size, merge, processor.temporal_patch_size)
-        same = torch.equal(patcher(images[-1]), theirs)
-        need(same, f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
+        need(torch.equal(patcher(images[-1]), theirs),
+             f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
         return patcher
 
     def banned(self, vocab_size: int) -> Tensor:
@@ -324,16 +320,12 @@ class Processor:
     def expand(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """Each placeholder as the image tokens of its image."""
         n_marks = short_ids.count(self.image_token_id)
-        told = f"{n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and {len(images)} images"
-        need(n_marks == len(images), f"prompt has {told}; there must be as many")
+        need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and "
+             f"{len(images)} images; there must be as many")
         ids, following = [], iter(images)
         for token in short_ids:
             ids += [token] * (next(following).n_tokens if token == self.image_token_id else 1)
         return ids
-
-
-def load_processor(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
-    return Processor(path, min_pixels, max_pixels)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -531,9 +523,10 @@ class Critic(Policy):
         return self.values(self.hidden(micro))
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """Of computation: CPUs are several times slower in bfloat16."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
+    """Return the compute dtype that --dtype chooses; auto is float32 on a CPU, where bfloat16 is several times
+    slower."""
+    return getattr(torch, choice if choice != "auto" else "bfloat16" if device.type == "cuda" else "float32")
 
 
 def weight_files(path: str) -> list[Path]:
@@ -559,9 +552,8 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     weight_files(path)
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
     register_attention()
-    model_class = getattr(transformers, family.model_class)
     plain = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
-    return prepare(model_class.from_pretrained(path, config=config, dtype=dtype, **plain), family)
+    return prepare(AutoModel.from_pretrained(path, config=config, dtype=dtype, **plain), family)
 
 
 def prepare(hf: nn.Module, family: Family) -> nn.Module:

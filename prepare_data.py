@@ -35,7 +35,7 @@ from tqdm import tqdm
 from errors import Note, UserError, check_writable, existing, need, plug_in, printable, refusing, writing
 from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
-from settings import REQUIRED, Parser, add_settings, flag_of, read_settings, setting
+from settings import REQUIRED, Parser, PixelConfig, add_settings, flag_of, read_settings, setting
 from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.lazy import LazyImages, Place, print_once, row_places
@@ -133,8 +133,8 @@ class ReadingConfig:
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
-                told = f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct {flag_of(setting_name)}"
-                need(column in columns, told)
+                need(column in columns, f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct "
+                     f"{flag_of(setting_name)}")
 
 
 @dataclass(frozen=True)
@@ -184,21 +184,19 @@ class FoundConfig(TaskConfig):
 
 
 @dataclass(frozen=True)
-class InspectConfig(ReadingConfig):
+class InspectConfig(ReadingConfig, PixelConfig):
     """Inspecting"""
 
     file: str = setting(REQUIRED, "parquet file, folder of shards, glob or comma list", positional=True)
     limit: int | None = setting(None, "only the first so many good rows", least=1)
     rows: int = setting(3, "how many rows to print in full", least=0)
     model: str | None = setting(None, "model or processor that counts the prompts' tokens")
-    min_pixels: int | None = setting(None, "of an image, as in training", least=1)
-    max_pixels: int | None = setting(None, "of an image, as in training", least=1)
 
 
 # ---------------------------------------------------------------------------------------------------- checking a row
 
 
-def to_messages(prompt: object, system: str = "", instruction: str = "") -> list[dict]:
+def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     """A string or a list of {role, content} -> messages.
 
     `system` is put in front, `instruction` behind the last user message that does not end with it.
@@ -245,8 +243,8 @@ def add_marks(messages: list[dict], images: int) -> bool:
     """Put a mark for each image in front of a prompt without any, and return whether that was needed. Raises UserError
     if a prompt has some marks, but not one per image."""
     marks = sum(m["content"].count(MARK) for m in messages)
-    told = f"{marks} {MARK} marks in the prompt but {images} images; write one mark per image, or correct --image-key"
-    need(marks in (0, images), told)
+    need(marks in (0, images), f"{marks} {MARK} marks in the prompt but {images} images; write one mark per image, or "
+         "correct --image-key")
     first = next(m for m in messages if m["role"] == "user")
     first["content"] = MARK * (images - marks) + first["content"]
     return images > marks
@@ -328,8 +326,8 @@ def good_rows(
         try:
             if isinstance(result, UserError):
                 raise result
-            told = f"uid {result.uid[:200]!r} is already taken by {taken.get(result.uid)}; make extra_info.uid unique"
-            need(result.uid not in taken, told)
+            need(result.uid not in taken, f"uid {result.uid[:200]!r} is already taken by {taken.get(result.uid)}; make "
+                 "extra_info.uid unique")
             check([result])
         except UserError as e:
             bad.append(printable(f"{raw.where}: {e}"))
@@ -423,12 +421,12 @@ def read_examples(
     UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
-        told = f"{name}: training touches no network; prepare_data.py parquet --input URL brings it here"
-        need(not scheme_of(str(name)), told)
+        need(not scheme_of(str(name)),
+             f"{name}: training touches no network; prepare_data.py parquet --input URL brings it here")
     files = data_files(path)
     for file in files:
-        remedy = f"run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet"
-        need(file.suffix not in (".jsonl", ".csv"), f"{file} is no parquet file; {remedy}")
+        need(file.suffix not in (".jsonl", ".csv"),
+             f"{file} is no parquet file; run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet")
     bad: list[str] = []
     found = as_found(files, reading)
     rows = source_rows(found.data_source, found) if found else lazy_rows(files, reading)
@@ -448,8 +446,8 @@ def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
     given = {f.name: getattr(reading, f.name) for f in fields(ReadingConfig) if getattr(reading, f.name) != f.default}
     settings = {"data_source": "vqa", "input": tuple(map(str, files)), "out": ""}
     cfg = FoundConfig(**(settings | defaults | given))
-    told = f"{files[0]}: kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} --out F.parquet"
-    print_once(f"{told} to make a file whose images are read when they are used")
+    print_once(f"{files[0]}: kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} --out F.parquet "
+               "to make a file whose images are read when they are used")
     return cfg
 
 
@@ -572,8 +570,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
         command = sources.add_parser(name, help=about, description=about)
-        for group in config.__mro__[:-1]:
-            add_settings(command, group)
+        add_settings(command, config)
         for action in command._actions:
             if action.dest in defaults:  # that of all sources is in the text
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
@@ -585,8 +582,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | Inspect
 def check_out(source: str, cfg: FileConfig) -> None:
     """Refuse, before any work, an --out that could only fail later."""
     out = Path(cfg.out)
-    possible = (out.is_file() or not out.exists()) and existing(out.parent).is_dir()
-    need(possible, f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
+    need((out.is_file() or not out.exists()) and existing(out.parent).is_dir(),
+         f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
     inputs = [Path(name).resolve() for name in cfg.input]
     need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
     check_writable(out.parent, f"--out {out}")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -161,13 +161,6 @@ def add_response(
     rollout.finish_reason = "stop" if tokens[-1] in processor.eos_ids else "length"
 
 
-def written(uid: str, prompt_ids: Sequence[int], response: Sequence[int], images: Sequence[ImageInput] = ()) -> Rollout:
-    """A response that was written, not sampled: of a supervised start, or to compare log-probabilities on."""
-    prompt = Prompt(uid, list(prompt_ids), list(images), None, [])
-    n = len(response)
-    return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Examples to prompts
 
@@ -197,12 +190,13 @@ def make_prompts(
     """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
     right was not seen but guessed."""
 
+    @cache  # examples may share an image
+    def prepare(data: bytes) -> ImageInput:
+        return preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
+
     def one(example: Example) -> Prompt:
         start = start_of(example)
-        images = [
-            preprocess_image(decode_image(data), processor, blank, hashlib.sha1(data).hexdigest())
-            for data in start.images
-        ]
+        images = list(map(prepare, start.images))
         short_ids = processor.render(start.messages)
         ids = processor.expand(short_ids, images)
         return Prompt(example.uid, ids, images, example, short_ids, blank, start, context)

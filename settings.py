@@ -21,7 +21,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -85,8 +85,10 @@ def typed(f: Field, value: Any) -> str:
 def parse_key(f: Field, hint: Any, text: str) -> Any:
     """Return the value of a key: "default" takes back what a resumed run has."""
     kind, _, may_be_none = parts_of(hint)
-    if text == "default" or (text == "none" and may_be_none):
-        return f.default if text == "default" else None
+    if text == "default":
+        return f.default
+    if text == "none" and may_be_none:
+        return None
     with refusing(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
         return kind(text)
 
@@ -160,32 +162,42 @@ def optional(kind: type) -> Callable[[str], Any]:
 
 
 def add_settings(parser: Parser, cls: type) -> None:
-    """A dataclass's own settings, not those of its bases, as a group of flags. One that is not given is absent in what
-    is parsed."""
-    group = parser.add_argument_group(cls.__doc__.splitlines()[0])
+    """Add a dataclass's settings, and those of each of its bases, as groups of flags. A setting that is not given is
+    absent in what is parsed."""
     hints = get_type_hints(cls)
-    if keys := {f.name: (f, hints[f.name]) for f in fields(cls) if f.metadata["key"]}:
-        parser.keys, shown = keys, f"{', '.join(keys)}; docs/algorithms.md"
-        options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-        group.add_argument("--algo-args", help=shown, metavar="KEY=VALUE", **options)
-    for f in fields(cls):
-        if f.name not in cls.__annotations__ or f.metadata["key"]:
-            continue
-        kind, many, may_be_none = parts_of(hints[f.name])
-        choices, positional = f.metadata["choices"], f.metadata["positional"]
-        metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
-        options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = optional(kind) if may_be_none and not choices else kind
-            options |= {"choices": choices} if choices else {"metavar": metavar}
-        if many:  # one that is given twice adds up
-            options |= {"nargs": "+", "action": "extend"}
-        group.add_argument(f.name if positional else flag_of(f.name), **options)
-        if f.default is REQUIRED:  # argparse's own usage would list every flag
-            shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
-            parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
+    for part in cls.__mro__[:-1]:
+        group = parser.add_argument_group(part.__doc__.splitlines()[0])
+        own = [f for f in fields(part) if f.name in part.__annotations__]
+        if keys := {f.name: (f, hints[f.name]) for f in own if f.metadata["key"]}:
+            parser.keys, shown = keys, f"{', '.join(keys)}; docs/algorithms.md"
+            options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
+            group.add_argument("--algo-args", help=shown, metavar="KEY=VALUE", **options)
+        for f in own:
+            if f.name in keys:
+                continue
+            kind, many, may_be_none = parts_of(hints[f.name])
+            choices, positional = f.metadata["choices"], f.metadata["positional"]
+            metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
+            options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                options["type"] = optional(kind) if may_be_none and not choices else kind
+                options |= {"choices": choices} if choices else {"metavar": metavar}
+            if many:  # one that is given twice adds up
+                options |= {"nargs": "+", "action": "extend"}
+            group.add_argument(f.name if positional else flag_of(f.name), **options)
+            if f.default is REQUIRED:  # argparse's own usage would list every flag
+                shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
+                parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
+
+
+@dataclass(frozen=True)
+class PixelConfig:
+    """Image sizes"""
+
+    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
+    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:

@@ -24,12 +24,14 @@ import grpo
 from engines.launch import ServerConfig, check_engine, resolve_engine, start_sampling
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
-from model import ModelConfig, load_config, load_processor
+from model import ModelConfig, Processor, load_config
 from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
 from parallel import nodes, resume, sharding, watch
+from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, peak_memory, probe_memory, saved_parts
 from prepare_data import DataConfig
 from report import metrics, progress
+from report.files import lock_folder
 from report.log import RunLog, Skipped
 from reward import RewardConfig
 from rewards.grade import Grader
@@ -117,8 +119,8 @@ class Run:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     parser = Parser(__doc__)
-    for part in chain.from_iterable(f.type.__mro__[:-1] for f in fields(Config)):  # with the settings of its bases
-        add_settings(parser, part)
+    for f in fields(Config):
+        add_settings(parser, f.type)
     given = vars(parser.parse_args(argv))
     known = chain.from_iterable(fields(f.type) for f in fields(Config))
     before = resume.resumed_settings(known, given)  # of the run that --resume continues
@@ -327,7 +329,7 @@ def set_up(cfg: Config) -> Run:
     check(cfg, ctx.world)
 
     # 3. processor, environment and rewards
-    processor = load_processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
+    processor = Processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
     env = load_environments(cfg.env)
     start_of = env.start_of if env else as_given
     grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
@@ -345,12 +347,13 @@ def set_up(cfg: Config) -> Run:
     grader.try_out(ctx.main, curriculum.stages())
 
     # 6. run directory, and the checkpoint to continue from
-    lock = resume.claim_folder(cfg.run, {"--data": train_set, "--eval-data": eval_set}, ctx)
+    lock = lock_folder(cfg.run.folder) if ctx.main else None
+    nodes.check_shared(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
     start = resume.find_start(cfg.run.folder, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
 
     # 7. models and where the run stands
     models = build_models(cfg, processor, ctx)
-    state = State.of(resume.restore(start, models), cfg.algo)
+    state = State.of(load_checkpoint(start, models.saved) if start else {}, cfg.algo)
     rates = flop_rates(models.policy.hf.config, models.vision_share)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":

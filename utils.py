@@ -62,11 +62,7 @@ class Context:
 
     def gather(self, item: Any) -> list[Any]:
         """Every process's item, in rank order, on all of them."""
-        if self.world == 1:
-            return [item]
-        items: list[Any] = [None] * self.world
-        dist.all_gather_object(items, item)
-        return items
+        return gather(item)
 
     def gather_main(self, items: list) -> list:
         """The lists of all data ranks, joined in rank order, on rank 0; empty elsewhere."""
@@ -101,6 +97,14 @@ class Context:
         mean = total["sum"] / max(1.0, total["n"])
         squares = self.sum({"squares": ((x - mean) ** 2).sum().item()})["squares"]
         return mean, math.sqrt(squares / (total["n"] - 1)) if total["n"] > 1 else 0.0
+
+
+def gather(item: Any) -> list[Any]:
+    """Return every process's item, in rank order, on all of them; without a process group, this one's alone."""
+    items = [item] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(items) > 1:
+        dist.all_gather_object(items, item)
+    return items
 
 
 def sum_dicts(items: Sequence[dict[str, float]]) -> dict[str, float]:

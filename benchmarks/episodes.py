@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         demo.make_model(Path(folder) / "toy", hidden=128, layers=3)
-        hf, processor = M.load_hf(f"{folder}/toy").eval(), M.load_processor(f"{folder}/toy")
+        hf, processor = M.load_hf(f"{folder}/toy").eval(), M.Processor(f"{folder}/toy")
     processor.eos_ids = sorted({*processor.eos_ids, *range(0, 256, 10)})  # so that a random toy ends its responses
     image = png(Image.new("RGB", (84, 84), "red"))
     rows = []

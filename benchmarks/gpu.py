@@ -978,7 +978,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     from engines.hf import HFEngine
     from engines.launch import make_engine, size_limits
     from layers.lora import Lora
-    from model import load_processor
+    from model import Processor
     from parallel.sharding import full_parameters
     from rollout import Examples
     from utils import dist_setup
@@ -998,7 +998,7 @@ def child_sync(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
             engine = HFEngine(hf, processor, ctx.device)
         else:
             make_model(folder / "model", size)
-            processor = load_processor(str(folder / "model"))
+            processor = Processor(str(folder / "model"))
             image = SimpleNamespace(images=[None], image_sizes=[(448, 448)])  # makes vLLM keep the vision tower
             engine = make_engine("vllm", str(folder / "model"), processor, ctx, torch.bfloat16,
                                  size_limits([Examples([image], [768])], processor, 256), settings)

@@ -35,7 +35,7 @@ from PIL import Image  # noqa: E402
 
 import demo  # noqa: E402
 import train  # noqa: E402
-from model import load_config, load_processor  # noqa: E402
+from model import Processor, load_config  # noqa: E402
 from packing import Packer, flop_rates  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from report.log import RunLog  # noqa: E402
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> None:
     flags = f"--model {args.model} --data - --out {args.out} --steps 1000 --micro-tokens 32768"
     flags += f" --prompts-per-step {args.prompts} --group-size {args.group}"
     cfg = train.parse_args(flags.split())
-    processor = load_processor(args.model, 4 * 28 * 28, 600 * 28 * 28)
+    processor = Processor(args.model, 4 * 28 * 28, 600 * 28 * 28)
     examples = make_examples(args.prompts)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, flop_rates(load_config(args.model)))
     log = RunLog(cfg, ctx, None, 0)

@@ -47,7 +47,7 @@ import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from errors import need  # noqa: E402
 from grpo import PRESETS  # noqa: E402
-from model import VisionCache, load_hf, load_processor  # noqa: E402
+from model import Processor, VisionCache, load_hf  # noqa: E402
 from prepare_data import ReadingConfig, read_examples  # noqa: E402
 from report.files import read_rows, write_text  # noqa: E402
 from rewards.grade import Grader, score  # noqa: E402
@@ -200,7 +200,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     import transformers
 
     out, n_samples = Path(cfg.run.out), cfg.algo.group_size
-    processor = load_processor(cfg.model.model)
+    processor = Processor(cfg.model.model)
     examples, test = (read_examples(file, ReadingConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
     by_uid = {example.uid: example for example in examples}
     curriculum = make_order(None, examples, cfg.rollout.prompts_per_step, cfg.run.seed)

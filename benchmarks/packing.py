@@ -27,9 +27,9 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import demo  # noqa: E402
-from model import Policy, load_hf, load_processor  # noqa: E402
+from model import Policy, Processor, load_hf  # noqa: E402
 from packing import Packer  # noqa: E402
-from rollout import written  # noqa: E402
+from rollout import Prompt, Rollout  # noqa: E402
 
 SHORT = "--repeats 1 --prompt 60 --response 16 --group 2 --prompts 2 --image 84"
 
@@ -63,7 +63,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         demo.make_model(Path(folder), args.family)
-        processor, hf = load_processor(folder), load_hf(folder)
+        processor, hf = Processor(folder), load_hf(folder)
     policy = Policy(hf, processor)
     rollouts = []
     for p in range(args.prompts):
@@ -73,7 +73,9 @@ def main() -> None:
         prompt += [draw(0, 250) for _ in range(args.prompt - len(prompt))]
         for _ in range(args.group):
             response = [draw(0, 250) for _ in range(draw(args.response // 2, args.response))]
-            rollouts.append(written(str(p), prompt, response, [image]))
+            sampled = [True] * len(response)
+            asked = Prompt(str(p), prompt, [image], None, [])
+            rollouts.append(Rollout(asked, 0, response, sampled, [0.0] * len(sampled), "stop"))
     packer = Packer(args.micro_tokens, processor.image_token_id)
     shared = packer.pack(rollouts)
     copies = replace(packer, share=False).pack(rollouts)

@@ -36,7 +36,7 @@ import train  # noqa: E402
 from engines.launch import start_engine  # noqa: E402
 from engines.self_test import self_test  # noqa: E402
 from errors import UserError  # noqa: E402
-from model import FAMILIES, load_processor  # noqa: E402
+from model import FAMILIES, Processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from parallel.models import build_models  # noqa: E402
 from parallel.sharding import full_parameters  # noqa: E402
@@ -64,7 +64,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     words += ["--train-vision", args.train_vision or ("tower" if args.lora_rank else "all")]
     words += ["--vllm", *args.vllm] if args.vllm else []
     cfg = train.resolve(train.parse_args(words), ctx.device)
-    processor = load_processor(folder)
+    processor = Processor(folder)
     scenes = demo.with_scenes()[args.task].scenes("test", 0)
     examples = [example for example, _ in zip(demo.examples_of(args.task, scenes), range(60), strict=False)]
     examples = Examples(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])

@@ -58,14 +58,14 @@ import demo  # noqa: E402
 import grpo  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
-from model import ImageInput, Policy, VisionCache, load_hf, load_processor  # noqa: E402
+from model import ImageInput, Policy, Processor, VisionCache, load_hf  # noqa: E402
 from packing import Packer, flop_rates, group_flops, token_batch  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from report.log import Skipped  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
-from rollout import GroupPool, Sampling, make_prompts, written  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, Sampling, make_prompts  # noqa: E402
 from tasks.shapes import png, shapes_rows  # noqa: E402
 from utils import Meter, dist_setup  # noqa: E402
 
@@ -341,7 +341,7 @@ def their_worker(pipe, model: Path, config: Config, args: argparse.Namespace) ->
             )
 
     with tempfile.TemporaryDirectory() as out:
-        silent = silent_ids(load_processor(str(model)))
+        silent = silent_ids(Processor(str(model)))
         trainer = make_trainer(
             model,
             examples(config.prompts * args.steps, config.pixels),
@@ -395,7 +395,7 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     ctx = dist_setup()
     cfg = our_settings(config)
     algo = cfg.algo
-    processor = load_processor(str(model))
+    processor = Processor(str(model))
     rows = examples(config.prompts * args.steps, config.pixels)
     cache = VisionCache(cfg.model.vision_cache_gb * 2**30)
     policy = Policy(load_hf(str(model)), processor, cache=cache)
@@ -614,7 +614,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         dist_setup()
     with tempfile.TemporaryDirectory() as out:
         theirs, their_grads = their_gradients(model, Path(out), name, train_vision)
-    processor = load_processor(str(model))
+    processor = Processor(str(model))
     n, width = theirs["completion_ids"].shape
     mask = theirs["completion_mask"].bool()
     patches = theirs["image_grid_thw"].prod(dim=1).tolist()
@@ -628,7 +628,9 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         uid = uids.setdefault((key, tuple(prompt)), f"prompt-{len(uids)}")
         grid = tuple(theirs["image_grid_thw"][b].tolist())
         image = ImageInput(key, None, grid, len(pixels) // processor.merge_size**2, lambda _, device, own=pixels: own)
-        rollouts.append(written(uid, prompt, response, [image]))
+        sampled = [True] * len(response)
+        asked = Prompt(uid, prompt, [image], None, [])
+        rollouts.append(Rollout(asked, 0, response, sampled, [0.0] * len(sampled), "stop"))
         places += range(b * width, b * width + len(response))
     # micro-batches so small that prompts are spread over several; of two updates, or nothing would be clipped
     cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--epochs 2 {LOSS_TYPES[name][0]}")

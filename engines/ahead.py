@@ -88,9 +88,10 @@ class Ahead(EngineWrapper):
         """Replace groups with a token that is too old by new ones, sampled with the newest weights."""
         for again in count(1):
             oldest = self.engine.version - self.max_age
-            versions = {}  # of the tokens of each group, by the place of its first rollout
-            for i in range(0, len(rollouts), n):
-                versions[i] = list(chain.from_iterable(r.versions for r in rollouts[i : i + n]))
+            versions = {  # of the tokens of each group, by the place of its first rollout
+                i: list(chain.from_iterable(r.versions for r in rollouts[i : i + n]))
+                for i in range(0, len(rollouts), n)
+            }
             stale = [i for i in versions if min(versions[i], default=oldest) < oldest]
             self.meter.sum("async/dropped_groups", len(stale))
             self.meter.sum("async/dropped_tokens", sum(len(versions[i]) for i in stale))

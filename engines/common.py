@@ -25,9 +25,9 @@ def iter_buckets(named_tensors: NamedTensors, max_bytes: int) -> Iterator[list[t
         yield bucket
 
 
-def build_request(rollout: Rollout, room: int, processor: Processor) -> tuple:
-    """Return what an engine needs for a rollout's next response: (uid, sample, turn, length, room, ids, images), where
-    `ids` have one placeholder for all tokens of an image."""
+def build_request(rollout: Rollout, room: int, processor: Processor, max_model_len: int) -> tuple:
+    """Return what an engine needs for a rollout's next response: (uid, sample, turn, room, ids, images), where `ids`
+    have one placeholder for all tokens of an image."""
     prompt = rollout.prompt
     response, images = iter(rollout.response), iter(rollout.images)
     short = list(prompt.short_ids)
@@ -37,8 +37,9 @@ def build_request(rollout: Rollout, room: int, processor: Processor) -> tuple:
             skipped = next(images).n_tokens - 1
             assert all(next(response) == token for _ in range(skipped)), "an image's tokens stand together"
     length = len(prompt.token_ids) + len(rollout.response)
+    assert length + room <= max_model_len, "the engine was started for shorter sequences"
     pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample, rollout.turns, length, room, short, pil_images
+    return prompt.uid, rollout.sample, rollout.turns, room, short, pil_images
 
 
 def check_answer(engine: str, theirs: Sequence[int], ours: Sequence[int], logprobs: Sequence[float]) -> None:

@@ -262,7 +262,7 @@ class HFEngine(Engine):
             own[name].copy_(tensor)
             seen.add(name)
             n_bytes += tensor.nbytes
-        self.complete = self.complete or seen == own.keys()
+        self.complete |= seen == own.keys()
         self.version += 1
         return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
 

@@ -31,8 +31,6 @@ from settings import flag_text, never, setting
 from utils import Context, print0
 
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
-SYNC_METHODS = ("auto", "nccl", "gloo", "disk", "adapter")
-IN_FLIGHT_POLICIES = ("keep", "abort", "wait")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class ConnectionConfig:
     servers: tuple[str, ...] = setting((), "vLLM's or SGLang's, which engines.serve starts", metavar="URL",
                                        from_run=never)
     sync: str = setting("auto", "how they get weights: by broadcast, through --out (a disk that they see), or the "
-                        "adapter alone; auto: nccl on a GPU, else gloo", choices=SYNC_METHODS)
+                        "adapter alone; auto: nccl on a GPU, else gloo",
+                        choices=("auto", "nccl", "gloo", "disk", "adapter"))
     server_timeout: float = setting(600.0, "seconds that one may take for a response or an update", above=0)
 
 
@@ -54,7 +53,7 @@ class ServerConfig(ConnectionConfig):
     async_steps: int = setting(0, "K: sample up to K batches ahead of the update, with weights up to K updates old",
                                least=0)
     in_flight: str = setting("abort", "responses that a sync meets: go on with old keys and values; stop, and go on "
-                             "from what is there with the new weights; or end first", choices=IN_FLIGHT_POLICIES)
+                             "from what is there with the new weights; or end first", choices=("keep", "abort", "wait"))
 
     def check(self, engine: str, vllm: tuple[str, ...], model: ModelConfig) -> None:
         """Raise UserError for settings that contradict each other, --rollout, --vllm or the model's."""
@@ -64,8 +63,8 @@ class ServerConfig(ConnectionConfig):
             need(not given, f"{flags}: for servers, but the engine is --rollout {engine}; use --rollout server")
             return
         given = "both" if self.servers else "neither"
-        one = bool(self.servers) != bool(self.serve)
-        need(one, f"--rollout server: give --servers URL... or --serve N, not {given}"
+        need(bool(self.servers) != bool(self.serve),
+             f"--rollout server: give --servers URL... or --serve N, not {given}"
              + (" (--servers default takes back those of a run that is resumed)" if self.servers else ""))
         need(not vllm or self.serve > 0, "--vllm: give it where the servers are started, or use --serve")
         need(self.sync != "adapter" or model.lora_rank > 0, "--sync adapter: there is none without --lora-rank above 0")
@@ -75,8 +74,8 @@ class ServerConfig(ConnectionConfig):
         need(self.sync != "nccl" or torch.cuda.is_available(), "--sync nccl: there is no GPU here; use gloo")
         for url in self.servers:
             parts = re.fullmatch(r"https?://[^/?#@]+:(\d+)/?", url)
-            told = f"--servers {url}: give http://HOST:PORT, several with spaces between"
-            need(parts is not None and 0 < int(parts[1]) < 65536, told)
+            need(parts is not None and 0 < int(parts[1]) < 65536,
+                 f"--servers {url}: give http://HOST:PORT, several with spaces between")
         urls = [url.rstrip("/") for url in self.servers]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         need(not twice, f"--servers {' '.join(twice)} is given twice; give each once")

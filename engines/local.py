@@ -121,8 +121,7 @@ class LocalServers:
     with the thread that started them."""
 
     def __init__(self) -> None:
-        self.processes: list[subprocess.Popen] = []
-        self.logs: list[Path] = []
+        self.processes: dict[Path, subprocess.Popen] = {}  # by the files that they write to
         atexit.register(self.stop)
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
@@ -131,17 +130,15 @@ class LocalServers:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.with_suffix(".txt").write_text(shlex.join(command) + "\n")
         with log.open("w") as out:
-            process = subprocess.Popen(
+            self.processes[log] = subprocess.Popen(
                 command, env=own | environment, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True, preexec_fn=end_with_parent,
             )
-        self.processes.append(process)
-        self.logs.append(log)
 
     def wait_until_healthy(self, urls: Sequence[str]) -> None:
         """Wait until all answer. Raise UserError, with the last line of its log, if one does not."""
         end = time.monotonic() + 60 * START_MINUTES
-        for url, process, log in zip(urls, self.processes, self.logs, strict=True):
+        for url, (log, process) in zip(urls, self.processes.items(), strict=True):
             while not is_healthy(url):
                 late = time.monotonic() > end
                 if process.poll() is not None or late:
@@ -150,16 +147,15 @@ class LocalServers:
                 time.sleep(0.5)
 
     def stop(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
+        for process in self.processes.values():
+            process.terminate()
         end = time.monotonic() + 15.0
-        for process in self.processes:
+        for process in self.processes.values():
             try:
                 process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-        self.processes, self.logs = [], []
+        self.processes.clear()
 
 
 def is_healthy(url: str) -> bool:
@@ -191,8 +187,8 @@ def launch_servers(
     first, tp = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), settings.get("tensor_parallel_size", 1)
     have = visible_gpus()
     wanted = first + n * tp
-    told = f"--serve {n}: {first} trainer processes and {n} servers of {tp} GPUs need {wanted} GPUs"
-    need(not have or wanted <= len(have), f"{told}, and there are {len(have)}; start fewer processes or servers")
+    need(not have or wanted <= len(have), f"--serve {n}: {first} trainer processes and {n} servers of {tp} GPUs need "
+         f"{wanted} GPUs, and there are {len(have)}; start fewer processes or servers")
     for number in range(n):
         port = free_port()
         command, environment = server_command("vllm", path, processor, dtype, settings, "127.0.0.1", port, lora_rank)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from packing import Packer
 from parallel.sharding import full_parameters, local, reshard
 from prepare_data import Example
 from rollout import Engine, Examples, Prompt, Rollout, Sampling, StartOf, as_given, make_prompts
-from utils import derive_seed
+from utils import derive_seed, gather
 
 # Mean |difference| of a token's log-probability between engine and trainer, in nats. In fp32 it is rounding, some 1e-7,
 # and any mistake is far above this; in bfloat16 rounding alone makes up to 0.02. A confident policy hides mistakes: its
@@ -214,10 +215,10 @@ def self_test(
     if not moved > 3 * limit:
         failures.append(f"new weights moved log-probabilities by {moved:.2e} only, which says nothing of the sync")
 
-    everywhere: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [f"{line} (rank {dist.get_rank()})" for line in failures])
-    failed = "; ".join(sum(everywhere, []))
+    everywhere = gather([f"{line} (rank {dist.get_rank()})" for line in failures])
+    failed = "; ".join(chain.from_iterable(everywhere))
     need(not failed, f"self-test before the first step (--no-self-test trains all the same): {failed}")
-    told = f"{len(prompts)} prompts ({sum(len(p.images) > 0 for p in prompts)} with images) tokenised the same"
+    with_images = sum(len(p.images) > 0 for p in prompts)
     measured = ", of ".join(f"{what} {gap.mean():.1e}" for what, gap, *_ in checks)
-    return f"self-test: {told}; |dlogp| of {measured} (limit {limit:.1e}), which moved them by {moved:.1e}"
+    return (f"self-test: {len(prompts)} prompts ({with_images} with images) tokenised the same; |dlogp| of {measured} "
+            f"(limit {limit:.1e}), which moved them by {moved:.1e}")

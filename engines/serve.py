@@ -22,8 +22,8 @@ import torch
 from engines.launch import ServerConfig, size_limits, vllm_settings
 from engines.local import server_command
 from errors import need, refusing
-from model import ModelConfig, default_dtype, load_processor
-from prepare_data import DataConfig, ReadingConfig
+from model import ModelConfig, Processor, resolve_dtype
+from prepare_data import DataConfig
 from rollout import EnvConfig, RolloutConfig, as_given, load_environments, load_examples
 from settings import Parser, add_settings, check_given, read_settings, setting
 from utils import run_script
@@ -40,7 +40,7 @@ class ServeConfig:
     print: bool = setting(False, "print the command, run nothing")
 
 
-GROUPS = (ServeConfig, ModelConfig, ReadingConfig, DataConfig, RolloutConfig, ServerConfig, EnvConfig)
+GROUPS = (ServeConfig, ModelConfig, DataConfig, RolloutConfig, ServerConfig, EnvConfig)
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[Any, ...]:
@@ -49,22 +49,22 @@ def parse_args(argv: list[str] | None = None) -> tuple[Any, ...]:
         add_settings(parser, group)
     given = vars(parser.parse_args(argv))
     check_given(given, *GROUPS)
-    return tuple(read_settings(group, given) for group in GROUPS if group is not ReadingConfig)
+    return tuple(read_settings(group, given) for group in GROUPS)
 
 
 def main(configs: tuple[Any, ...]) -> None:
     serve, model, data, rollout, servers, env = configs
-    installed = importlib.util.find_spec(serve.engine) is not None
-    need(serve.print or installed, f"--engine {serve.engine} is not installed in {sys.prefix}; see docs/scale.md")
+    need(serve.print or importlib.util.find_spec(serve.engine) is not None,
+         f"--engine {serve.engine} is not installed in {sys.prefix}; see docs/scale.md")
     settings = vllm_settings(rollout.vllm, "server" if serve.engine == "vllm" else serve.engine, 1)
     need("tensor_parallel_size" not in settings, "--vllm tensor_parallel_size: give --gpus instead")
     settings["tensor_parallel_size"] = serve.gpus
-    processor = load_processor(model.model, model.min_pixels, model.max_pixels)
+    processor = Processor(model.model, model.min_pixels, model.max_pixels)
     environments = load_environments(env)
     start_of = environments.start_of if environments else as_given
     sets = [load_examples(path, data, [processor], start_of=start_of) for path in (data.data, data.eval_data) if path]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = default_dtype(device) if model.dtype == "auto" else getattr(torch, model.dtype)
+    dtype = resolve_dtype(model.dtype, device)
     of_episodes = environments.image_limits if environments else None
     settings |= size_limits(sets, processor, rollout.max_new_tokens, of_episodes)
     adapter = model.lora_rank if servers.sync == "adapter" else 0

@@ -156,8 +156,7 @@ class ServerEngine(Engine):
     ) -> tuple[list[int], list[float], list[int]]:
         """Return tokens, their log-probabilities, and the versions of the weights that sampled them. A response that a
         sync interrupts (--in-flight abort) is continued from what there is, under the new weights."""
-        uid, sample, turn, length, room, short, _ = build_request(rollout, room, self.processor)
-        assert length + room <= self.max_model_len, "the engine was started for shorter sequences"
+        uid, sample, turn, room, short, _ = build_request(rollout, room, self.processor, self.max_model_len)
         so_far, images = rollout.prompt.token_ids + rollout.response, rollout.prompt.images + rollout.images
         tokens, logprobs, versions = [], [], []
         lost_once: set[ServerClient] = set()  # servers whose connection broke once during this request

@@ -28,8 +28,6 @@ BAN_PROCESSOR = b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensL
 KEYED_BY_FILE_BYTES = ("qwen3_vl", "qwen3_vl_moe")
 POLL_SECONDS = 0.05  # seconds between looks at what still runs
 
-# transformers' names -> the checkpoint's, by which SGLang takes weights
-NAME_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
 # the checkpoint's -> SGLang's own parameters, in which several of them lie side by side
 FUSED_PARAMETERS = (
     (r"^visual(.*)\.attn\.qkv\.", r"visual\1.attn.qkv_proj."),
@@ -42,10 +40,8 @@ IGNORED = "rotary_emb.inv_freq"  # SGLang drops what has this in its name
 
 
 def checkpoint_name(name: str) -> str:
-    for ours, theirs in NAME_PREFIXES:
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return name
+    """Return the checkpoint's name, by which SGLang takes weights, for one of transformers'."""
+    return name.replace("model.visual.", "visual.", 1).replace("model.language_model.", "model.", 1)
 
 
 def sglang_names(name: str) -> set[str]:

@@ -59,8 +59,8 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
         need(key not in FLAGS, f"--vllm {key}={value}: use {FLAGS.get(key)}")
         need(key not in OURS, f"--vllm {key}={value}: the trainer relies on its own value")
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
-    divides = isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server")
-    need(divides, f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
+    need(isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server"),
+         f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
     need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
     if importlib.util.find_spec("vllm") is None:  # not installed here: the server checks them
         return settings
@@ -187,7 +187,8 @@ class VLLMEngine(Engine):
                 if more:
                     over = responses.over  # before taking: what comes in between is taken the next time
                     came = responses.take(0.0 if running else WAIT)
-                    asked = self._of_all(([build_request(r, responses.room(r), self.processor) for r in came], over))
+                    wanted = [build_request(r, responses.room(r), self.processor, self.max_model_len) for r in came]
+                    asked = self._of_all((wanted, over))
                     more = not all(over for _, over in asked)
                     for rank, (wanted, _) in enumerate(asked):
                         with FAILED:
@@ -217,12 +218,11 @@ class VLLMEngine(Engine):
         return everywhere
 
     def _begin(self, wanted: list[tuple], sampling: Sampling) -> list[str]:
-        """Names of the requests for a response to each (uid, sample, turn, length, room, short ids, images)."""
+        """Names of the requests for a response to each (uid, sample, turn, room, short ids, images)."""
         from vllm import SamplingParams
 
         requests, parameters = [], []
-        for uid, sample, turn, length, room, ids, images in wanted:
-            assert length + room <= self.max_model_len, "the engine was started for shorter sequences"
+        for uid, sample, turn, room, ids, images in wanted:
             requests.append({"prompt_token_ids": ids} | ({"multi_modal_data": {"image": images}} if images else {}))
             parameters.append(
                 SamplingParams(

@@ -35,7 +35,7 @@ from model import ModelConfig, Policy, load_config, load_hf
 from parallel.loading import BAD, find_bad, find_stored, meta_hf, read_parameter
 from parallel.sharding import full_parameters, reshard
 from settings import read_settings
-from utils import print0
+from utils import gather, print0
 
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
 Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
@@ -51,11 +51,10 @@ def on_rank0(do: Callable[[], Any]) -> Any:
             done[0] = do()
         except (UserError, OSError) as error:
             done[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(done)
-    if done[1] is not None:
-        raise done[1]
-    return done[0]
+    result, error = gather(done)[0]
+    if error is not None:
+        raise error
+    return result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -95,8 +94,8 @@ def read_trainer(checkpoint: Path) -> dict:
     rest = {key: value for key, value in trainer.items() if key != "crc32"}
     need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
     step = trainer.get("step")
-    named_so = isinstance(step, int) and step_of(checkpoint) in (None, step)
-    need(named_so, f"{file}: of step {step}, but the folder's name says another; rename it back")
+    need(isinstance(step, int) and step_of(checkpoint) in (None, step),
+         f"{file}: of step {step}, but the folder's name says another; rename it back")
     return rest
 
 
@@ -155,16 +154,13 @@ def damage(checkpoint: Path) -> str | None:
         need(not strange, f"{checkpoint}: {', '.join(strange)} is not of this checkpoint, but would be read; remove it")
         for name in sorted(written)[rank::world]:
             file = checkpoint / name
-            own = Path(name).name == name and (file.is_file() or not file.exists())
-            need(own, f"{file}: no file of the checkpoint's own")
+            need(Path(name).name == name and (file.is_file() or not file.exists()),
+                 f"{file}: no file of the checkpoint's own")
             found = checksum(file)
             need(found == written[name], f"{file}: damaged: its size and checksum are {found}, not {written[name]}")
     except (UserError, OSError) as error:
         wrong = str(error)
-    told = [wrong] * world
-    if dist.is_initialized():
-        dist.all_gather_object(told, wrong)
-    return next(filter(None, told), None)
+    return next(filter(None, gather(wrong)), None)
 
 
 def intact(path: Path, set_aside: bool = False) -> Path | None:
@@ -174,8 +170,8 @@ def intact(path: Path, set_aside: bool = False) -> Path | None:
     nor a later start counts them."""
     found = on_rank0(lambda: complete_checkpoints(path))
     for file in chain.from_iterable(checkpoint.iterdir() for checkpoint in found):
-        old = file.name == ".metadata" or file.suffix == ".distcp"  # pickles
-        need(not old, f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
+        need(file.name != ".metadata" and file.suffix != ".distcp",  # pickles
+             f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
              "CHANGELOG.md names the last commit that reads them")
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
@@ -284,8 +280,8 @@ def save_checkpoint(
         return f"go on from {earlier[-1]} with --resume auto" if earlier else "there is no earlier one: start again"
 
     if bad := find_bad(state):
-        told = f"after step {step} {bad} {BAD}; no checkpoint was written; {on_rank0(remedy)}"
-        raise UserError(f"--out {out}: {told}, with a lower --lr or --max-grad-norm")
+        raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written; {on_rank0(remedy)}, "
+                        "with a lower --lr or --max-grad-norm")
 
     def prepare() -> None:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -320,9 +316,8 @@ def save_checkpoint(
         numbers = _file_numbers(state)
         with _same_error_on_all_ranks():
             dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(temporary), numbers, save_distributed=True))
-        parts = [None] * dist.get_world_size()
         mine = [(file.name, checksum(file)) for file in temporary.glob(f"shard-{dist.get_rank() + 1:05d}-*")]
-        dist.all_gather_object(parts, mine)
+        parts = gather(mine)
         on_rank0(finish)
     except OSError as error:
         if error.errno in FULL + CLOSED:  # the same on all ranks

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForImageTextToText as AutoModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -27,7 +26,7 @@ from layers.attention import register_attention
 from model import Policy, find_family, load_config, load_hf, prepare, weight_files
 from parallel.sharding import local
 from report.progress import following
-from utils import print0
+from utils import gather, print0
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights, as safetensors calls them
 LARGEST = 1e20  # of a weight: products with 1e38 overflow
@@ -42,7 +41,7 @@ def meta_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     family = find_family(config, path, paths)
     register_attention()
     with register_module_parameter_registration_hook(on_meta):
-        hf = getattr(transformers, family.model_class)._from_config(config, dtype=dtype, attn_implementation="planned")
+        hf = AutoModel.from_config(config, dtype=dtype, attn_implementation="planned")
     strange = [converter for converter in converters_of(hf) if not understood(converter)]
     if strange:
         patterns = ", ".join(strange[0].source_patterns)
@@ -200,16 +199,15 @@ def read_stored(stored: Stored, tensors: safe_open, local: torch.Tensor, offset:
 def find_bad(tensors: dict[str, torch.Tensor]) -> str | None:
     """The first tensor with a value that is NaN or above LARGEST, or above fp32's largest in an optimizer's state,
     whichever rank holds it; the same answer on all of them."""
-    names, first = list(tensors), torch.tensor(len(tensors))
+    names, first = list(tensors), len(tensors)
     for i, (name, tensor) in enumerate(tensors.items()):
         values = local(tensor)
         largest = torch.finfo(torch.float32).max if "optimizer.state." in name else LARGEST
         # the norm is the largest absolute value, or NaN where there is one
         if values.numel() and not torch.linalg.vector_norm(values, math.inf).item() <= largest:
-            first.fill_(i)
+            first = i
             break
-    if dist.is_initialized():
-        dist.all_reduce(first, dist.ReduceOp.MIN)
+    first = min(gather(first))
     return names[first] if first < len(names) else None
 
 

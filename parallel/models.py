@@ -12,7 +12,7 @@ import torch
 from errors import UserError, need
 from grpo import Algorithm
 from layers.lora import AdaptersOff, add_lora
-from model import Critic, ModelConfig, Policy, Processor, VisionCache, default_dtype
+from model import Critic, ModelConfig, Policy, Processor, VisionCache, resolve_dtype
 from packing import Packer
 from parallel import sharding
 from parallel.loading import load_sharded, meta_hf
@@ -34,8 +34,8 @@ class OptimConfig:
     micro_tokens: int = setting(8192, "most tokens in a micro-batch", least=1)
 
     def check(self, model: ModelConfig, steps: int) -> None:
-        idle = self.vision_lr is not None and model.vision_frozen
-        need(not idle, f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
+        need(self.vision_lr is None or not model.vision_frozen,
+             f"--vision-lr {self.vision_lr}: nothing of the tower trains; choose with --train-vision")
         need(self.warmup_steps <= steps, f"--warmup-steps {self.warmup_steps} exceeds --steps {steps}")
 
     def factor(self, step: int, steps: int) -> float:
@@ -103,7 +103,7 @@ class Models:
 def build_models(cfg: Any, processor: Processor, ctx: Context) -> Models:
     """All that the algorithm of train.py's `cfg` needs, at the weights of --model."""
     algo, optim, model = cfg.algo, cfg.optim, cfg.model
-    dtype = default_dtype(ctx.device) if model.dtype == "auto" else getattr(torch, model.dtype)
+    dtype = resolve_dtype(model.dtype, ctx.device)
     master = {"fp32": torch.float32, "bf16": torch.bfloat16}[model.master_dtype]
     # One cache for engine and trainer: with the tower frozen both compute the same features
     cached = model.vision_frozen and model.vision_cache_gb > 0
@@ -197,14 +197,15 @@ def probe_memory(
             out = policy(micro)
             (0.0 * (out.logp_K + out.entropy_K).sum()).backward()
     except torch.OutOfMemoryError as error:
-        why = f"a full micro-batch does not fit in this GPU's memory ({str(error).splitlines()[0]})"
-        raise UserError(f"--micro-tokens {packer.max_tokens}: {why}; {remedy}") from error
+        raise UserError(f"--micro-tokens {packer.max_tokens}: a full micro-batch does not fit in this GPU's memory "
+                        f"({str(error).splitlines()[0]}); {remedy}") from error
     policy.zero_grad(set_to_none=True)
     if cuda:
         cache = cfg.model.vision_cache_gb if policy.cache is not None else 0.0
         reserve = cache + (ASLEEP_GIB if cfg.rollout.rollout == "vllm" else 0.0)
         peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
         print0(f"fullest micro-batch: {micro.n_tokens} tokens, peak {peak:.1f} of {total:.1f} GiB")
-        needs = f"a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping engine {reserve:.1f}; this GPU has"
-        need(peak + reserve <= total, f"--micro-tokens {packer.max_tokens}: {needs} {total:.1f}; {remedy}")
+        need(peak + reserve <= total,
+             f"--micro-tokens {packer.max_tokens}: a full micro-batch needs {peak:.1f} GiB, vision cache and sleeping "
+             f"engine {reserve:.1f}; this GPU has {total:.1f}; {remedy}")
     return micro.n_tokens

@@ -13,6 +13,8 @@ from rollout import Examples
 from settings import flag_of
 from utils import Context
 
+# Seconds for network file systems, which remember for a while that a file was not there
+PATIENCE = 60.0
 PATHS = ("model", "data", "eval_data", "curriculum")  # may lie elsewhere on each node
 
 
@@ -20,12 +22,11 @@ def check_restarts() -> None:
     """Before processes join. Of several nodes each counts restarts for itself, and restarted processes would meet the
     addresses of the dead in torchrun's store (utils._rendezvous)."""
     env = os.environ
-    several = env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE")
+    one_node = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    told = f"torchrun --max-restarts {restarts} on several nodes: restarted processes would not find each other"
-    need(not (several and shared and restarts != "0"),
-         f"{told}; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node (runs/multinode.sh does)")
+    need(one_node or restarts == "0" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+         f"torchrun --max-restarts {restarts} on several nodes: restarted processes would not find each other; set "
+         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node (runs/multinode.sh does)")
 
 
 def check_settings(settings: Mapping[str, Any], ctx: Context) -> None:
@@ -37,18 +38,18 @@ def check_same(values: Mapping[str, Any], ctx: Context) -> None:
     places, everyone = zip(*ctx.gather((socket.gethostname(), dict(values))), strict=True)
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
-            told = f"{name} is {everyone[0][name]} on rank 0 ({places[0]}), {value} on rank {rank} ({places[rank]})"
-            need(value == everyone[0][name], f"{told}; start the same command on every node, with the same files")
+            need(value == everyone[0][name],
+                 f"{name} is {everyone[0][name]} on rank 0 ({places[0]}), {value} on rank {rank} ({places[rank]}); "
+                 "start the same command on every node, with the same files")
 
 
-def check_shared(out: Path, data: Mapping[str, Examples], ctx: Context, patience: float = 60.0) -> None:
-    """Every rank sees what rank 0 writes, and has read the same data. `patience` seconds are for network file systems,
-    which remember for a while that a file was not there."""
+def check_shared(out: Path, data: Mapping[str, Examples], ctx: Context) -> None:
+    """Every rank sees what rank 0 writes, and has read the same data."""
     mark = out / f".seen_{ctx.gather(time.time_ns())[0]}"
     if ctx.main:
         mark.touch()
     ctx.gather(None)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     seen = ctx.gather((mark.exists(), socket.gethostname()))

@@ -9,14 +9,11 @@ from typing import Any
 
 from errors import check_writable, nearest_path, need, plug_in
 from parallel import checkpoint
-from parallel.checkpoint import complete_checkpoints, intact, load_checkpoint, on_rank0, run_args
-from parallel.nodes import check_shared
-from report.files import lock_folder, read_rows
+from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
+from report.files import read_rows
 from report.summary import best_evaluation
 from rewards.functions import absolute_files
-from rollout import Examples
 from settings import REQUIRED, flag_of, never, setting, settings_of_run
-from utils import Context
 
 # A checkpoint does not fit a run where these differ: its weights, or its position in the data (counted in batches)
 FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
@@ -56,8 +53,9 @@ class RunConfig:
     @property
     def origin(self) -> str:
         """Return where the settings that were not given come from."""
-        new = self.resume == "no" or (self.resume == "auto" and not (self.folder / "checkpoints").exists())
-        return "the default" if new else "from the run that is resumed"
+        if self.resume == "no" or (self.resume == "auto" and not (self.folder / "checkpoints").exists()):
+            return "the default"
+        return "from the run that is resumed"
 
 
 def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,19 +89,6 @@ def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
 
 
-def claim_folder(cfg: RunConfig, data: Mapping[str, Examples], ctx: Context) -> Any:
-    """Lock --out, which all ranks must see, and return the lock: keep it until the process ends. All ranks must have
-    read the same `data`."""
-    lock = lock_folder(cfg.folder) if ctx.main else None
-    check_shared(cfg.folder, data, ctx)
-    return lock
-
-
-def restore(start: Path | None, models: Any) -> dict[str, Any]:
-    """Load a checkpoint, if any, into the models; return what else it holds: where its run stood."""
-    return load_checkpoint(start, models.saved) if start else {}
-
-
 def holds_run(out: Path) -> bool:
     """Is there anything that a new run would destroy? One that ended before its first step leaves nothing."""
     return bool(complete_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
@@ -113,8 +98,8 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     """The checkpoint to continue from, if any. `parts` is what it must hold besides the policy's weights."""
     newest = on_rank0(lambda: (complete_checkpoints(out) or [None])[-1])
     if resume == "no":
-        clash = on_rank0(lambda: holds_run(out))
-        need(not clash, f"--out {out} already holds a run; continue it with --resume auto, or choose another directory")
+        need(not on_rank0(lambda: holds_run(out)),
+             f"--out {out} already holds a run; continue it with --resume auto, or choose another directory")
         return None
     given = None if resume == "auto" or Path(resume).resolve() == out.resolve() else intact(Path(resume))
     if given is None or newest is None or newest.resolve() != given.resolve():
@@ -124,14 +109,15 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
         return None
     fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
     for name, (was, now) in changes(run_args(start), settings).items():
-        told = f"{flag_of(name)} was {was} and is {now}; keep it, or start from what merge_lora.py exports"
-        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {told}")
+        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_of(name)} was {was} and is "
+             f"{now}; keep it, or start from what merge_lora.py exports")
     held = checkpoint.read_trainer(start).get("parts", [])
-    told = f"it holds {', '.join(held) or 'the policy alone'}; asked for is {', '.join(parts) or 'the policy alone'}"
-    need(held == parts, f"--resume {start}: {told}; keep --adv, --lora-rank, --train-vision and the --algo-args critic "
-         "and ref_every")
-    ok = newest is None or newest.resolve() == start.resolve()
-    need(ok, f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
+    need(held == parts,
+         f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}; asked for is "
+         f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
+         "critic and ref_every")
+    need(newest is None or newest.resolve() == start.resolve(),
+         f"--resume {resume} is not the newest checkpoint of --out {out}: two histories must not mix; use {newest}")
     return start
 
 

@@ -36,10 +36,11 @@ class ParallelConfig:
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
         share = self.replicate * self.tp
-        told = f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into {share}"
-        need(world % share == 0, f"{told}; start a multiple of {share}, or lower one of the two")
-        spares = self.offload == "none" or torch.cuda.is_available()
-        need(spares, f"--offload {self.offload}: there is no GPU whose memory it would spare; leave it out")
+        need(world % share == 0,
+             f"--replicate {self.replicate} --tp {self.tp}: {world} processes do not divide into {share}; start a "
+             f"multiple of {share}, or lower one of the two")
+        need(self.offload == "none" or torch.cuda.is_available(),
+             f"--offload {self.offload}: there is no GPU whose memory it would spare; leave it out")
         if self.tp > 1:
             plug_in("parallel.tensor_parallel", f"--tp {self.tp}").check_tp(model, self.tp)
 

@@ -19,7 +19,14 @@ CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower -
     / $COMMON --algo ppo --algo-args tis_cap=1.5 tis_mask=0.5,2"
 [ -z "$short" ] || CASES="$COMMON --train-vision all"
 for family in ${FAMILIES:-qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe}; do
-    $PYTHON demo.py model --family "$family" --hidden 64 --layers 2 --vocab 448 --out "$OUT/$family"
+    $PYTHON - "$OUT/$family" "$family" <<'PY'
+import sys
+from pathlib import Path
+
+from demo import make_model
+
+make_model(Path(sys.argv[1]), sys.argv[2], hidden=64, layers=2, vocab=448)
+PY
     for n in $processes; do
         # shellcheck disable=SC2086
         $PYTHON -m torch.distributed.run --standalone --nproc-per-node $n tests/parity_worker.py \

@@ -34,9 +34,9 @@ def print_statistics(examples: list, model: str | None, min_pixels: int | None, 
     figures = {"image width": [width for width, _ in sizes], "image height": [height for _, height in sizes]}
     figures["image bytes"] = [len(data) for e in examples for data in e.images]
     if model:
-        from model import load_processor
+        from model import Processor
 
-        processor = load_processor(model, min_pixels=min_pixels, max_pixels=max_pixels)
+        processor = Processor(model, min_pixels=min_pixels, max_pixels=max_pixels)
         tokens = [processor.count_tokens(e.messages, e.image_sizes) for e in examples]
         figures["prompt tokens, image tokens included"] = tokens
     for name, values in figures.items():

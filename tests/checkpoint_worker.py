@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter  # noqa: E402
 import parallel.checkpoint as C  # noqa: E402
 import train  # noqa: E402
 from errors import UserError  # noqa: E402
-from model import Policy, load_processor  # noqa: E402
+from model import Policy, Processor  # noqa: E402
 from parallel.loading import load_sharded, meta_hf  # noqa: E402
 from parallel.resume import find_start  # noqa: E402
 from parallel.sharding import make_optimizer, shard  # noqa: E402
@@ -32,7 +32,7 @@ WEIGHT = "model.language_model.layers.0.mlp.up_proj.weight"
 def main(_) -> None:
     torch.set_num_threads(1)
     model, folder = sys.argv[1], Path(sys.argv[2])
-    out, ctx, processor, told = folder / "run", dist_setup(), load_processor(sys.argv[1]), []
+    out, ctx, processor, told = folder / "run", dist_setup(), Processor(sys.argv[1]), []
 
     def build(path: str) -> Policy:
         policy = Policy(meta_hf(path), processor)

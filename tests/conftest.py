@@ -19,6 +19,7 @@ from PIL import Image  # noqa: E402
 
 import demo  # noqa: E402
 import model as M  # noqa: E402
+from rollout import Prompt, Rollout  # noqa: E402
 from utils import Context  # noqa: E402
 
 torch.set_num_threads(1)
@@ -74,6 +75,13 @@ def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
     return (position_T[None, :] <= position_T[:, None]) & (position_T[:, None] < end_T[None, :])
 
 
+def written(uid, prompt_ids, response, images=()) -> Rollout:
+    """Return a response that was written, not sampled."""
+    n = len(response)
+    prompt = Prompt(uid, list(prompt_ids), list(images), None, [])
+    return Rollout(prompt, 0, list(response), [True] * n, [0.0] * n, "stop", "", versions=[0] * n)
+
+
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory) -> dict[str, Path]:
     """family -> folder of a random toy model whose vocabulary is wider than its tokenizer, as Qwen's is."""
@@ -86,7 +94,7 @@ def toys(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def loaded(toys):
     """family -> (hf model, processor)."""
-    return {family: (M.load_hf(str(path)).eval(), M.load_processor(str(path))) for family, path in toys.items()}
+    return {family: (M.load_hf(str(path)).eval(), M.Processor(str(path))) for family, path in toys.items()}
 
 
 @pytest.fixture

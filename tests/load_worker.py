@@ -18,7 +18,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from layers.lora import Lora, add_lora  # noqa: E402
-from model import Policy, load_hf, load_processor  # noqa: E402
+from model import Policy, Processor, load_hf  # noqa: E402
 from parallel.loading import load_sharded, meta_hf  # noqa: E402
 from parallel.sharding import ParallelConfig, full, shard  # noqa: E402
 from utils import dist_setup, run_script  # noqa: E402
@@ -34,7 +34,7 @@ def main(_) -> None:
     torch.set_num_threads(1)
     model, out, small = sys.argv[1:4]
     tp = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-    ctx, processor = dist_setup(), load_processor(model)
+    ctx, processor = dist_setup(), Processor(model)
     policy = Policy(meta_hf(small), processor)
     shard(policy, ctx.device, torch.float32, ParallelConfig(tp=tp))
     load_sharded(policy, small)

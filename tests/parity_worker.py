@@ -23,7 +23,7 @@ import grpo  # noqa: E402
 import kernels  # noqa: E402
 import train  # noqa: E402
 from layers.lora import AdaptersOff, Lora, add_lora, lora_layers  # noqa: E402
-from model import Critic, Policy, Processor, load_config, load_hf, load_processor  # noqa: E402
+from model import Critic, Policy, Processor, load_config, load_hf  # noqa: E402
 from packing import Packer, flop_rates  # noqa: E402
 from parallel.models import Models  # noqa: E402
 from parallel.sharding import full, shard  # noqa: E402
@@ -208,7 +208,7 @@ def one_case(model: str, flags: list[str], double: bool) -> dict:
     if world == 1:  # what others are compared with
         cfg = replace(cfg, parallel=replace(cfg.parallel, replicate=1, tp=1))
     ctx = Context(torch.distributed.get_rank(), world, torch.device("cpu"), cfg.parallel.tp)
-    processor = load_processor(model)
+    processor = Processor(model)
     vocab = load_config(model).text_config.vocab_size
     kernels.CPU_BLOCK_ELEMENTS = int(own.get("block", 4000)) * vocab
     models = build(cfg, processor, ctx, double, lr=float(own.get("sgd", 0)))

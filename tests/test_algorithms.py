@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 import torch
+from conftest import written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from grpo import (
 )
 from kernels import fused_policy_loss
 from packing import TokenBatch, token_batch
-from rollout import written
 
 GROUPED = ("grpo", "dr_grpo", "rloo")  # methods that compare the samples of a prompt
 

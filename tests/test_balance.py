@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +29,7 @@ from packing import (
     heaviest,
     rollouts_flops,
 )
-from rollout import Rollout, written
+from rollout import Rollout
 from utils import Context, Meter
 
 ROOT = Path(__file__).parent.parent

@@ -43,7 +43,7 @@ def group():
 
 
 def build(toy):
-    policy = M.Policy(loading.meta_hf(str(toy)), M.load_processor(str(toy)))
+    policy = M.Policy(loading.meta_hf(str(toy)), M.Processor(str(toy)))
     sharding.shard(policy, torch.device("cpu"), torch.float32)
     loading.load_sharded(policy, str(toy))
     return policy, sharding.make_optimizer(policy, 1e-3, 0.0)
@@ -130,7 +130,7 @@ def save_run(model, out, lora_rank):
     hf = loading.meta_hf(str(model))
     if lora_rank:
         add_lora(hf, Lora(lora_rank, 32.0))
-    policy = M.Policy(hf, M.load_processor(str(model)))
+    policy = M.Policy(hf, M.Processor(str(model)))
     sharding.shard(policy, torch.device("cpu"), torch.float32)
     loading.load_sharded(policy, str(model))
     for name, p in policy.hf.named_parameters():

@@ -52,7 +52,7 @@ def test_an_engine_has_the_models_own_rotary_tables(toys):
     command = ["--data", "-", "--out", "-", "--dtype", "bfloat16", "--rollout", "hf"]
     alone = Context(0, 1, torch.device("cpu"))
     cfg = E.parse_args([path, *command])
-    engine = E.start_engine(cfg, path, M.load_processor(path), Examples([], [0]), None, alone)
+    engine = E.start_engine(cfg, path, M.Processor(path), Examples([], [0]), None, alone)
     want = M.load_hf(path, torch.bfloat16)
     for kind in ("named_buffers", "named_parameters"):
         mine = dict(getattr(engine.hf, kind)())
@@ -71,7 +71,7 @@ def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
     path = str(tmp_path / "toy")
     asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
     with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
-        E.start_engine(asked, path, M.load_processor(path), Examples([], [0]), None, Context(0, 1, torch.device("cpu")))
+        E.start_engine(asked, path, M.Processor(path), Examples([], [0]), None, Context(0, 1, torch.device("cpu")))
 
 
 def test_comparison_counts_what_changed():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import dense_mask
+from conftest import dense_mask, written
 from parity_worker import make_prompts, make_rollouts
 from test_kernels import LOSSES, columns, in_double, reference, tokens_of
 
@@ -26,7 +26,7 @@ from model import Policy, load_hf
 from packing import Batch, MicroBatch, Packer, TokenBatch, token_batch
 from parallel.models import Models
 from parallel.sharding import shard
-from rollout import Rollout, written
+from rollout import Rollout
 from utils import Context, Meter, dist_setup
 
 GPU = torch.cuda.is_available()

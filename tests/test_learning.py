@@ -9,7 +9,7 @@ import sys
 import pytest
 from test_train import ROOT, run, write_parquet
 
-from model import load_processor
+from model import Processor
 from prepare_data import ReadingConfig, read_examples
 from rewards.order import batch_of
 from rollout import make_prompts
@@ -31,7 +31,7 @@ def test_both_sides_are_asked_the_same_from_the_same_start(toys, tmp_path):
     ours, theirs = (json.loads((folder / side / "curve.json").read_text()) for side in ("ours", "trl"))
     assert ours[0]["accuracy"] == theirs[0]["accuracy"]
     examples, _ = read_examples(str(folder / "train.parquet"), ReadingConfig())
-    processor = load_processor(str(folder / "start"))
+    processor = Processor(str(folder / "start"))
     for step in (1, 2):
         prompts = make_prompts([examples[i] for i in batch_of(step - 1, 12, 3, seed=3)], processor)
         asked = hashlib.sha1(json.dumps([[p.uid, p.token_ids] for p in prompts]).encode()).hexdigest()

@@ -45,7 +45,7 @@ def test_peft_reads_ours_and_we_read_pefts(family, toys, loaded, picture, tmp_pa
     assert (want - plain).abs().max() > 1e-2
     write_adapter(ours, str(path), tmp_path / "ours")
     wrapped = peft.PeftModel.from_pretrained(
-        getattr(transformers, M.FAMILIES[family].model_class).from_pretrained(path), tmp_path / "ours"
+        transformers.AutoModelForImageTextToText.from_pretrained(path), tmp_path / "ours"
     )
     # transformers' own attention on their side
     torch.testing.assert_close(logits(wrapped, processor, picture), want, rtol=0, atol=1e-5)

@@ -410,9 +410,9 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
     with pytest.raises(ValueError, match="'bert'; supported: qwen2_vl, qwen2_5_vl, qwen3_vl"):
         M.load_config(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match="cannot load its tokenizer"):
-        M.load_processor(str(tmp_path / "bert"))
+        M.Processor(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match="--min-pixels 9999999 is over --max-pixels"):
-        M.load_processor(str(toys["qwen2_vl"]), min_pixels=9999999)
+        M.Processor(str(toys["qwen2_vl"]), min_pixels=9999999)
 
 
 def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
@@ -422,7 +422,7 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
     try:
         good = ("model.visual", "model.language_model")
         found = M.find_family(M.load_config(model, good), model, good)
-        assert (found.model_class, found.vision_blocks, found.blocks) == (row.model_class, "blocks", "layers")
+        assert (found.vision_blocks, found.blocks) == ("blocks", "layers")
         hf, by_row = M.load_hf(model, paths=good), M.load_hf(model, paths=good)
         by_row.family = row
         assert lora_layers(add_lora(hf, Lora(1, 1.0))).keys() == lora_layers(add_lora(by_row, Lora(1, 1.0))).keys()
@@ -461,13 +461,13 @@ def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
         size = settings["size"] if kind[0] == "G" else {"shortest_edge": 336}
         file.write_text(json.dumps(settings | {"image_processor_type": kind, "size": size}))
         with pytest.raises(UserError, match=f"its image processor is {kind[:5]}.*; {supported}"):
-            M.load_processor(str(tmp_path / "other"))
+            M.Processor(str(tmp_path / "other"))
 
 
 def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
-    small = M.load_processor(str(toys["qwen2_5_vl"]), max_pixels=56 * 56)
+    small = M.Processor(str(toys["qwen2_5_vl"]), max_pixels=56 * 56)
     assert small.image("a", picture(400, 400)).n_tokens <= 4
-    large = M.load_processor(str(toys["qwen2_5_vl"]), min_pixels=280 * 280)
+    large = M.Processor(str(toys["qwen2_5_vl"]), min_pixels=280 * 280)
     assert large.image("a", picture(40, 40)).n_tokens >= 100
 
 
@@ -476,7 +476,7 @@ def test_pixel_limits_change_the_number_of_image_tokens(toys, picture):
 def test_loss_inside_the_head_equals_loss_on_logprobs(tied, kernel, rollouts_of, tmp_path):
     """The fused head on a real micro-batch, head and embedding tied or not, the vocabulary's padding rows banned."""
     demo.make_model(tmp_path, "qwen2_5_vl", seed=1, hidden=64, layers=1, vocab=448, tied=tied)
-    hf, processor = M.load_hf(str(tmp_path)), M.load_processor(str(tmp_path))
+    hf, processor = M.load_hf(str(tmp_path)), M.Processor(str(tmp_path))
     policy = M.Policy(hf, processor, "all", kernel=kernel)
     rollouts = rollouts_of(processor)
     micro = one_micro(rollouts, processor)
@@ -586,7 +586,7 @@ def test_patches_are_the_image_processors_own(family, toys, tmp_path, picture):
     file = tmp_path / "toy/preprocessor_config.json"
     numbers = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.3, 0.2, 0.1], "rescale_factor": 0.01}
     file.write_text(json.dumps(json.loads(file.read_text()) | numbers))
-    processor = M.load_processor(str(tmp_path / "toy"))
+    processor = M.Processor(str(tmp_path / "toy"))
     for size in [(30, 40), (200, 60), (1, 150), (333, 222)]:
         image = processor.image("a", picture(*size))
         theirs = processor.image_processor(images=[image.image], return_tensors="pt", do_resize=False)
@@ -605,13 +605,13 @@ def test_an_image_processor_that_does_more_than_look_up_bytes_is_refused(toys, m
 
     monkeypatch.setattr(pil.Qwen2VLImageProcessorPil, "normalize", contrast)
     with pytest.raises(UserError, match="--model .*its image processor"):
-        M.load_processor(str(toys["qwen2_5_vl"]))
+        M.Processor(str(toys["qwen2_5_vl"]))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkeypatch):
     """The single call, made on a GPU, gives the values and gradients of transformers' sdpa, which takes each window."""
-    images = [M.load_processor(str(toys[family])).image(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
+    images = [M.Processor(str(toys[family])).image(str(k), picture(90 + 40 * k, 84, k)) for k in range(3)]
     pixels, grids = torch.cat([i.pixel_values() for i in images]), torch.tensor([i.grid_thw for i in images])
     calls = []
 

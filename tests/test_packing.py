@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import dense_mask
+from conftest import dense_mask, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
 from layers.attention import PackedAttention
 from packing import Batch, FlopRates, Packer, TokenBatch, token_batch
-from rollout import Prompt, Rollout, Turn, written
+from rollout import Prompt, Rollout, Turn
 
 IMAGE = 7  # the image token
 

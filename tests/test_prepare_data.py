@@ -31,7 +31,7 @@ from PIL import Image, ImageFile
 import prepare_data as pd
 import train
 from errors import UserError
-from model import load_processor
+from model import Processor
 from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
 from reward import Task, full_marks
 from rewards.grade import Grader
@@ -911,11 +911,11 @@ def test_inspect_with_model(tmp_path, capsys, monkeypatch):
     out, asked = tmp_path / "geo.parquet", []
     load = types.SimpleNamespace(count_tokens=lambda messages, sizes: asked.append(sizes) or 100 + len(asked))
 
-    def load_processor(path, *, min_pixels=None, max_pixels=None):
+    def Processor(path, *, min_pixels=None, max_pixels=None):
         assert (path, min_pixels, max_pixels) == ("some/model", 3136, 50000)
         return load
 
-    monkeypatch.setitem(sys.modules, "model", types.SimpleNamespace(load_processor=load_processor))
+    monkeypatch.setitem(sys.modules, "model", types.SimpleNamespace(Processor=Processor))
     run("geo3k", "--input", GEO, "--out", out, "--inspect")
     written = capsys.readouterr().out
     assert "wrote 10 rows" in written and "--- geo3k/train/13" in written and "--- geo3k/train/14" not in written
@@ -1075,13 +1075,13 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
 
 def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
     """Those that do not look like Qwen's: known only with the tokenizer."""
-    processor = load_processor(str(toys["qwen2_5_vl"]))
+    processor = Processor(str(toys["qwen2_5_vl"]))
     tokens = {"additional_special_tokens": ["[STOP]"]}
     processor.tokenizer.add_special_tokens(tokens, replace_extra_special_tokens=False)
     processor.tokenizer.save_pretrained(tmp_path / "toy")
     for name in ("config.json", "preprocessor_config.json"):
         (tmp_path / "toy" / name).write_bytes((toys["qwen2_5_vl"] / name).read_bytes())
-    processor = load_processor(str(tmp_path / "toy"))
+    processor = Processor(str(tmp_path / "toy"))
     assert "<think>" not in processor.special_tokens and "[STOP]" in processor.special_tokens
     rows = [
         verl_row(i, prompt=[{"role": "user", "content": f"<image>{t}"}])

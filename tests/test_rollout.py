@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, written
 
 import engines.hf
 import model as M
@@ -14,7 +14,7 @@ from engines.hf import Decoding, HFEngine, PromptCache, logits_of, sample_tokens
 from engines.launch import make_engine, size_limits
 from errors import UserError
 from packing import Packer
-from rollout import Examples, Sampling, drop_long_prompts, make_prompts, written
+from rollout import Examples, Sampling, drop_long_prompts, make_prompts
 from tasks.shapes import png
 from utils import Context
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import written
 from PIL import Image
 from test_rollout import example, trainer_logprobs
 from test_train import TORCHRUN, flags, run, without_time, write_parquet
@@ -26,7 +27,7 @@ from layers.attention import PackedAttention
 from layers.lora import Lora, add_lora, lora_layers
 from packing import Packer
 from parallel.sharding import full_parameters
-from rollout import Examples, make_prompts, written
+from rollout import Examples, make_prompts
 from tasks.shapes import shapes_rows
 
 
@@ -35,7 +36,7 @@ def pair(toys, picture):
     """(policy, engine, examples, processor) that agree."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     folder = str(toys["qwen3_vl"])
-    processor = M.load_processor(folder)
+    processor = M.Processor(folder)
     examples = [
         example("one", "<image>What is it?", [picture(90, 84, 1)]),
         example("none", "Tell me something, please?", []),
@@ -88,7 +89,7 @@ def test_an_engine_that_forgets_in_its_sleep_is_refused(pair):
 def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
     """Whatever is trained, tower included, and whichever of its tensors it is, in bfloat16 too."""
     folder = str(toys[family])
-    processor = M.load_processor(folder)
+    processor = M.Processor(folder)
     policy = M.Policy(M.load_hf(folder, dtype), processor, "all")
     engine = HFEngine(M.load_hf(folder, dtype), processor, torch.device("cpu"))
     prompts, packer = make_prompts(pair[2], processor), Packer(600, processor.image_token_id)
@@ -182,7 +183,7 @@ def test_adapters_of_a_tower_in_bfloat16(seed, pair, tmp_path):
     folder = tmp_path / "toy"
     demo.make_model(folder, "qwen2_5_vl", seed=0, vocab=640)
     hf = add_lora(M.load_hf(str(folder), torch.bfloat16), Lora(8, 32.0, vision=True, seed=seed))
-    processor = M.load_processor(str(folder))
+    processor = M.Processor(str(folder))
     engine = HFEngine(M.load_hf(str(folder), torch.bfloat16), processor, torch.device("cpu"))
     engine.load_weights(full_parameters(M.Policy(hf, processor, "tower")))
     rows = enumerate(shapes_rows(12, "train", 0))

@@ -26,7 +26,7 @@ import engines.server
 import engines.sync
 import eval as evaluation
 import model as M
-from engines import local
+from engines import local, serve
 from engines.client import Calls, ConnectionLost, GenerateResult, ServerClient, ServerUnavailable
 from engines.launch import ServerConfig
 from engines.server import ServerEngine
@@ -885,7 +885,12 @@ def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_pa
 
 
 def test_a_gpu_computes_logits_in_float32_as_the_trainer_does(toys):
-    processor = M.load_processor(str(toys["qwen3_vl"]))
+    processor = M.Processor(str(toys["qwen3_vl"]))
     for dtype, cuda, wanted in (("bfloat16", True, "float32"), ("bfloat16", False, None), ("float32", True, None)):
         given = engine_arguments(str(toys["qwen3_vl"]), processor, getattr(torch, dtype), cuda, {"max_model_len": 64})
         assert given.get("hf_overrides", {}).get("head_dtype") == wanted
+
+
+def test_a_server_is_started_for_adapters_by_the_flags_of_training():
+    _, model, *_, servers, _ = serve.parse_args("--model m --data d --sync adapter --lora-rank 8".split())
+    assert (servers.sync, model.lora_rank) == ("adapter", 8)

@@ -45,7 +45,7 @@ class Servers:
 
     def __init__(self, folder, logs, **settings):
         self.folder, self.logs, self.settings = folder, logs, LIMITS | SETTINGS | settings
-        self.processor = M.load_processor(str(folder))
+        self.processor = M.Processor(str(folder))
         self.local, self.urls = LocalServers(), []
 
     def begin(self, n, lora_rank=0, port=None):
@@ -205,7 +205,7 @@ def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):
     engine.load_weights(named(hf))
     prompts, sampling = make_prompts(mixed, two.processor), Sampling(200, seed=9)
     expected = engine.generate(prompts, 8, sampling)
-    victim, process = two.urls[1], two.local.processes[1]
+    victim, process = two.urls[1], [*two.local.processes.values()][1]
     rollouts = in_the_middle(engine, prompts, 8, sampling, partial(os.killpg, process.pid, signal.SIGKILL))
     assert_same(rollouts, expected)  # nothing is lost, nothing is sampled in another way
     assert list(engine.unavailable) == [victim] and f"--servers {victim} is left out" in capfd.readouterr().out
@@ -213,7 +213,8 @@ def test_a_server_that_dies_in_mid_generation_and_comes_back(two, mixed, capfd):
     assert engine.synced_urls == two.urls[:1]
 
     process.wait()
-    del two.local.processes[1], two.local.logs[1], two.urls[1]
+    two.local.processes.popitem()
+    two.urls.pop()
     two.begin(1, port=int(victim.rpartition(":")[2]))
     two.wait()
     assert_same(engine.generate(prompts, 1, Sampling(4)), engine.generate(prompts, 1, Sampling(4)))
@@ -241,13 +242,14 @@ def test_a_server_that_hangs(two, mixed):  # noqa: F811
     engine.load_weights(named(hf))
     prompts, sampling = make_prompts(mixed, two.processor), Sampling(8, seed=2)
     expected = engine.generate(prompts, 2, sampling)
-    os.killpg(two.local.processes[1].pid, signal.SIGSTOP)
+    process = [*two.local.processes.values()][1]
+    os.killpg(process.pid, signal.SIGSTOP)
     try:
         assert_same(engine.generate(prompts, 2, sampling), expected)
         assert "within 8 s" in engine.unavailable[two.urls[1]]
         engine.load_weights(named(hf))  # without it
     finally:
-        os.killpg(two.local.processes[1].pid, signal.SIGCONT)
+        os.killpg(process.pid, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while not is_healthy(two.urls[1]) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -60,13 +60,13 @@ def toys(tmp_path_factory):
 def served(folder, log):
     """The URL of a server that has started, and its process."""
     url = f"http://127.0.0.1:{(port := free_port())}"
-    local, processor = LocalServers(), M.load_processor(str(folder))
+    local, processor = LocalServers(), M.Processor(str(folder))
     local.start(*server_command("sglang", str(folder), processor, torch.float32, LIMITS, "127.0.0.1", port), log)
     try:
         local.wait_until_healthy([url])
-        yield url, local.processes[0]
+        yield url, local.processes[log]
     finally:
-        kill(local.processes[0])
+        kill(local.processes[log])
 
 
 def kill(process):
@@ -80,7 +80,7 @@ def running(toys, tmp_path_factory):
     folder = toys("qwen2_5_vl")
     with served(folder, tmp_path_factory.mktemp("log") / "server.log") as (url, _):
         yield SimpleNamespace(url=url, folder=folder, hf=M.load_hf(str(folder)).eval(),
-                              processor=M.load_processor(str(folder)))  # fmt: skip
+                              processor=M.Processor(str(folder)))  # fmt: skip
 
 
 @pytest.fixture
@@ -511,7 +511,7 @@ def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F81
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mixed, tmp_path):
     folder = toys(family)
-    hf, processor = M.load_hf(str(folder)).eval(), M.load_processor(str(folder))
+    hf, processor = M.load_hf(str(folder)).eval(), M.Processor(str(folder))
     prompts = make_prompts(mixed, processor)
 
     async def what(url):

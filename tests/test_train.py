@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import written
 from safetensors.torch import load_file
 from warm import ROOT, TORCHRUN, forked, run_command, running
 
@@ -33,7 +34,7 @@ from parallel.checkpoint import load_trained
 from parallel.models import Models, probe_memory
 from report.log import Skipped
 from rewards.order import batch_of
-from rollout import Examples, written
+from rollout import Examples
 from settings import naming_origins
 from tasks.shapes import shapes_rows
 from utils import Meter

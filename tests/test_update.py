@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import written
 from test_algorithms import slow_gae, slow_kl
 
 import grpo
 import train
 from layers.lora import Lora, add_lora, lora_layers
-from model import Critic, Policy, load_hf, load_processor
+from model import Critic, Policy, Processor, load_hf
 from packing import FlopRates, Packer
 from parallel.models import Models
 from parallel.sharding import copy_weights, full_parameters, make_optimizer, shard
@@ -22,7 +23,7 @@ from report.log import Skipped, describe
 from report.metrics import sampling_metrics
 from reward import RewardConfig, UserError
 from rewards.grade import Grader
-from rollout import GroupPool, Prompt, Rollout, RolloutConfig, give_rewards, written
+from rollout import GroupPool, Prompt, Rollout, RolloutConfig, give_rewards
 from utils import Context, Meter
 
 
@@ -83,7 +84,7 @@ def by_rollout(batch, column):
 
 def make_policy(path, cfg, kind=Policy):
     extra = {"value_head": cfg.algo.needs_values and cfg.algo.critic == "head"} if kind is Policy else {}
-    return kind(load_hf(str(path)), load_processor(str(path)), **extra).train()
+    return kind(load_hf(str(path)), Processor(str(path)), **extra).train()
 
 
 def make_models(path, cfg, weight_decay=0.0):
@@ -325,7 +326,7 @@ def test_groups_without_a_signal_do_not_count_in_the_steps_std(ctx):
 
 def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, ctx):
     """One update with adapters: the ratio is 1, and nothing is capped or left out."""
-    processor = load_processor(str(toys["qwen2_5_vl"]))
+    processor = Processor(str(toys["qwen2_5_vl"]))
     cfg = parse("--lora-rank 4 --algo-args tis_cap=1.05 tis_mask=0.9,1.1 --lr 1e-3")
     hf = add_lora(load_hf(str(toys["qwen2_5_vl"])), Lora(4, 32.0))
     for layer in lora_layers(hf).values():
@@ -415,7 +416,7 @@ def test_a_value_head_reads_the_state_before_each_token(toys):
     """Values do not change the policy, and depend on nothing but what comes before the token."""
     plain, valued = (make_policy(toys["qwen2_5_vl"], parse(flags)) for flags in ("", "--algo ppo"))
     torch.nn.init.normal_(valued.value_head.weight)
-    processor = load_processor(str(toys["qwen2_5_vl"]))
+    processor = Processor(str(toys["qwen2_5_vl"]))
     prompt = processor.encode([{"role": "user", "content": "What now?"}], [])
     packer = Packer(99, processor.image_token_id)
     a, b = (packer.pack([written("u", prompt, response)])[0] for response in ([5, 6, 7], [5, 9, 8]))

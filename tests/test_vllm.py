@@ -53,7 +53,7 @@ KEPT = []  # vLLM takes its process groups down with the first engine that is co
 
 
 def start(folder, pixels=(), dtype=torch.float32, **settings):
-    processor = M.load_processor(str(folder), *pixels)
+    processor = M.Processor(str(folder), *pixels)
     limits = {"max_model_len": 384, "limit_mm_per_prompt": {"image": {"count": 3, "width": 224, "height": 224}}}
     KEPT.append(VLLMEngine(str(folder), processor, CPU, dtype, **limits | SETTINGS | settings))
     return KEPT[-1]
@@ -163,7 +163,7 @@ def test_pixel_limits_reach_both_sides(toys, mixed):
     engine = start(folder, (100 * 28 * 28 // 16, 12 * 28 * 28))
     processor = engine.processor
     prompts = make_prompts(mixed, processor)
-    assert prompts[0].images[0].n_tokens != make_prompts(mixed, M.load_processor(folder))[3].images[1].n_tokens
+    assert prompts[0].images[0].n_tokens != make_prompts(mixed, M.Processor(folder))[3].images[1].n_tokens
     assert_same(engine.generate(prompts, 1, Sampling(8, 0.0)),
                 HFEngine(M.load_hf(folder), processor, CPU).generate(prompts, 1, Sampling(8, 0.0)))
 
@@ -260,7 +260,7 @@ def test_ends_are_kept_and_told_apart(restored, mixed):
 def test_recurrent_families_are_as_near_as_bfloat16_allows(family, toys, mixed):
     """Engine and trainer, before and after new weights; what bfloat16 does to transformers' model is the measure."""
     hf, half = (M.load_hf(str(toys[family])).eval() for _ in range(2))
-    processor = M.load_processor(str(toys[family]))
+    processor = M.Processor(str(toys[family]))
     engine = start(toys[family], dtype=torch.bfloat16)
     prompts = make_prompts(mixed, processor)
     for change in (0.0, 0.3):
@@ -432,7 +432,7 @@ def self_test(policy, engine, processor, examples):
 @pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT, "qwen2_vl"))
 def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     dtype = torch.bfloat16 if family in RECURRENT else torch.float32
-    engine, processor = start(toys[family], dtype=dtype), M.load_processor(str(toys[family]))
+    engine, processor = start(toys[family], dtype=dtype), M.Processor(str(toys[family]))
     policy = M.Policy(M.load_hf(str(toys[family]), dtype), processor, "all")
     engine.load_weights(full_parameters(policy))
     prompts, sampling = make_prompts(mixed, processor), Sampling(8, seed=1)
@@ -676,7 +676,7 @@ def test_exported_runs_generate(family, more, toys, data, mixed, tmp_path):
     run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *more, family=family))
     assert all(row["rollout/max_abs_dlogp"] <= 1e-5 for row in rows(tmp_path / "r"))
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
-    hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.load_processor(str(tmp_path / "hf"))
+    hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.Processor(str(tmp_path / "hf"))
     engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), Sampling(10, 0.0)
     want = HFEngine(hf, processor, CPU).generate(prompts, 1, greedy)
     assert_same(engine.generate(prompts, 1, greedy), want)
@@ -692,7 +692,7 @@ def test_episodes_are_turn_by_turn_forwards(family, toys):
     limits = {"max_model_len": 700, "limit_mm_per_prompt": {"image": {"count": 9, "width": 224, "height": 224}}}
     engine, hf = start(toys[family], **limits, max_num_batched_tokens=1024), M.load_hf(str(toys[family])).eval()
     engine.load_weights(named(hf))
-    compare_with_turn_by_turn({family: (hf, M.load_processor(str(toys[family])))}, family, engine)
+    compare_with_turn_by_turn({family: (hf, M.Processor(str(toys[family])))}, family, engine)
 
 
 def test_episodes_of_recurrent_layers_agree_as_far_as_16_bits_go(toys):
@@ -702,4 +702,4 @@ def test_episodes_of_recurrent_layers_agree_as_far_as_16_bits_go(toys):
     engine = start(toys[family], dtype=torch.bfloat16, **limits, max_num_batched_tokens=1024)
     hf = M.load_hf(str(toys[family])).eval()
     engine.load_weights(named(hf))
-    compare_with_turn_by_turn({family: (hf, M.load_processor(str(toys[family])))}, family, engine, tolerance=0.05)
+    compare_with_turn_by_turn({family: (hf, M.Processor(str(toys[family])))}, family, engine, tolerance=0.05)

@@ -28,7 +28,7 @@ class TwoProcesses:
 
     def __init__(self, rank, others, processor):
         self.rank = rank
-        self.others = [build_request(r, 4, processor) for r in others]
+        self.others = [build_request(r, 4, processor, 10**6) for r in others]
         self.llm_engine = self
         self.requests, self.aborted = [], None
 

@@ -55,7 +55,7 @@ def perturbed(path: str, seed: int) -> torch.nn.Module:
 
 
 def main(path: str) -> None:
-    found, processor = {}, M.load_processor(path)
+    found, processor = {}, M.Processor(path)
     encoded = [image["bytes"] for row in shapes_rows(3, "train", 0) for image in row["images"]]
     images = [Image.open(BytesIO(image)) for image in encoded]
     examples = [example("one", "<image>?", images[:1]), example("none", "Tell me something long and odd.", [])]
