@@ -38,8 +38,6 @@ P, G = 3, 2
 class Served(Engine):
     """Tokens that remember when they were sampled; `behind()` says by how many versions a response is late."""
 
-    concurrent = True
-
     def __init__(self, seed=0, behind=lambda: 0, delay=0.002):
         super().__init__()
         self.rng = random.Random(seed)
