@@ -396,7 +396,6 @@ class Engine:
     dtype: torch.dtype  # of its weights: a sync casts to it
     complete = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
     version = 0  # of its weights: each call of load_weights adds 1
-    concurrent = False  # may threads call generate while the trainer computes and syncs?
 
     def __init__(self, interrupted: Callable[[], bool] = never):
         """`interrupted` returns True once the run was asked to end: stop sampling."""

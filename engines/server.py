@@ -68,8 +68,6 @@ class ServerEngine(Engine):
     the run was asked to end. `give_up(message)` raises UserError, or asks the run to save and end, if no server is
     left."""
 
-    concurrent = True
-
     def __init__(
         self,
         cfg: Any,

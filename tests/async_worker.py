@@ -26,8 +26,6 @@ DELAY = float(os.environ.get("DELAY", "0.01"))  # seconds a token, at most
 
 
 class StandIn(HFEngine):
-    concurrent = True
-
     def __init__(self, *of, **more):
         super().__init__(*of, **more)
         self.lock = threading.RLock()

@@ -38,8 +38,6 @@ P, G = 3, 2
 class Served(Engine):
     """Tokens that remember when they were sampled; `behind()` says by how many versions a response is late."""
 
-    concurrent = True
-
     def __init__(self, seed=0, behind=lambda: 0, delay=0.002):
         super().__init__()
         self.rng = random.Random(seed)
@@ -216,6 +214,7 @@ def test_groups_that_are_too_old_are_dropped_counted_and_sampled_again():
     assert all(r.versions == [10] * 3 for r in rollouts)
     again = [uid for uid, seeds in engine.seeds.items() if len(seeds) > 1]
     assert 1 <= len(again) <= 3 and all(len(set(engine.seeds[uid])) == 2 for uid in again)
+    assert len({loop.batches.sampling(0, times).seed for times in range(3)}) == 3
     assert loop.engine.meter.totals["async/dropped_groups"] == len(again)
     assert loop.engine.meter.totals["async/dropped_tokens"] == len(again) * G * 3
     [graded] = loop.grader.submitted.values()

@@ -101,7 +101,8 @@ def test_what_is_plain_a_folder_brings_along(command, tmp_path):
     for name, value in args.items():
         if name in TAKEN[command]:
             assert found[name] == (tuple(value) if isinstance(value, list) else value)
-    assert by_command(command, tmp_path, "--env", "default")["env_settings"] == ()
+    without = by_command(command, tmp_path, "--env", "default", "--judge-url", "default")
+    assert without["env_settings"] == () and without["judge"] == ()  # gone with the flag they belong to
     run_folder(tmp_path, reward=["a.py:f"], judge_url="http://x")
     with pytest.raises(UserError, match="do without it --reward default --judge-url default$"):  # all at once
         by_command(command, tmp_path)

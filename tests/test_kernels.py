@@ -128,8 +128,9 @@ def test_rows_of_very_large_and_very_negative_logits(kernel, shift, monkeypatch)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_certain_rows_have_no_entropy_and_no_gradient(kernel):
+def test_certain_rows_have_no_entropy_and_no_gradient(kernel, monkeypatch):
     """One logit 300 above all others: p is exactly 1 there and underflows everywhere else."""
+    monkeypatch.setattr(kernels, "CPU_BLOCK_ELEMENTS", 49)  # less than a row: a block has one row all the same
     hidden = torch.zeros(3, 8, device=DEVICE)
     hidden[:, 0] = 300.0
     weight = torch.zeros(50, 8, device=DEVICE)
@@ -165,6 +166,7 @@ def test_sixteen_bit_gradients_take_the_place_of_the_logits(dtype):
     (logp.gather(1, targets[:, None])[:, 0] @ g1.double() - (logp.exp() * logp).sum(-1) @ g2.double()).backward()
     live = torch.tensor([0, 4, 2], device=DEVICE)  # row 1 has no gradient: row 4 takes its place
     ((columns, dz),) = head.logit_gradients(live, g1[live], g2[live])
+    assert head.z_RV.stride() == (320, 1)  # aligned, and hardly wider than the vocabulary
     assert dz.data_ptr() == head.z_RV.data_ptr() and dz.dtype == dtype and dz.shape == (3, 300)
     assert range(300)[columns] == range(300)
     torch.testing.assert_close(dz, logits.grad[live].to(dtype), rtol=2**-7, atol=1e-6)
@@ -467,6 +469,12 @@ def test_a_new_loss_trains_under_every_kernel(loss, kernel, monkeypatch):
     total.backward()
     for got, exactly in [(total.detach(), want.detach()), (y.grad, x.grad), (u.grad, w.grad)]:
         close(got, exactly)
+
+
+def test_a_loss_that_couples_tokens_gets_as_many_whole_rollouts_as_fit_into_a_block():
+    blocks = [slice(start, min(start + 7, 39)) for start in range(0, 39, 7)]
+    groups = kernels._groups(SquaredMean(), columns(torch.zeros(39)), blocks)
+    assert [(group.start, group.stop) for group in groups] == [(0, 3), (3, 12), (12, 17), (17, 34), (34, 39)]
 
 
 def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_together(monkeypatch):

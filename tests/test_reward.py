@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -578,12 +579,17 @@ def test_truths_that_are_read():
 def test_boxes():
     assert reward.extract_boxed("\\boxed{1} \\boxed{\\frac{2}{3}} x") == "\\frac{2}{3}"
     assert reward.extract_boxed("\\fbox {4}") == "4"
-    assert reward.extract_boxed("\\boxed{47} then \\boxed{48") is None  # cut off: the earlier box does not count
-    assert reward.extract_boxed("48 \\boxed48") is None
+    with Counting() as counted:
+        assert reward.extract_boxed("\\boxed{47} then \\boxed{48") is None  # cut off: the earlier box does not count
+        assert reward.extract_boxed("48 \\boxed48") is None
+    assert counted.counts == {"no_box": 2}
     for response in ("The answer is 48", "<answer>48</answer>", "\\boxed48", "a\n48", "48 </think>"):
         assert not geometry.grade_geometry(response, "48")
     assert geometry.grade_geometry("48", "48") and not geometry.grade_geometry("47", "48")  # bare, for calls by hand
     assert score("48", example("48"))["accuracy"] == 0.0  # but in training an answer has to be boxed
+    for length, accuracy in ((1000, 1.0), (1001, 0.0)):  # a longer box is no final answer
+        boxed = f"\\boxed{{{'red':>{length}}}}"
+        assert score(boxed, example("red", "shapes", answer_type="colour"))["accuracy"] == accuracy
 
 
 # --- values, judged by sympy --------------------------------------------------------------------------------------
@@ -736,6 +742,13 @@ def test_cas_is_ended_when_late_and_comes_back():
         assert not geometry.same_answer(HANG, "5 \\sqrt { 3 }")  # a group repeats its answers: remembered
         assert time.perf_counter() - start < 0.1
         assert geometry.same_answer("\\log_2 16", "4") and counted.counts["cas"] == 2
+
+
+def test_a_time_limit_ends_with_its_block():
+    limits = []
+    with Counting(limit=lambda *given: limits.append(given)).time_limit(2.0, "question"):
+        assert limits == [(2.0, "question")]
+    assert limits[1:] == [(0.0, None)]
 
 
 def test_cas_crash_is_counted_and_survived():
@@ -992,6 +1005,8 @@ def test_unknown_task_names_row_tasks_and_remedy():
 CHESS = """
 from reward import register
 
+INSTRUCTION = "Write a move."
+
 @register("chess", "lichess", answerable=lambda truth, rewards: truth != "")
 def chess(response, example, finish_reason):
     return {"legal": 1, "reward": float(response == example.ground_truth)}
@@ -1012,7 +1027,7 @@ sources = [("me/LiChess", "e4"), ("go", ""), ("chess", "")]
 rows = [SimpleNamespace(data_source=source, ground_truth=truth, extra={}, uid=truth) for source, truth in sources]
 grader = Grader(reward.RewardConfig(reward_workers=0))
 scored = grader.collect([response_to(rows[0], text) for text in ("e4", "d4")])
-print(scored, check_tasks(rows[:1]))
+print(scored, check_tasks(rows[:1]), reward.TASKS["lichess"].instruction)
 for row in rows[1:]:
     try:
         check_tasks([row])
@@ -1021,9 +1036,19 @@ for row in rows[1:]:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     scored, unknown, hole = done.stdout.splitlines()
-    assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1}"
+    assert scored == "[{'legal': 1.0, 'reward': 1.0}, {'legal': 1.0, 'reward': 0.0}] {'chess': 1} Write a move."
     assert re.search(r"no reward for data_source 'go' \(task 'go'\); known tasks: .*chess, .*geo3k, .*shapes", unknown)
     assert hole.startswith("row '': nothing could equal the ground_truth '', which itself as an answer does not earn ")
+
+
+@pytest.mark.parametrize("missing, allowed", [("tasks.geometry", True), ("a_package", False)])
+def test_a_file_may_lack_a_task_that_was_deleted_but_no_package(missing, allowed, monkeypatch):
+    def fail(name):
+        raise ModuleNotFoundError(name=missing)
+
+    monkeypatch.setattr(reward.importlib, "import_module", fail)
+    with nullcontext() if allowed else pytest.raises(ModuleNotFoundError):
+        reward.load_tasks.__wrapped__()
 
 
 def test_register_refuses_a_taken_name(monkeypatch):
@@ -1058,7 +1083,7 @@ def test_reward_parts_are_bounded():
     import torch
 
     def checked(value):
-        return reward.checked({"part": value, "reward": 0}, "row-7", "abc")["part"]
+        return reward.checked({"part": value, "reward": 0}, "row-7", "a" * 99)["part"]
 
     good = [
         True,
@@ -1096,7 +1121,7 @@ def test_reward_parts_are_bounded():
     ]
     for value in [*huge, *none, "1" * 9999]:
         with pytest.raises(
-            reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'abc'; ret"
+            reward.UserError, match=r"row 'row-7': reward part 'part' is .* for the response 'a{80}'; ret"
         ) as caught:
             checked(value)
         assert len(str(caught.value)) < 250

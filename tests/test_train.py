@@ -735,6 +735,7 @@ CASES = [
     ("good", {"--vision-cache-gb": "-1"}, "--vision-cache-gb -1.0: must be at least 0"),
     ("good", {"--steps": "0"}, "--steps 0: must be at least 1"),
     ("good", {"--temperature": "0"}, "--temperature 0.0: must be above 0"),
+    ("good", {"--turn-gamma": "1.5"}, "--turn-gamma 1.5: must be above 0 and at most 1"),
     ("good", {"--eval-every": "5"}, "--eval-every 5 needs --eval-data"),
     ("good", {"--resume": "elsewhere"}, "--resume elsewhere"),
     ("good", {"--reward": "nowhere.py:score"}, "no file 'nowhere.py'"),

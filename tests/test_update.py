@@ -351,10 +351,19 @@ def test_a_reward_that_is_no_number_names_the_sample(tmp_path):
         grader.collect(make_rollouts([[0.0] * 4]))
 
 
+def test_a_group_has_a_signal_if_two_of_its_rewards_differ(ctx):
+    pool = GroupPool(parse("--sample-rounds 3").algo, RolloutConfig(prompts_per_step=2), 5, ctx)
+    rollouts = make_rollouts([[1.0] * 4, [0.0, 1.0, 1.0, 1.0]])
+    pool.add(rollouts, [r.rewards for r in rollouts])
+    assert pool.has_signal == {(0, 0): False, (0, 1): True} and pool.solved == {"p0": 1.0, "p1": 0.75}
+    assert (pool.round, pool.position) == (1, 6) and not pool.full()
+
+
 def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
     signals = {(0, 0): True, (0, 1): False, (0, 2): False, (1, 0): True, (1, 1): True, (1, 2): True}
     expected = {
         3: ([(0, 0), (1, 0), (1, 1)], {"rounds": 2, "equal": 2, "surplus": 1, "filled": 0}),
+        4: ([(0, 0), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 2, "surplus": 0, "filled": 0}),
         5: ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)], {"rounds": 2, "equal": 1, "surplus": 0, "filled": 1}),
     }
     for wanted, (chosen, counts) in expected.items():
@@ -363,7 +372,7 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal():
         pool.has_signal, pool.round = dict(signals), 2
         assert pool.chosen() == chosen
         assert sampling_metrics(pool) == {f"sampling/{name}": n for name, n in counts.items()}
-        assert pool.full() == (wanted == 3)
+        assert pool.full() == (wanted <= 4)
         pool.round = 3
         assert pool.full()
 
