@@ -130,7 +130,7 @@ def test_it_is_short_and_the_marked_commands_have_flags_that_are_there(monkeypat
     monkeypatch.setattr(evaluate, "locate", lambda *_: ("", None, {}))  # which opens the model
     [block] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(block.splitlines()) <= 22 and len([line for line in block.splitlines() if line]) <= 20
-    told = commands(OWN) + commands(sections(PAGE)["Environments that come along"])
+    told = commands(OWN) + commands(sections(PAGE)["Built-in environments"])
     marked = [words for words, mark, _ in told if mark]
     assert len(marked) == 5
     for words in marked:
@@ -145,7 +145,7 @@ def test_tables_and_numbers_are_those_of_the_code():
             assert default == f"{field.default:g}" if not isinstance(field.default, str) else default == field.default
     ends = sections(PAGE)["What ends an episode"]
     assert tuple(re.findall(r"^\| `(\w+)` \|", ends, re.M))[1:] == ENDS
-    contract = sections(PAGE)["What the two methods get and return"]
+    contract = sections(PAGE)["The two methods"]
     assert re.findall(r"^\| `(\w+)` \|", contract, re.M) == [field.name for field in fields(Observation)]
     assert f"within {PATIENCE} seconds" in PAGE and f"up to {THREADS} threads" in PAGE
     assert Environment.images_per_turn == 1
