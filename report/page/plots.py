@@ -249,7 +249,7 @@ def watch(runs: Sequence[Path], out: Path) -> None:
     draw_grid(found, out / "curves.png", len(groups))
     for name, members in groups:
         print(f"{name}: {', '.join(map(str, members))}")
-    print(f"wrote {out / 'curves.png'} (mean of runs alike but for the seed, in a band from the lowest to the highest)")
+    print(f"wrote {out / 'curves.png'} (of several seeds the mean, in a band from the lowest to the highest)")
 
 
 def group_by_settings(settings_of: Mapping[Path, Mapping[str, str]]) -> list[tuple[str, list[Path]]]:
