@@ -120,8 +120,8 @@ def row_places(path: Path, root: Path, prompt_key: str, image_key: str) -> Itera
     table = ImageTable(path, status.st_size, status.st_mtime_ns, root, prompt_key, image_key, tuple(columns))
     largest = max((group.total_byte_size for group in groups), default=0)
     if largest > LARGE_GROUP:
-        told = f"row groups of up to {largest >> 20} MiB make reading its images slow; prepare_data.py parquet --input"
-        print_once(f"{path}: {told} {path} makes a file of small ones")
+        print_once(f"{path}: row groups of up to {largest >> 20} MiB make reading its images slow; prepare_data.py "
+                   f"parquet --input {path} makes a file of small ones")
     for i, group in enumerate(groups):
         for row in range(group.num_rows):
             yield table, i, row
