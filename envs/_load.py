@@ -88,8 +88,7 @@ def load_class(name: str) -> type:
     need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
     with refusing(ModuleNotFoundError, f"--env {name} builds on a file that is not in this copy"):
         module = importlib.import_module(f"envs.{name}")
-    [kind] = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
-              and issubclass(value, Environment)]  # fmt: skip
+    [kind] = [kind for kind in Environment.__subclasses__() if kind.__module__ == module.__name__]
     return kind
 
 

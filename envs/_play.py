@@ -272,8 +272,8 @@ class Play(Responses):
             left = min(left, PATIENCE + WAITS * (now - self.began) - self.waited)
             if left <= 0:
                 self.environments.quick = False
-                told = f"environments answer more slowly than within {PATIENCE:g} s: nobody waits for them any more"
-                print(f"{told}, and a resumed run is not the same bit for bit")
+                print(f"environments answer more slowly than within {PATIENCE:g} s: nobody waits for them any more, "
+                      "and a resumed run is not the same bit for bit")
                 return
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
@@ -371,5 +371,5 @@ class Play(Responses):
         if self.failed:
             kinds = Counter(failure.what for failure in self.failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
-            told = f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}"
-            print(f"{told}; with --env-errors {self.cfg.env_errors} the run goes on", file=sys.stderr)
+            print(f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}; "
+                  f"with --env-errors {self.cfg.env_errors} the run goes on", file=sys.stderr)

@@ -20,7 +20,7 @@ import json
 import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -44,7 +44,7 @@ class StageSpec:
     """A stage, as the file has it."""
 
     number: int
-    told: str  # which one of what, for messages
+    told: str = field(compare=False)  # which one of what, for messages
     name: str  # from here on as in KEYS
     first_step: int
     where: Mapping[str, Any]

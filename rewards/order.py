@@ -64,13 +64,13 @@ def find_stages(file: str | None, examples: Sequence[Any]) -> tuple[ModuleType |
         curriculum = plug_in("rewards.curriculum", f"--curriculum {file}")
         return curriculum, curriculum.read_file(file)
     present = {task_name(example.data_source) for example in examples}
-    found = {name: task.CURRICULUM for name, task in find_tasks().items() if hasattr(task, "CURRICULUM")}
-    own = [name for name in found if name in present]
+    tasks = {name: task for name, task in find_tasks().items() if name in present}
+    own = {name: task.CURRICULUM for name, task in tasks.items() if hasattr(task, "CURRICULUM")}
     need(len(own) < 2, f"the tasks {' and '.join(own)} each have stages of their own; use --curriculum FILE or none")
-    if not own:
-        return None, None
-    curriculum = plug_in("rewards.curriculum", f"the stages of task {own[0]}", "use --curriculum none")
-    return curriculum, curriculum.specs_of(found[own[0]], f"the curriculum of task {own[0]}")
+    for name, stages in own.items():
+        curriculum = plug_in("rewards.curriculum", f"the stages of task {name}", "use --curriculum none")
+        return curriculum, curriculum.specs_of(stages, f"the curriculum of task {name}")
+    return None, None
 
 
 def make_order(file: str | None, examples: Sequence[Any], per_step: int, seed: int) -> Any:

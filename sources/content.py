@@ -130,8 +130,8 @@ def read_part(part: object) -> str | list:
 
 def template_parts(template: str) -> Iterator[tuple[str, str | None]]:
     r"""The texts of a --prompt-template, each with the column behind it, or None. `\n` is a new line, {{ a brace."""
-    told = f"--prompt-template {template!r}: write columns as {{name}}, and {{{{ and }}}} for braces"
-    with refusing(ValueError, told):
+    with refusing(ValueError,
+                  f"--prompt-template {template!r}: write columns as {{name}}, and {{{{ and }}}} for braces"):
         for text, name, form, conversion in Formatter().parse(template.replace("\\n", "\n")):
             need(name != "" and not form and not conversion, f"{{{name}}} is no name of a column")
             yield text, name
@@ -174,8 +174,8 @@ def row_truth(record: dict, answer_key: str) -> str:
     names = named_columns(answer_key, record)
     truth = {name: record.get(name) for name in names if record.get(name) not in (None, "")} or None
     truth = record.get(names[0]) if len(names) == 1 else truth
-    empty = truth is None or not str(truth).strip()
-    need(not empty, "no ground truth: the answer is missing or empty; --answer-key names its column")
+    need(truth is not None and str(truth).strip(),
+         "no ground truth: the answer is missing or empty; --answer-key names its column")
     if isinstance(truth, str):
         return truth
     with refusing((TypeError, ValueError), f"ground truth {truth!r} is neither a string nor JSON"):

@@ -152,5 +152,5 @@ def fetch(
         finally:
             pool.shutdown(wait=False)
             fetcher.close()
-    told = f"{file} could not be fetched in {tries} tries: {why}"
-    raise UserError(f"{told}; try again, or raise --url-tries or --url-timeout {timeout:g}")
+    raise UserError(f"{file} could not be fetched in {tries} tries: {why}; try again, or raise --url-tries or "
+                    f"--url-timeout {timeout:g}")

@@ -118,8 +118,8 @@ def image_bytes(
         except UserError:
             raise
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
-            reason = f"{getattr(e, 'strerror', e)}; relative paths start at the file's folder or --image-root"
-            need("." not in cell and len(cell) >= 40, f"{path}: {reason}")  # no dot in base64, no image in 30 bytes
+            need("." not in cell and len(cell) >= 40,  # no dot in base64, no image in 30 bytes
+                 f"{path}: {getattr(e, 'strerror', e)}; relative paths start at the file's folder or --image-root")
     elif "." in cell:
         need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
         return fetch(root / cell)

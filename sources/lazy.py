@@ -115,14 +115,13 @@ def row_places(path: Path, root: Path, prompt_key: str, image_key: str) -> Itera
     with pq.ParquetFile(path) as parquet:
         names = parquet.schema_arrow.names
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-        sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     columns = named_columns(image_key, names) + named_columns(prompt_key, names)
     status = path.stat()
     table = ImageTable(path, status.st_size, status.st_mtime_ns, root, prompt_key, image_key, tuple(columns))
-    largest = max((size for _, size in sizes), default=0)
+    largest = max((group.total_byte_size for group in groups), default=0)
     if largest > LARGE_GROUP:
-        told = f"row groups of up to {largest >> 20} MiB make reading its images slow; prepare_data.py parquet --input"
-        print_once(f"{path}: {told} {path} makes a file of small ones")
-    for group, (n, _) in enumerate(sizes):
-        for row in range(n):
-            yield table, group, row
+        print_once(f"{path}: row groups of up to {largest >> 20} MiB make reading its images slow; prepare_data.py "
+                   f"parquet --input {path} makes a file of small ones")
+    for i, group in enumerate(groups):
+        for row in range(group.num_rows):
+            yield table, i, row

@@ -26,8 +26,7 @@ def text_lines(file: File) -> Iterator[str]:
 def jsonl_records(file: File) -> Iterator[tuple[str, Record]]:
     """The place and the row of each line that is not blank."""
     for line, text in enumerate(text_lines(file), 1):
-        array = line == 1 and re.match(r"\s*\[\s*(\{|$)", text)
-        need(not array,
+        need(line > 1 or not re.match(r"\s*\[\s*(\{|$)", text),
              f"{file} is one JSON array; write an object with prompt, images and answer on each line, as by: jq -c "
              f"'.[]' {file} > rows.jsonl")
         if text.strip():

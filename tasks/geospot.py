@@ -357,14 +357,14 @@ def read_truth(truth: str) -> dict[str, Any]:
     return place
 
 
-def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
-    """Which of country, region and city are right. A city may be followed by its region and country."""
+def same_names(answer: dict[str, Any], truth: dict[str, str]) -> dict[str, float]:
+    """1 for each of country, region and city that is right, else 0. A city may stand before its region and country."""
     country = country_of(truth.get("country", ""))
     normal = {"country": country_of, "region": lambda text: region_of(text, country), "city": city_of}
     names = {field: normal[field](truth[field]) for field in normal if field in truth}
 
     def right(field: str) -> bool:
-        text = given[field]
+        text = as_text(answer.get(field))
         if field not in names or not plain(text):
             return False
         head, *more = text.split(",")
@@ -372,7 +372,7 @@ def same_names(given: dict[str, str], truth: dict[str, str]) -> dict[str, bool]:
         trailing = field != "country" and all(any(normal[o](m) == names[o] for o in wider) for m in more)
         return normal[field](text) == names[field] or (trailing and normal[field](head) == names[field])
 
-    return {field: right(field) for field in normal}
+    return {field: float(right(field)) for field in normal}
 
 
 def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict[str, float]:
@@ -384,8 +384,7 @@ def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict
     """
     place = read_truth(truth)
     answer = read_answer(response)
-    given = {field: as_text(answer.get(field)) for field in NAMES}
-    parts = {field: float(right) for field, right in same_names(given, place).items()}
+    parts = same_names(answer, place)
     there = read_coordinates(answer) if "coordinates" in place else None
     km = {"km": distance_km(*there, *place["coordinates"])} if there else {}
     parts["coordinates"] = math.exp(-km["km"] / stage.tolerance_km) if km else 0.0
