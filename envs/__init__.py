@@ -39,10 +39,10 @@ class Environment:
         raise NotImplementedError
 
 
-def need_number(name: str, value: object, least: float, most: float) -> None:
-    """Check a setting of an environment."""
-    need(isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most,
-         f"--env-settings {name}={value}: give a number from {least:g} to {most:g}")
+def need_number(name: str, value: object, most: float) -> None:
+    """Raise UserError unless a setting of an environment is a number from 0 to `most`."""
+    need(isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most,
+         f"--env-settings {name}={value}: give a number from 0 to {most:g}")
 
 
 def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:

@@ -69,7 +69,7 @@ class Calculator(Environment):
     """cost: of a calculation, taken from the reward."""
 
     def __init__(self, cost: float = 0.0):
-        need_number("cost", cost, 0, 1)
+        need_number("cost", cost, 1)
         self.cost = cost
 
     def reset(self, example: Example) -> tuple[list[dict[str, str]], Sequence[bytes]]:

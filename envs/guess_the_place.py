@@ -66,7 +66,7 @@ class GuessThePlace(Environment):
     images_per_turn = 0
 
     def __init__(self, tolerance_km: float = 25.0, directions: bool = True):
-        need_number("tolerance_km", tolerance_km, 0, 20_000)
+        need_number("tolerance_km", tolerance_km, 20_000)
         need(isinstance(directions, bool), f"--env-settings directions={directions}: give true or false")
         self.tolerance_km, self.directions = tolerance_km, directions
         self.place = (0.0, 0.0)  # lat and lon, degrees

@@ -126,7 +126,7 @@ class LookCloser(Environment):
     def __init__(self, view: int = 448, crop: int = 448, scale: int = 1, cost: float = 0.0):
         for name, value in {"view": view, "crop": crop, "scale": scale}.items():
             need(type(value) is int and value > 0, f"--env-settings {name}={value}: give a whole number above 0")
-        need_number("cost", cost, 0, 1)
+        need_number("cost", cost, 1)
         self.view, self.crop, self.scale, self.cost = view, crop, scale, cost
         self.images: Sequence[bytes] = ()
 

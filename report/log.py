@@ -36,6 +36,7 @@ from utils import Context, Meter, print0
 
 HEAD_EVERY = 20  # steps between lines that name the columns
 SAMPLE_EVERY = 10  # steps between printed and stored rollouts
+MAX_SKIPPED = 10  # updates in a row, after which a run ends
 
 
 def git(command: str) -> str:
@@ -119,7 +120,8 @@ class RunLog:
             if rows and rows[-1]["step"] == step:
                 whole = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
                 write_rows(self.path, [*rows[:-1], rows[-1] | metrics | {"time/step": whole}])
-                self._track(step, metrics)
+                if self.trackers:
+                    self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
             self._draw()
@@ -189,9 +191,6 @@ class RunLog:
         with writing(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
         self.undrawn = True
-        self._track(step, metrics)
-
-    def _track(self, step: int, metrics: dict[str, float]) -> None:
         if self.trackers:
             self.trackers.log(step, metrics)
 
@@ -227,11 +226,10 @@ class RunLog:
 
 class Skipped:
     """Updates left out because a gradient was not finite: told once a step, kept with the uids of their batch in
-    OUT/skipped, and after `limit` in a row the end of the run. One without any gradient is neither good nor bad."""
+    OUT/skipped, and after MAX_SKIPPED in a row the end of the run. One without any gradient is neither good nor bad."""
 
-    def __init__(self, out: Path, ctx: Context, limit: int = 10):
+    def __init__(self, out: Path, ctx: Context):
         self.out = out / "skipped"
-        self.limit = limit
         self.ctx = ctx
         self.in_a_row = 0
         self.of_step: list[dict] = []
@@ -265,9 +263,9 @@ class Skipped:
             write_text(path, json.dumps({"step": step, "in_a_row": self.in_a_row, "updates": updates}, indent=2) + "\n")
             tqdm.write(
                 f"warning: step {step} skipped {len(updates)} update(s), {self.in_a_row} in a row (the run ends at "
-                f"{self.limit}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
+                f"{MAX_SKIPPED}): loss {last['loss']}, gradient norm {last['grad_norm']}; the prompts are in {path}"
             )
-        if self.in_a_row >= self.limit:
+        if self.in_a_row >= MAX_SKIPPED:
             raise UserError(
                 f"{self.in_a_row} updates in a row were not finite; their prompts are in {self.out}. The newest "
                 f"checkpoint is {save()}: lower --lr or mend the reward, then --resume auto"
