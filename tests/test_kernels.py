@@ -136,7 +136,10 @@ def test_certain_rows_have_no_entropy_and_no_gradient(kernel, monkeypatch):
     weight = torch.zeros(50, 8, device=DEVICE)
     weight[7, 0] = 1.0
     hidden.requires_grad_()
-    logp, entropy = linear_logprob(hidden, weight, torch.tensor([7, 7, 3], device=DEVICE), kernel=kernel)
+    targets = torch.tensor([7, 7, 3], device=DEVICE)
+    head = kernels.HEADS[kernel](hidden, weight, targets, 1.0, None, (False, False))
+    assert len(head.blocks()) == (3 if DEVICE.type == "cpu" else 1)
+    logp, entropy = linear_logprob(hidden, weight, targets, kernel=kernel)
     assert logp.tolist() == pytest.approx([0.0, 0.0, -300.0]) and entropy.tolist() == [0.0, 0.0, 0.0]
     (logp[:2].sum() + entropy.sum()).backward()
     assert hidden.grad.abs().max() == 0
