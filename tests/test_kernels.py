@@ -542,7 +542,7 @@ def test_kernels_are_chosen_once_and_refused_where_they_cannot_run(monkeypatch):
 
 
 COMPILE = """
-import json, sys
+import itertools, json, torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -551,10 +551,13 @@ import kernels
 types = dict(z="*fp32", dz="*bf16", targets="*i64", source_N="*i64", allowed="*u8", stride="i32", V="i32", scale="fp32",
              BLOCK="constexpr")
 report = []
-for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
+for kernel, vocab in itertools.product((kernels._statistics_kernel, kernels._gradient_kernel), (300, 9999)):
+    targets = torch.zeros(1, dtype=torch.long)
+    head = kernels._TritonHead(torch.zeros(1, 4), torch.zeros(vocab, 4), targets, 1.0, None, (False, False))
     known = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, known, {(kernel.arg_names.index("BLOCK"),): 4096}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+    source = ASTSource(kernel, known, {(kernel.arg_names.index("BLOCK"),): head.launch["BLOCK"]}, {})
+    options = {"num_warps": head.launch["num_warps"], "num_stages": 3}
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     report.append(len(built.asm["cubin"]))
 print(json.dumps(report))
 """
