@@ -371,7 +371,7 @@ class Responses:
         """How many tokens the next response may have."""
         return self.sampling.max_new_tokens - len(rollout.response)
 
-    def take(self, wait: float = 0.0) -> list[Rollout]:
+    def take(self, wait: float) -> list[Rollout]:
         """Those that came since the last call. Without any it may wait, so many seconds at most."""
         taken, self.waiting = self.waiting, []
         return taken

@@ -136,7 +136,7 @@ class Play(Responses):
         sequence = len(rollout.prompt.token_ids) - len(own.prompt.token_ids) + len(rollout.response)
         return self.sampling.max_new_tokens - max(said, sequence)
 
-    def take(self, wait: float = 0.0) -> list[Rollout]:
+    def take(self, wait: float) -> list[Rollout]:
         if self.player.engine.interrupted():
             for episode in self.episodes:
                 if not episode.rollout.ended_by:

@@ -22,7 +22,7 @@ from prepare_data import FileConfig, ReadingConfig, read_examples, table_rows, w
 from report.page.plots import watch
 from reward import RewardConfig, checked
 from rollout import EnvConfig
-from settings import parts_of
+from settings import parts_of, plain_pair
 from sources import tables
 from sources import text as texts
 from tasks.shapes import shapes_rows
@@ -122,6 +122,7 @@ def test_every_setting_that_is_text_was_decided():
         for f in fields(group.type):
             if parts_of(get_type_hints(group.type)[f.name])[0] is str and not f.metadata["choices"]:
                 free |= {f.name} if f.metadata["from_run"]("x.py:y") else set()
+                assert f.metadata["from_run"] is not plain_pair or f.metadata["metavar"] == "KEY=VALUE"
     paths = {"model", "data", "eval_data", "image_root"}  # read as what they are, and sent nowhere
     names = {"family_paths", "lora_targets", "data_source", "instruction"}
     names |= {"prompt_key", "image_key", "answer_key"}

@@ -136,7 +136,10 @@ def test_certain_rows_have_no_entropy_and_no_gradient(kernel, monkeypatch):
     weight = torch.zeros(50, 8, device=DEVICE)
     weight[7, 0] = 1.0
     hidden.requires_grad_()
-    logp, entropy = linear_logprob(hidden, weight, torch.tensor([7, 7, 3], device=DEVICE), kernel=kernel)
+    targets = torch.tensor([7, 7, 3], device=DEVICE)
+    head = kernels.HEADS[kernel](hidden, weight, targets, 1.0, None, (False, False))
+    assert len(head.blocks()) == (3 if DEVICE.type == "cpu" else 1)
+    logp, entropy = linear_logprob(hidden, weight, targets, kernel=kernel)
     assert logp.tolist() == pytest.approx([0.0, 0.0, -300.0]) and entropy.tolist() == [0.0, 0.0, 0.0]
     (logp[:2].sum() + entropy.sum()).backward()
     assert hidden.grad.abs().max() == 0
@@ -539,7 +542,7 @@ def test_kernels_are_chosen_once_and_refused_where_they_cannot_run(monkeypatch):
 
 
 COMPILE = """
-import json, sys
+import itertools, json, torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -548,10 +551,13 @@ import kernels
 types = dict(z="*fp32", dz="*bf16", targets="*i64", source_N="*i64", allowed="*u8", stride="i32", V="i32", scale="fp32",
              BLOCK="constexpr")
 report = []
-for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
+for kernel, vocab in itertools.product((kernels._statistics_kernel, kernels._gradient_kernel), (300, 9999)):
+    targets = torch.zeros(1, dtype=torch.long)
+    head = kernels._TritonHead(torch.zeros(1, 4), torch.zeros(vocab, 4), targets, 1.0, None, (False, False))
     known = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, known, {(kernel.arg_names.index("BLOCK"),): 4096}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+    source = ASTSource(kernel, known, {(kernel.arg_names.index("BLOCK"),): head.launch["BLOCK"]}, {})
+    options = {"num_warps": head.launch["num_warps"], "num_stages": 3}
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     report.append(len(built.asm["cubin"]))
 print(json.dumps(report))
 """
