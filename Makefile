@@ -13,7 +13,7 @@ PYTHON ?= python3
 PY = $(VENV)/bin/python
 DEMO_ARGS ?=
 
-.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda lint bench clean
+.PHONY: demo test test-all test-vllm test-sglang test-cuda-paths test-vllm-cuda environments lint bench clean
 
 # torch alone first: a later requirement must find it in place, or pip may fetch another build of it
 $(VENV)/.run: requirements.txt
@@ -95,6 +95,9 @@ $(VENV_VLLM_CUDA)/.dev: requirements.txt requirements-gpu.txt
 test-vllm-cuda: $(VENV_VLLM_CUDA)/.dev
 	$(VENV_VLLM_CUDA)/bin/python tests/null_gpu/build.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV_VLLM_CUDA)/bin/python -m pytest -m vllm_cuda tests/test_vllm_cuda.py
+
+# all that .ci/run needs; with --jobs 4 side by side
+environments: $(VENV)/.dev $(VENV_VLLM)/.dev $(VENV_SGLANG)/.dev $(VENV_CUDA)/.dev
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -272,7 +272,7 @@ def check_order(steps, data):
         assert uids == sorted(examples[k].uid for k in batch_of(position, len(examples), 4, 0))
 
 
-@pytest.mark.parametrize("world,rounds", [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize("world,rounds", [(1, 1), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_killed_and_resumed_run_trains_all_once_and_in_order(world, rounds, toys, shapes, tmp_path):  # noqa: F811
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
     server = ["--rollout", "server", "--servers", "http://stand-in:1", "--async-steps", 2]

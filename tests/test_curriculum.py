@@ -233,7 +233,10 @@ def score(response, example, step, stage):
 '''
 
 
-@pytest.mark.parametrize("solved", [{}, {"least": 0.05, "most": 0.95}], ids=["by step", "by solve rate"])
+BY_SOLVE_RATE = pytest.param({"least": 0.05, "most": 0.95}, id="by solve rate", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("solved", [pytest.param({}, id="by step"), BY_SOLVE_RATE])
 def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
     (tmp_path / "staged.py").write_text(STAGED)

@@ -369,6 +369,7 @@ def test_several_samples_on_two_processes(toys, data, tmp_path):
     assert "white images of the same size" in two.stdout
 
 
+@pytest.mark.slow
 def test_its_figure_is_the_trainings(toys, tmp_path):
     """To the last digit, with the settings of the run and its reward alone."""
     rows = list(shapes_rows(24, "test", 0))

@@ -457,6 +457,7 @@ def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_
 
 
 @complete
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_cut_is_made_up_for(toys, tmp_path):
     """SIGTERM while the last step's evaluation is graded: the resumed run has all rows of one that nobody stopped."""
     train_data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))

@@ -33,8 +33,8 @@ PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
 NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
 
 CODE_LINES = {  # each file's size when this was written
-    "demo.py": 383, "errors.py": 102, "eval.py": 332, "grpo.py": 414, "kernels.py": 301, "merge_lora.py": 116,
-    "model.py": 406, "packing.py": 369, "prepare_data.py": 446, "reward.py": 198, "rollout.py": 366, "train.py": 324,
+    "demo.py": 346, "errors.py": 102, "eval.py": 324, "grpo.py": 414, "kernels.py": 301, "merge_lora.py": 115,
+    "model.py": 399, "packing.py": 369, "prepare_data.py": 443, "reward.py": 198, "rollout.py": 361, "train.py": 324,
     "settings.py": 180, "utils.py": 213,
 }
 WORDS = "pictures? trunks? trees? forests? peers? alike beside warming branch(es)? plants? planted".split()

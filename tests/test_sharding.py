@@ -68,6 +68,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_how_rollouts_are_laid_out(toys, tmp_path):
     """Random settings on two processes against one process that has all of a minibatch in one micro-batch and block."""
     rng, whole, divided = random.Random(591), [], []  # its draws cut rollouts in every way

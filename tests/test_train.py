@@ -138,9 +138,9 @@ def assert_moved(one, several, what):
     "family,more",
     [
         ("qwen2_5_vl", "--train-vision all"),
-        ("qwen3_vl", "--train-vision all --loss-agg seq"),
-        ("qwen2_vl", "--loss-agg const --grad-checkpointing"),
-        ("qwen3_vl", "--train-vision merger"),
+        pytest.param("qwen3_vl", "--train-vision all --loss-agg seq", marks=pytest.mark.slow),
+        pytest.param("qwen2_vl", "--loss-agg const --grad-checkpointing", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", "--train-vision merger", marks=pytest.mark.slow),
         ("qwen3_5_moe", "--train-vision tower"),
     ],
 )
@@ -326,14 +326,11 @@ EVERYTHING = (
 EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-tokens", 60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world,more",
-    [
-        pytest.param(1, ["--epochs", 2], id="1", marks=pytest.mark.slow),
-        pytest.param(2, ["--epochs", 2], id="2", marks=pytest.mark.slow),
-        pytest.param(2, EVERYTHING, id="everything"),
-        pytest.param(2, EPISODES, id="episodes"),
-    ],
+    [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (2, EVERYTHING), (2, EPISODES)],
+    ids=["1", "2", "everything", "episodes"],
 )
 def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
     launch = [*TORCHRUN, world] if world > 1 else [sys.executable]
@@ -490,6 +487,7 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
     assert mixed.returncode == 1 and "two histories must not mix" in mixed.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, tmp_path):
     """Given again or taken from run.json, the same steps; what is given anew changes them, and is told."""
     given = flags(
@@ -550,6 +548,7 @@ def at_the_end(rewards_BT, values_BT, mask_BT, algo):
 """
 
 
+@pytest.mark.slow
 def test_an_advantage_of_one_function_trains_as_it_is_written(toys, shapes, tmp_path):
     """In a copy of the repository. What advantages and loss must be follows from the rewards and lengths that the run
     wrote; what the gradient must be, from an advantage half as large."""
