@@ -278,7 +278,7 @@ def write_rollout(task: str, prompt: Prompt, processor: Processor, usual: str = 
 
 
 def warm_start(
-    model: Path, out: Path, seed: int, see_steps: int | None, habit_steps: int | None, task: str = "shapes"
+    model: Path, out: Path, seed: int, see_steps: int | None, habit_steps: int | None, task: str
 ) -> None:
     """Supervised start from random weights, in two parts: first honest answers, by which the toy learns to see; then a
     lazy annotator's, by which it learns to give each question's usual answer. The first makes it able, the second

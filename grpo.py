@@ -451,7 +451,7 @@ class PolicyLoss:
 
 
 def value_loss(
-    value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None = None
+    value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Half the squared error of each value; with `clip` the larger of that and of the value kept within `clip` of its
     old one. All (K,); returns loss_K and which tokens were clipped.   OpenAI baselines' ppo2; arXiv:2005.12729"""

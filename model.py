@@ -167,7 +167,7 @@ def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
          "longest sequence of a batch; set another rope_type, such as 'yarn', in its config.json")
 
 
-def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str] = ()) -> Family:
+def find_family(config: transformers.PreTrainedConfig, path: str, paths: Sequence[str]) -> Family:
     """The row of the table; or, for other types, one made from --family-paths, checked on a model without weights."""
     if paths:
         need(len(paths) == 2, f"--family-paths {' '.join(paths)}: give two, where the tower and the language model are")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from PIL import Image
@@ -69,7 +70,8 @@ def main(args: argparse.Namespace) -> None:
     for i in range(args.episodes):
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
-    environments = Environments(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600), Sleeper)
+    with patch("envs._load.load_class", return_value=Sleeper):
+        environments = Environments(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
     prompts = make_prompts(rows, processor, start_of=environments.start_of)
     episodes = Episodes(HFEngine(hf, processor, torch.device("cpu")), environments, processor)
     seconds_of(episodes, prompts, 800)

@@ -14,6 +14,7 @@ import os
 import shlex
 import socket
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,9 @@ def main(configs: tuple[Any, ...]) -> None:
     processor = Processor(model.model, model.min_pixels, model.max_pixels)
     environments = load_environments(env)
     start_of = environments.start_of if environments else as_given
-    sets = [load_examples(path, data, [processor], start_of=start_of) for path in (data.data, data.eval_data) if path]
+    with redirect_stdout(sys.stderr):  # only the command is for stdout
+        paths = filter(None, (data.data, data.eval_data))
+        sets = [load_examples(path, data, [processor], start_of=start_of) for path in paths]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(model.dtype, device)
     of_episodes = environments.image_limits if environments else None

@@ -32,10 +32,10 @@ from sources.images import IMAGE_ERRORS
 class Environments:
     """What --env names: makes one for each episode."""
 
-    def __init__(self, cfg: EnvConfig, kind: type | None = None):
+    def __init__(self, cfg: EnvConfig):
         self.cfg = cfg
         self.flag = f"--env {cfg.env}"
-        kind = kind or load_class(cfg.env)
+        kind = load_class(cfg.env)
         settings = parse_pairs("--env-settings", cfg.env_settings)
         try:
             inspect.signature(kind).bind(**settings)

@@ -67,13 +67,14 @@ def named_box(text: str) -> Box:
     """Of `top left`, `the right half`, `centre`: UserError if it names no place."""
     words = [word for word in re.split("[ _-]+", text) if word not in FILLERS]
     named = dict(PLACES.get(word, ("unknown", ALL)) for word in words)
-    need(1 <= len(words) <= 2 and len(named) == len(words) and "unknown" not in named, NO_PLACE)
+    once = len(named) == len(words) or "centre" in named  # `middle center`
+    need(1 <= len(words) <= 2 and once and "unknown" not in named, NO_PLACE)
     other = named.get("centre", ALL)  # what is not said is all of it; or its middle half, as in `centre left`
     (left, right), (top, bottom) = named.get("across", other), named.get("down", other)
     return left, top, right, bottom
 
 
-def read_box(text: str, scale: int = 1) -> Box:
+def read_box(text: str, scale: int) -> Box:
     """Where a call asks to look; `scale` is what its numbers call the right and lower edge. What lies outside of the
     image is cut off. UserError that tells the policy what is wrong; it repeats nothing of the text."""
     need(len(text) <= MAX_CALL_CHARS, f"That is too long. {NO_PLACE}")
@@ -88,7 +89,7 @@ def read_box(text: str, scale: int = 1) -> Box:
     return left, top, right, bottom
 
 
-def read_call(text: str, images: int, scale: int = 1) -> tuple[int, Box]:
+def read_call(text: str, images: int, scale: int) -> tuple[int, Box]:
     """(which image, from 0; where in it) of `top left` or `2: top left`."""
     number, _, place = (text[: MAX_CALL_CHARS + 1] if ":" in text else f"1:{text}").rpartition(":")
     number = number.lower().replace("image", "").strip()

@@ -6,6 +6,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
+from errors import printable
 from prepare_data import Example
 from report.records import columns_of, encode_image
 from report.statistics import bootstrap, ends_of, interval, majority, mcnemar, pass_at_k, same_answer
@@ -17,7 +18,7 @@ FAILED = "rewards that failed, counted as 0: {n}"
 
 
 def make_record(
-    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str] = ()
+    index: int, example: Example, graded: Sequence[tuple[Rollout, dict[str, float]]], group_by: Sequence[str]
 ) -> dict:
     """An example with its responses and their rewards, as JSON has it."""
     groups = {name: group_of(example, name) for name in group_by}
@@ -236,10 +237,6 @@ def with_interval(found: Mapping[str, Any], name: str, form: str = ".3f") -> str
     return f"{found[name]:{form}} ({low:{form}} to {high:{form}})"
 
 
-def plain(text: object) -> str:
-    return repr(str(text))[1:-1]
-
-
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
     """The summary, in at most 100 columns where names are not long."""
     metric = summary["metric"]
@@ -252,14 +249,14 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
         lines.append("  " + "  ".join(f"{name} {summary[name]:.3f}" for name in several))
     tables = {"rewards": "mean"} | {name: metric for name in summary if name.startswith("by_")}
     for column, name in tables.items():
-        lines += [f"{plain(column).replace('_', ' ', 1)}:"] if summary[column] else []
-        width = max(map(len, map(plain, summary[column])), default=0)
+        lines += [f"{printable(column).replace('_', ' ', 1)}:"] if summary[column] else []
+        width = max(map(len, map(printable, summary[column])), default=0)
         for kind, found in summary[column].items():
-            lines.append(f"  {plain(kind):<{width}}  {with_interval(found, name)}  n {found['n']}")
+            lines.append(f"  {printable(kind):<{width}}  {with_interval(found, name)}  n {found['n']}")
     if "task_mean" in summary:
         lines.append(f"mean of {summary['task_mean']['n_tasks']} tasks: {with_interval(summary['task_mean'], metric)}")
     for base in summary.get("baselines", ()):
-        lines.append(f"baseline {plain(base['path'])}: {with_interval(base, metric)}")
+        lines.append(f"baseline {printable(base['path'])}: {with_interval(base, metric)}")
         test = "McNemar" if summary["samples"] == 1 else "sign test"
         changes = f"{base['gained']} gained, {base['lost']} lost, {test} p {base['mcnemar_p']:.2g}"
         lines.append(f"  difference {with_interval(base, 'difference', '+.3f')}; {changes}")

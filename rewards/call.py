@@ -3,7 +3,9 @@
 import asyncio
 import ctypes
 import faulthandler
+import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -114,10 +116,13 @@ class Setup:
     limit: float  # seconds
 
 
-def work(fd: int) -> None:
-    """Answer calls that come over the socket `fd`, until it closes."""
-    # PR_SET_PDEATHSIG: the kernel ends this process with the thread that started it, also while C code runs
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def work(fd: int, parent: int) -> None:
+    """Answer calls that come over the socket `fd`, until it closes. `parent`: the process that started this one."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: the kernel ends this process with the thread that started it, also while C code runs
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU):
         signal.signal(number, lambda *_: None)  # whoever sends them to all processes of a run means the trainer
     faulthandler.enable()

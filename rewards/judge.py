@@ -158,7 +158,7 @@ def api_url(url: str) -> str:
          "environment variable JUDGE_API_KEY")
     with refusing(httpx2.InvalidURL, f"--judge-url {url}: no URL"):
         parts = httpx2.URL(url)
-    need(parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 65536 and " " not in url,
+    need(parts.scheme in ("http", "https") and parts.host and parts.port in (None, *range(1, 65536)) and " " not in url,
          f"--judge-url {url}: give http://HOST:PORT or https://HOST, with or without /v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return str(parts.copy_with(path=path if re.search(r"/v\d", path) else f"{path}/v1"))

@@ -64,9 +64,9 @@ class Process:
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, limit, pack("ll", SEND_S, 0))
         root = str(Path(__file__).resolve().parent.parent)
-        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(int(sys.argv[1]))"
+        code = f"import sys; sys.path[0] = {root!r}; from rewards.call import work; work(*map(int, sys.argv[1:]))"
         with theirs:  # a session of its own: Ctrl-C is for the trainer
-            command, fds = [sys.executable, "-c", code, str(theirs.fileno())], [theirs.fileno()]
+            command, fds = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())], [theirs.fileno()]
             self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
         self.conn = Connection(ours.detach())
         self.conn.send(setup)
@@ -222,6 +222,7 @@ class Pool:
         with self.changed:
             self.processes.remove(process)
             self.failing.add(threading.current_thread())
+            self.changed.notify_all()  # the others try, too
             while self.waiting and self.failing.issuperset(self.threads):
                 job = self.waiting.popleft()
                 why = f"no process for rewards could start: {how}"
@@ -297,6 +298,7 @@ class Pool:
             for job in again:
                 job.suspect = not guilty and not asked
             self.waiting.extendleft(reversed(again))
+            self.changed.notify_all()  # this thread's next process may not start
         for job in guilty:
             results = fail(job.call, "errors", "ended process", f"the reward ended its process, {how}")
             results = fail_late(job.call, self.setup.limit) if late else results

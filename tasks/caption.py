@@ -192,17 +192,16 @@ def read_truth(text: str) -> Truth:
     return Truth(references, keywords, corpus)
 
 
-def caption_reward(response: str, truth: str, corpus: Corpus | None = None) -> dict[str, float]:
-    """The parts, and under "reward" their weighted sum. Raises UserError for a truth without a caption, never else.
+def caption_reward(response: str, truth: str) -> dict[str, float]:
+    """Return the parts, and their weighted sum as "reward". Raise UserError only for a truth without a caption.
 
-    Without a `corpus` CIDEr uses the counts in the truth: what is in none of its references weighs as what no document
-    has, and with no counts every n-gram weighs the same. So a reward depends on its row alone, in whatever process.
+    CIDEr uses the document counts in the truth: an n-gram in none of its references weighs as one that no document
+    has, and without counts every n-gram weighs the same. So a reward depends on its row alone, in any process.
 
     Only what stands behind `</think>` is the caption; with a special token in it, or over MAX_CAPTION_CHARS, it is
     none.
     """
-    references, keywords, counted = read_truth(truth)
-    corpus = corpus or counted
+    references, keywords, corpus = read_truth(truth)
     text = response.rpartition("</think>")[2]
     whole = len(text) <= MAX_CAPTION_CHARS and "<think>" not in text and not SPECIAL_TOKEN.search(text)
     words = split_words(text) if whole else ()
@@ -264,7 +263,7 @@ def caption_record(record: dict, cfg: TaskConfig, corpus: Corpus | None = None) 
         truth |= {"documents": corpus.size, "frequency": corpus.of(words)}
     image = first([record.get(name) for name in (cfg.image_key, *IMAGES)])
     need(image is not None, f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}")
-    text = json.dumps(truth, ensure_ascii=False)
+    text = json.dumps(truth, ensure_ascii=False, default=str)
     return row_of("caption", record, (*names, *IMAGES, "keywords"), image, text, cfg, INSTRUCTION)
 
 

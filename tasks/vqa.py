@@ -182,6 +182,7 @@ TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|
 TAIL = re.compile(TAIL + r"(?: (?:answer|option|choice|one))?$| at all$")
 QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
 DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
+IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
 SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
@@ -600,6 +601,8 @@ def without_clause(text: str, question: str) -> str:
 
 def without_subject(text: str, asked: Asked) -> str:
     """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
+    if found := IT_IS.fullmatch(text):
+        return found[1]
     found = SUBJECT.fullmatch(" ".join(words_of(text)) if "n't" in text else text)
     if not found or all_known(found[1].split()[1:], asked.known):
         return found[2] if found else text
@@ -741,7 +744,7 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     return any_rows(cfg, (), lambda record, root: to_columns(record, cfg.prompt_key, cfg.answer_key))
 
 
-def to_columns(record: dict, question_key: str = "question", answer_key: str = "answer") -> dict:
+def to_columns(record: dict, question_key: str, answer_key: str) -> dict:
     """Return a row as it is kept: `type` becomes answer_type, choices (or `options`) are listed below the question, and
     the answer becomes the letter of one. Raises UserError with the reason."""
     answer, choices = from_json(record.get(answer_key)), from_json(record.get("choices", record.get("options")))

@@ -11,8 +11,10 @@ import math
 import pickle
 import random
 import time
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,7 +128,7 @@ def test_words():
 
 def parts(given, *references, keywords=()):
     truth = json.dumps({"references": references or ["a red ball on the green grass"], "keywords": list(keywords)})
-    return caption_reward(given, truth, Corpus())
+    return caption_reward(given, truth)
 
 
 def test_keywords():
@@ -154,12 +156,18 @@ def test_repetition_penalty():
     assert parts("a b a b", "x y x y x")["repetition"] == 0  # its own references repeat as much
 
 
+def with_counts(references, corpus):
+    """A truth with the document counts of a corpus, as prepare_data.py writes it."""
+    counts = {"documents": corpus.size, "frequency": corpus.of(list(map(split_words, references)))}
+    return json.dumps({"references": references} | counts)
+
+
 def test_the_total_is_the_weighted_sum():
     corpus = Corpus()
     for _, references in random_captions():
         corpus.add(list(map(split_words, references)))
     for given, references in random_captions():
-        found = caption_reward(given, json.dumps(references), corpus)
+        found = caption_reward(given, with_counts(references, corpus))
         assert set(found) == PARTS
         total = sum(weight * found[part] for part, weight in caption.WEIGHTS.items())
         assert found["reward"] == pytest.approx(total)
@@ -186,10 +194,10 @@ def corpus_of_shapes():
 
 
 def test_cheats_earn_less_than_an_honest_mistake():
-    corpus, truth = corpus_of_shapes(), json.dumps(REFERENCES)
+    truth = with_counts(REFERENCES, corpus_of_shapes())
 
     def total(given):
-        return caption_reward(given, truth, corpus)["reward"]
+        return caption_reward(given, truth)["reward"]
 
     honest = [total(text) for text in ("three red circles", "two blue circles", "two red squares")]
     assert all(total(text) < min(honest) for text in WORSE), [t for t in WORSE if total(t) >= min(honest)]
@@ -207,7 +215,7 @@ def test_cheats_earn_less_than_an_honest_mistake():
 )
 def test_a_truth_without_a_caption_is_refused(truth):
     with pytest.raises(UserError, match="is no caption, nor JSON with a list of references"):
-        caption_reward("a", truth, Corpus())
+        caption_reward("a", truth)
     with pytest.raises(UserError, match="row 'row-7': "):
         check_tasks([SimpleNamespace(data_source="caption", ground_truth=truth, extra={}, uid="row-7")])
 
@@ -276,10 +284,10 @@ def test_ten_thousand_texts():
     pieces = ["two", "red", "circles", "a", "<think>", "</think>", "<|im_end|>", "\\boxed{", "中文"]
     pieces += list(" ,\n-é\ud800ﬁİ\u200b\u0301𝟒٤_'}")
     texts = [rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(0, 40))) for _ in range(10_000)]
-    corpus, truth = corpus_of_shapes(), json.dumps(REFERENCES)
+    truth = with_counts(REFERENCES, corpus_of_shapes())
     start = time.thread_time()
     for text in texts:
-        found = caption_reward(text, truth, corpus)
+        found = caption_reward(text, truth)
         assert set(found) == PARTS and all(math.isfinite(value) for value in found.values())
         assert -1 <= found["reward"] <= 1
     assert (time.thread_time() - start) / len(texts) < 0.001
@@ -289,7 +297,7 @@ def test_ten_thousand_texts():
 def test_long_texts_are_quick(piece):
     for n in (4000, 100_000):
         start = time.thread_time()
-        caption_reward(piece * (n // len(piece)), json.dumps(REFERENCES), Corpus())
+        caption_reward(piece * (n // len(piece)), json.dumps(REFERENCES))
         assert time.thread_time() - start < 0.1
 
 
@@ -314,7 +322,7 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
         writer.writerow(["a.png", '["a blue field", "all blue"]', "blue, field", "7"])
     (tmp_path / "two.jsonl").write_text(json.dumps({"image": "a.png", "caption": "A blue field."}) + "\n")
     cell = {"bytes": image.read_bytes(), "path": "a.png"}
-    row = {"image": cell, "text": "a drawing of a blue Pokemon"}
+    row = {"image": cell, "text": "a drawing of a blue Pokemon", "keywords": [date(2020, 1, 1)]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "three.parquet")
     one, two, three = made(tmp_path, tmp_path / "one.csv", tmp_path / "two.jsonl", tmp_path / "three.parquet")
     counts = {
@@ -325,7 +333,8 @@ def test_rows_of_csv_jsonl_and_parquet(tmp_path, image):
     assert json.loads(one.ground_truth) == kept | counts
     assert one.extra["id"] == "7"
     assert json.loads(two.ground_truth) == {"references": ["A blue field."], "keywords": []} | counts
-    assert json.loads(three.ground_truth)["references"] == ["a drawing of a blue Pokemon"]
+    truth = {"references": ["a drawing of a blue Pokemon"], "keywords": ["2020-01-01"]}
+    assert json.loads(three.ground_truth) == truth | {"documents": 3, "frequency": ANY}
     for example in (one, two, three):
         assert example.images == [image.read_bytes()] and example.data_source == "caption"
         assert example.messages == [{"role": "user", "content": f"<image>{caption.INSTRUCTION}"}]

@@ -166,7 +166,8 @@ def looked(image, call, **settings):
 @pytest.mark.parametrize("call, pixels", [
     ("top left", (0, 0, 60, 40)), ("bottom right", (60, 40, 120, 80)), ("Upper-Right", (60, 0, 120, 40)),
     ("the lower left quadrant", (0, 40, 60, 80)), ("left", (0, 0, 60, 80)), ("bottom half", (0, 40, 120, 80)),
-    ("centre", (30, 20, 90, 60)), ("top center", (30, 0, 90, 40)), ("middle right", (60, 20, 120, 60)),
+    ("centre", (30, 20, 90, 60)), ("middle center", (30, 20, 90, 60)),
+    ("top center", (30, 0, 90, 40)), ("middle right", (60, 20, 120, 60)),
     ("0 0 1 1", (0, 0, 120, 80)), ("0.1 0.2 0.6 0.7", (12, 16, 72, 56)), ("[0.1, 0.2, 0.6, 0.7]", (12, 16, 72, 56)),
     ("10% 20% 60% 70%", (12, 16, 72, 56)), ("1: .1; .2; .6; .7", (12, 16, 72, 56)), ("-1 0.5 0.5 9", (0, 40, 60, 80)),
     ("0.7 0.7 0.71 0.71", (84, 56, 86, 57)),  # 0.7 of 120 and 0.7 of 80 are no floats: a pixel less, or more

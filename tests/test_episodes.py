@@ -9,6 +9,7 @@ import random
 import re
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 def environments(kind, **settings):
     """Environments of a class of this file."""
-    return Environments(EnvConfig(env="here", **settings), kind)
+    with patch("envs._load.load_class", return_value=kind):
+        return Environments(EnvConfig(env="here", **settings))
 
 
 class Scripted(Environment):

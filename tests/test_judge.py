@@ -437,7 +437,8 @@ def test_a_url_with_or_without_its_version(given, used):
 
 
 def test_bad_urls_are_refused_and_their_secrets_not_repeated():
-    for url in ("localhost:8000", "ftp://host", "http://", "host", "", "http://ho st", "http://host:99999"):
+    bad = ("localhost:8000", "ftp://host", "http://", "host", "", "http://ho st", "http://host:99999", "http://host:0")
+    for url in bad:
         with pytest.raises(UserError, match="--judge-url"):
             J.api_url(url)
     secrets = (f"https://me:{KEY}@host", f"https://{KEY}@host/v1", f"https://host/v1?key={KEY}", f"https://host#{KEY}")

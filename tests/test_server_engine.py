@@ -37,6 +37,7 @@ from engines.vllm_client import POLICY, parse_answer
 from errors import UserError
 from model import ModelConfig
 from rollout import Prompt, Sampling
+from tasks.shapes import shapes_rows
 from utils import Context, derive_seed, in_thread
 
 URLS = ["http://one", "http://two", "http://three"]
@@ -894,3 +895,11 @@ def test_a_gpu_computes_logits_in_float32_as_the_trainer_does(toys):
 def test_a_server_is_started_for_adapters_by_the_flags_of_training():
     _, model, *_, servers, _ = serve.parse_args("--model m --data d --sync adapter --lora-rank 8".split())
     assert (servers.sync, model.lora_rank) == ("adapter", 8)
+
+
+def test_the_command_of_a_server_is_all_that_print_prints(toys, tmp_path, capsys):
+    data = write_parquet(tmp_path / "data.parquet", shapes_rows(4, "train", 0))
+    given = ["--model", str(toys["qwen2_5_vl"]), "--data", str(data), "--max-new-tokens", "8", "--print"]
+    serve.main(serve.parse_args(given))
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and " serve " in out and "4 examples" in err

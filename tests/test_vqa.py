@@ -99,7 +99,7 @@ gray ; grey ; Grey. | gray
 gray ; grey | grey
 purple ; violet | violet
 gold ; golden | gold
-wood ; wooden ; Wooden. ; It is wooden | wood
+wood ; wooden ; Wooden. ; It is wooden ; It's wooden. | wood
 metal ; metallic | metal
 wool ; woolen ; woollen | wool
 fabric ; cloth | cloth
@@ -111,7 +111,7 @@ tie ; ties | tie
 axe ; axes | axes
 glass ; glass. | glass
 B ; b ; the B ; It is B. ; (B) | B
-A ; a ; It is A | A
+A ; a ; It is A ; It's A. ; that's A | A
 horse ; horses | horses
 bus ; buses | bus
 ski ; skis | skis

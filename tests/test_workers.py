@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -406,6 +407,27 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert pids and not any(map(alive, pids))
+
+
+def test_a_process_whose_trainer_died_before_it_began_ends_at_once():
+    ours, theirs = socket.socketpair()
+    code = "import sys; from rewards.call import work; work(int(sys.argv[1]), 1)"  # another parent than its own
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
+    ours.close(), theirs.close()
+
+
+def test_a_process_that_cannot_be_replaced_leaves_its_calls_to_the_others(tmp_path):
+    """The user's file was broken by an edit, one process has died, and the others were idle."""
+    code = "import os, time\ndef score(response, example):\n    if response == 'die':\n        time.sleep(1)\n"
+    file = tmp_path / "edited.py"
+    file.write_text(code + "        os._exit(1)\n    return 1.0\n")
+    grader = Grader(RewardConfig(reward=(f"{file}:score",), reward_workers=2))
+    grader.collect(responses(["x"] * 100, [row(0, "any")]))
+    file.write_text("import nothing_here\n")
+    results = grader.collect(responses(["x", "x", "x", "die", *["x"] * 36], [row(0, "any")]))
+    grader.close()
+    assert sum(result is None for result in results) == 1
 
 
 def test_signals_for_all_of_a_run_leave_the_decision_to_the_trainer(make):

@@ -47,7 +47,7 @@ def page_name(stem: str, n: int) -> str:
     return f"{stem}.html" if n == 1 else f"{stem}-{n}.html"
 
 
-def pages(shown: Shown, curves: Sequence[Curve] = (), stem: str = "report") -> Iterator[str]:
+def pages(shown: Shown, curves: Sequence[Curve], stem: str = "report") -> Iterator[str]:
     """Yield the pages of a report. Numbers and curves are on the first."""
     summary = shown.summary
     records = choose(shown.records, summary)

@@ -7,7 +7,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from settings import flag_of
 
 POINTS = 300  # of a curve; where there are more steps each point is the mean of some that follow each other
 SMOOTH = 25  # a running mean is over so many parts of a run; with fewer points they are drawn as they are
-COLOURS = ("#1f5fa8", "#d9822b", "#2e9e5b", "#8e5bb5", "#c0392b", "#17a2b8", "#8c6d46", "#d16ba5", "#7f8c9b", "#a5b53a")
 IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
-SVG_METADATA = ("Creator", "Date", "Format", "Type")  # which pages do not need
 NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # no named rewards, or of another scale
+
+METADATA = "Creator Date Format Type".split()  # of an SVG file, which pages do not need
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -138,9 +138,10 @@ def draw_lines(axes: Any, lines: Sequence[Line], log: bool = False, raw: bool = 
     positive = [x for line in lines for x in line.values if x > 0]
     if log and positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log", nonpositive="mask")
-    for line, colour in reversed([*zip(lines, cycle(COLOURS), strict=False)]):
+    for i, line in reversed([*enumerate(lines)]):
         if not line.steps:
             continue
+        colour = f"C{i % 10}"
         steps, values, *band = thin_curve([x for x in line[1:] if x])
         few = len(steps) <= SMOOTH
         if raw and not few:
@@ -191,7 +192,7 @@ def run_curves(rows: Rows) -> list[Curve]:
         draw_lines(axes, lines, panel.log)
         if len(lines) > 1:
             add_legend(axes)
-        figure.savefig(file := io.StringIO(), format="svg", metadata=dict.fromkeys(SVG_METADATA))
+        figure.savefig(file := io.StringIO(), format="svg", metadata=dict.fromkeys(METADATA))
         svg = file.getvalue()
         curves.append(Curve(panel.title, svg[svg.index("<svg") :], panel.note))
     return curves
