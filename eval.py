@@ -82,26 +82,31 @@ CHUNK = 64  # examples of a rank that are generated, then graded, together
 class AsTrained(RewardConfig, EnvConfig, ReadingConfig, PixelConfig):
     """As in training: a run's own values are its defaults"""
 
-    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
-    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
-    dtype: str = setting("auto", "auto: bfloat16 on a GPU, as in training", choices=("auto", "float32", "bfloat16"))
+    max_new_tokens: int = setting(512, "max new tokens per response (for episodes: all turns and observations "
+                                  "together)", least=1)
+    max_prompt_tokens: int = setting(2048, "max prompt length in tokens, images included; longer prompts are dropped "
+                                     "and counted", least=1)
+    dtype: str = setting("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
+                         choices=("auto", "float32", "bfloat16"))
 
 
 @dataclass(frozen=True)
 class EvalConfig(AsTrained, ConnectionConfig):
     """Evaluation"""
 
-    model: str = setting(REQUIRED, "model folder, hub id, run directory or checkpoint", positional=True)
+    model: str = setting(REQUIRED, "model folder, hub id, run directory, checkpoint or PEFT adapter", positional=True)
     data: str = setting(REQUIRED, "parquet file(s) to evaluate on (default: the run's --eval-data)", metavar="FILE")
-    out: str = setting(REQUIRED, "directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
-    baseline: tuple[str, ...] = setting((), "other models to compare with, pairwise", metavar="MODEL")
-    ablate: tuple[str, ...] = setting((), "ask again with white images of their size, with images of other examples, "
-                                      "without images: what comes from seeing", choices=tuple(IMAGES))
-    group_by: tuple[str, ...] = setting((), "columns of the data; accuracy for each value", metavar="COLUMN")
-    limit: int | None = setting(None, "only the first N examples", least=1)
-    samples: int = setting(1, "K, responses per example", least=1)
-    temperature: float | None = setting(None, "of sampling (default: 0 with one sample, else 1)", least=0)
-    top_p: float = setting(1.0, "nucleus mass (1 = off)", above=0, most=1)
+    out: str = setting(REQUIRED, "output directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
+    baseline: tuple[str, ...] = setting((), "other models to evaluate on the same examples, for paired comparisons",
+                                        metavar="MODEL")
+    ablate: tuple[str, ...] = setting((), "evaluate again with blank (white) images, shuffled images of other "
+                                      "examples, or none", choices=tuple(IMAGES))
+    group_by: tuple[str, ...] = setting((), "data columns; also report the metric for each of their values",
+                                        metavar="COLUMN")
+    limit: int | None = setting(None, "evaluate only the first N examples", least=1)
+    samples: int = setting(1, "responses per example (K)", least=1)
+    temperature: float | None = setting(None, "sampling temperature (default: 0 with --samples 1, else 1)", least=0)
+    top_p: float = setting(1.0, "nucleus sampling probability mass; 1: off", above=0, most=1)
     rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed (default: auto, or server "
                            "for a run that trained on servers)", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE")

@@ -518,46 +518,55 @@ PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the def
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Algorithm (--algo sets several of these; one that is given wins)"""
+    """Algorithm (--algo sets several of these; flags you pass override it)"""
 
-    algo: str = setting("grpo", "named settings, see docs/algorithms.md", choices=tuple(PRESETS))
-    group_size: int = setting(8, "G, samples per prompt", least=1)
-    adv: str = setting("grpo", "advantage, see docs/algorithms.md", choices=ADVANTAGES)
-    loss: str = setting("clip", "see docs/algorithms.md", choices=LOSSES)
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 - this", above=0, most=1)
-    clip_high: float = setting(0.2, "the ratio is clipped above 1 + this", above=0)
-    loss_agg: str = setting("token", "what counts the same: tokens, responses, or tokens over a constant",
+    algo: str = setting("grpo", "preset of the algorithm flags, which you can override one by one",
+                        choices=tuple(PRESETS))
+    group_size: int = setting(8, "responses sampled per prompt (G)", least=1)
+    adv: str = setting("grpo", "advantage estimator; docs/algorithms.md", choices=ADVANTAGES)
+    loss: str = setting("clip", "policy loss; docs/algorithms.md", choices=LOSSES)
+    clip_low: float = setting(0.2, "lower clip range: the ratio is clipped at 1 - X", above=0, most=1)
+    clip_high: float = setting(0.2, "upper clip range: the ratio is clipped at 1 + X (DAPO's clip-higher)", above=0)
+    loss_agg: str = setting("token", "loss average: per token, per response, or over --max-new-tokens (const)",
                             choices=LOSS_AGGREGATIONS)
-    truncated: str = setting("keep", "responses cut at --max-new-tokens: train on them, do not, or lower the reward of "
-                             "overlong ones", choices=("keep", "mask", "penalise"))
-    sample_rounds: int = setting(1, "batches sampled at most until P groups have unequal rewards", least=1)
+    truncated: str = setting("keep", "responses cut at --max-new-tokens; penalise: overlong reward shaping",
+                             choices=("keep", "mask", "penalise"))
+    sample_rounds: int = setting(1, "dynamic sampling: max batches per step, until P groups have unequal rewards",
+                                 least=1)
     epochs: int = setting(1, "passes over the rollouts of a step", least=1)
-    minibatches: int = setting(1, "optimizer steps per pass", least=1)
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus", least=0)
-    kl_coef: float = setting(0.0, "weight of the KL to the reference policy; 0 needs no reference", least=0)
-    kl: str = setting("k3", "estimator of the KL", choices=KL_KINDS)
+    minibatches: int = setting(1, "minibatches per pass; one optimizer step each", least=1)
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus", least=0)
+    kl_coef: float = setting(0.0, "coefficient of the KL to the reference policy; 0: no KL and no reference model",
+                             least=0)
+    kl: str = setting("k3", "KL estimator per token, with d = logp - ref_logp: k1: d, k2: d^2/2, k3: exp(-d) - 1 + d",
+                      choices=KL_KINDS)
 
     # Keys of --algo-args
-    norm_std: str | None = key(None, "std that divides the advantage (default: as published)", choices=NORM_STD)
-    dual_clip: float | None = key(None, "bound on a token's loss where A < 0 (default: none)", above=1)
-    tis_cap: float | None = key(None, "weigh tokens by trainer / engine probability, at most this", above=0)
-    tis_mask: str | None = key(None, "leave out responses whose geometric mean of trainer / engine is outside LOW,HIGH")
-    old_policy: str = key("trainer", "what the ratio compares with: the weights before the update, or those that "
-                          "sampled the token", choices=("trainer", "rollout"))
-    kl_in: str = key("loss", "where the KL counts", choices=("loss", "reward"))
-    kl_target: float | None = key(None, "adapt --kl-coef to keep the KL near this, nats a token", above=0)
-    kl_horizon: float = key(10_000.0, "samples in which that can change it by about a fifth; arXiv:1909.08593", above=0)
-    ref_every: int = key(0, "steps between copies of the policy into the reference; 0: it stays --model", least=0)
-    critic: str = key("head", "with --adv gae: value head on the policy, or on a copy of the model",
+    norm_std: str | None = key(None, "std that divides advantages, or none (default: by --adv)", choices=NORM_STD)
+    dual_clip: float | None = key(None, "dual clip: bound of a token's loss over |A| where A < 0 (default: off)",
+                                  above=1)
+    tis_cap: float | None = key(None, "TIS: weigh tokens by p_trainer / p_engine, truncated at this (default: off)",
+                                above=0)
+    tis_mask: str | None = key(None, "mask responses whose geometric mean of p_trainer / p_engine is not in LOW,HIGH")
+    old_policy: str = key("trainer", "old policy: the trainer's before the update, or what sampled the token",
+                          choices=("trainer", "rollout"))
+    kl_in: str = key("loss", "apply the KL as a term of the loss, or subtract it from the reward",
+                     choices=("loss", "reward"))
+    kl_target: float | None = key(None, "adapt --kl-coef to keep the KL near this, in nats per token", above=0)
+    kl_horizon: float = key(10_000.0, "samples in which --kl-coef can change by about a fifth; arXiv:1909.08593",
+                            above=0)
+    ref_every: int = key(0, "steps between copies of the policy into the reference; 0: the reference stays fixed",
+                         least=0)
+    critic: str = key("head", "critic of --adv gae: a value head on the policy, or a separate copy of the model",
                       choices=("head", "separate"))
     critic_lr: float = key(1e-5, "peak learning rate of the value head or the separate critic", above=0)
-    critic_warmup_steps: int = key(0, "first steps in which only values are learnt", least=0)
-    value_coef: float = key(0.5, "weight of the value loss", above=0)
-    value_clip: float | None = key(0.2, "values are clipped to within this of the old ones; none: no clipping", above=0)
-    gamma: float = key(0.99, "discount per token; for long responses use 1", least=0, most=1)
-    lam: float = key(0.95, "lambda of the advantage estimate (1 = whole returns, 0 = one step)", least=0, most=1)
-    sapo_tau_positive: float = key(1.0, "steepness of sapo's gate where A > 0; as published", above=0)
-    sapo_tau_negative: float = key(1.05, "and where A < 0", above=0)
+    critic_warmup_steps: int = key(0, "number of first steps that train only the critic", least=0)
+    value_coef: float = key(0.5, "coefficient of the value loss", above=0)
+    value_clip: float | None = key(0.2, "clip values to within this of the old ones; none: no clipping", above=0)
+    gamma: float = key(0.99, "discount per token of --adv gae; use 1 for long responses", least=0, most=1)
+    lam: float = key(0.95, "lambda of --adv gae; 1: full returns, 0: one-step TD error", least=0, most=1)
+    sapo_tau_positive: float = key(1.0, "steepness of SAPO's gate where A > 0, as published", above=0)
+    sapo_tau_negative: float = key(1.05, "steepness of SAPO's gate where A < 0", above=0)
 
     # What follows from the settings, and what the loop asks
     @property

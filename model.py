@@ -79,26 +79,28 @@ TRAIN_VISION = ("none", "merger", "tower", "all")
 class ModelConfig(PixelConfig):
     """Model"""
 
-    model: str = setting(REQUIRED, "model folder or hub id")
-    family_paths: tuple[str, ...] = setting(
-        (), "another family: where tower and language model are (model.visual model.language_model)", metavar="PATH"
-    )
-    train_vision: str = setting(
-        "none", "what of vision trains: nothing, its projection (merger), the rest (tower) or all", choices=TRAIN_VISION
-    )
-    dtype: str = setting("auto", "of computation; auto: bfloat16 on a GPU", choices=("auto", "float32", "bfloat16"))
-    master_dtype: str = setting(
-        "fp32", "of weights and optimizer; bf16 is half, but loses small updates (not LoRA's)", choices=("fp32", "bf16")
-    )
-    attn: str = setting(
-        "auto", "of the update: sdpa (CPU), flex (GPU) or flash (GPU, no shared prompts)", choices=("auto", *ATTENTION)
-    )
-    kernel: str = setting("auto", "policy head: Triton kernels (GPU) or plain torch", choices=KERNELS)
-    vision_cache_gb: float = setting(2.0, "memory for features of a frozen tower; 0: none", least=0)
-    grad_checkpointing: bool = setting(False, "recompute activations in the backward")
-    lora_rank: int = setting(0, "of adapters, which want a larger --lr, say 3e-5; 0: train the weights", least=0)
-    lora_alpha: float = setting(32.0, "adapters count alpha / rank times", above=0)
-    lora_targets: tuple[str, ...] = setting((), "linear layers of language blocks (default: all the family lists)")
+    model: str = setting(REQUIRED, "model folder or Hugging Face hub id")
+    family_paths: tuple[str, ...] = setting((), "for a model family not in model.FAMILIES: module paths of its vision "
+                                            "tower and language model, such as model.visual model.language_model",
+                                            metavar="PATH")
+    train_vision: str = setting("none", "vision weights to train: none, merger (projector), tower (all but the "
+                                "merger), all; with LoRA none or tower", choices=TRAIN_VISION)
+    dtype: str = setting("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
+                         choices=("auto", "float32", "bfloat16"))
+    master_dtype: str = setting("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
+                                "updates (harmless with LoRA)", choices=("fp32", "bf16"))
+    attn: str = setting("auto", "attention of the update: sdpa (CPU), flex (GPU), flash (GPU, does not share "
+                        "prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION))
+    kernel: str = setting("auto", "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU if "
+                          "it is installed", choices=KERNELS)
+    vision_cache_gb: float = setting(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
+                                     least=0)
+    grad_checkpointing: bool = setting(False, "recompute activations in the backward pass (less memory, more compute)")
+    lora_rank: int = setting(0, "LoRA rank; 0: train the weights themselves. LoRA needs a larger --lr, about 3e-5",
+                             least=0)
+    lora_alpha: float = setting(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
+    lora_targets: tuple[str, ...] = setting((), "names of the linear layers to adapt (default: all in the language "
+                                            "blocks)")
 
     @property
     def vision_frozen(self) -> bool:

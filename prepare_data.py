@@ -104,14 +104,17 @@ class Raw:
 class ReadingConfig:
     """Reading data"""
 
-    prompt_key: str = setting("prompt", "column of the prompt")
-    image_key: str = setting("images", "column of the images, or several: left,right ('' if there are none)")
-    answer_key: str = setting(TRUTH, "column of the answer; several, country,city, become one JSON object")
-    data_source: str | None = setting(None, "task of all rows, e.g. geo3k, whatever the rows themselves say")
-    instruction: str = setting("", "text behind prompts that lack it; the name of a task stands for that task's text")
-    bad_rows: str = setting("error", "what to do with unreadable rows", choices=("error", "skip"))
-    image_root: str | None = setting(None, "folder that image paths are relative to and may not leave (default: "
-                                     "the file's own folder, and paths may name any file)", metavar="DIR")
+    prompt_key: str = setting("prompt", "dataset column of the prompt")
+    image_key: str = setting("images", "dataset column of the images; several as left,right; '' for text-only data")
+    answer_key: str = setting(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
+                              "object")
+    data_source: str | None = setting(None, "task of every row, such as geo3k; overrides the data_source column")
+    instruction: str = setting("", "text appended to prompts that do not end with it; a task's name means its "
+                               "instruction")
+    bad_rows: str = setting("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
+                            choices=("error", "skip"))
+    image_root: str | None = setting(None, "folder of relative image paths; paths outside it are refused (default: "
+                                     "the data file's folder, without that restriction)", metavar="DIR")
 
     # Settings only of making a file, see FileConfig
     split = None
@@ -141,9 +144,12 @@ class ReadingConfig:
 class DataConfig(ReadingConfig):
     """Data"""
 
-    data: str = setting(REQUIRED, "training parquet file(s), see prepare_data.py", metavar="FILE")
-    eval_data: str | None = setting(None, "parquet file(s) for evaluation during training", metavar="FILE")
-    max_prompt_tokens: int = setting(2048, "longer prompts are dropped and counted", least=1)
+    data: str = setting(REQUIRED, "training data: parquet file, folder, glob or comma-separated list; see "
+                        "prepare_data.py", metavar="FILE")
+    eval_data: str | None = setting(None, "evaluation data during training, in the same forms as --data",
+                                    metavar="FILE")
+    max_prompt_tokens: int = setting(2048, "max prompt length in tokens, images included; longer prompts are dropped "
+                                     "and counted", least=1)
 
 
 @dataclass(frozen=True)

@@ -51,19 +51,20 @@ def names_no_file(option: Any) -> bool:
 class RewardConfig:
     """Reward"""
 
-    reward: tuple[str, ...] = setting((), "instead of the tasks' own, for all rows or one task's: docs/rewards.md",
-                                      metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
-    reward_errors: str = setting("drop", "a reward that fails: leave the response out, give it 0, or end the run",
+    reward: tuple[str, ...] = setting((), "reward functions that replace the tasks' own, for all rows or one task's; "
+                                      "docs/rewards.md", metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
+    reward_errors: str = setting("drop", "responses whose reward fails: drop them, give reward zero, or stop the run",
                                  choices=("drop", "zero", "stop"))
-    reward_timeout: float = setting(30.0, "seconds that one call of a reward may take", above=0)
-    reward_workers: int = setting(2, "processes that grade, of each rank; 0: this one, without time limits", least=0)
-    curriculum: str | None = setting(None, "TOML or JSON file of curriculum stages; none: train without stages "
-                                     "(default: the task's own, if any); docs/curriculum.md", metavar="FILE",
+    reward_timeout: float = setting(30.0, "seconds per reward call; not enforced with --reward-workers 0", above=0)
+    reward_workers: int = setting(2, "reward worker processes per rank; 0: run rewards in the training process",
+                                  least=0)
+    curriculum: str | None = setting(None, "TOML or JSON file of curriculum stages, or none (default: the task's own, "
+                                     "if any); docs/curriculum.md", metavar="FILE",
                                      from_run=lambda file: file == "none" or Path(str(file)).is_file())
-    judge_url: str | None = setting(None, "OpenAI-compatible server with a model that judges", metavar="URL",
-                                    from_run=never)
-    judge: tuple[str, ...] = setting((), "model, template, weight, tasks, calls; docs/judge.md", metavar="KEY=VALUE",
-                                     from_run=names_no_file, part_of="judge_url")
+    judge_url: str | None = setting(None, "base URL of an OpenAI-compatible server whose model scores responses",
+                                    metavar="URL", from_run=never)
+    judge: tuple[str, ...] = setting((), "judge options, such as model, template, weight, tasks, calls; docs/judge.md",
+                                     metavar="KEY=VALUE", from_run=names_no_file, part_of="judge_url")
 
 
 @dataclass(frozen=True)

@@ -304,10 +304,11 @@ VLLM_HELP = (
 class RolloutConfig:
     """Rollout"""
 
-    prompts_per_step: int = setting(16, "P, over all processes", least=1)
-    max_new_tokens: int = setting(512, "longest response; of an episode all that is said in it; tokens", least=1)
-    temperature: float = setting(1.0, "of sampling and of all log-probabilities", above=0)
-    rollout: str = setting("auto", "engine; auto: vllm on a GPU where it is installed", choices=ENGINES)
+    prompts_per_step: int = setting(16, "prompts per step, over all processes (P)", least=1)
+    max_new_tokens: int = setting(512, "max new tokens per response (for episodes: all turns and observations "
+                                  "together)", least=1)
+    temperature: float = setting(1.0, "sampling temperature; all log-probabilities are computed at it too", above=0)
+    rollout: str = setting("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf", choices=ENGINES)
     vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
 
     def check(self, world: int, minibatches: int) -> None:
@@ -330,15 +331,16 @@ class RolloutConfig:
 class EnvConfig:
     """Environment"""
 
-    env: str | None = setting(None, "plays episodes: one of envs/, or your own; docs/environments.md",
-                              metavar="NAME|FILE.py:CLASS", from_run=lambda name: ":" not in str(name))
-    env_settings: tuple[str, ...] = setting((), "arguments of the environment's class", metavar="KEY=VALUE",
-                                            from_run=plain_pair, part_of="env")
-    max_turns: int = setting(4, "responses of an episode, at most", least=1)
-    turn_gamma: float = setting(1.0, "what comes a turn later is multiplied by this", above=0, most=1)
-    env_errors: str = setting("drop", "an episode whose environment fails: leave it out, give it 0, or end the run",
+    env: str | None = setting(None, "environment of multi-turn episodes: a name in envs/, or your own; "
+                              "docs/environments.md", metavar="NAME|FILE.py:CLASS",
+                              from_run=lambda name: ":" not in str(name))
+    env_settings: tuple[str, ...] = setting((), "constructor arguments of the environment; values are JSON, else text",
+                                            metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
+    max_turns: int = setting(4, "max responses per episode", least=1)
+    turn_gamma: float = setting(1.0, "discount per turn (1: none)", above=0, most=1)
+    env_errors: str = setting("drop", "episodes whose environment fails: drop them, give reward zero, or stop the run",
                               choices=("drop", "zero", "stop"))
-    env_timeout: float = setting(30.0, "seconds that an environment may take for an answer", above=0)
+    env_timeout: float = setting(30.0, "seconds an environment may take for one reset or step", above=0)
 
 
 def load_environments(cfg: EnvConfig) -> Any:

@@ -196,8 +196,10 @@ def add_settings(parser: Parser, cls: type) -> None:
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = setting(None, "enlarge smaller images to so many (default: the processor's)", least=1)
-    max_pixels: int | None = setting(None, "shrink larger images to so many (default: the processor's)", least=1)
+    min_pixels: int | None = setting(None, "enlarge smaller images to this many pixels (default: the processor's "
+                                     "value)", least=1)
+    max_pixels: int | None = setting(None, "shrink larger images to this many pixels (default: the processor's value)",
+                                     least=1)
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:

@@ -35,25 +35,26 @@ VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.m
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """Servers (--rollout server; docs/scale.md)"""
+    """Connection to rollout servers"""
 
-    servers: tuple[str, ...] = setting((), "vLLM's or SGLang's, which engines.serve starts", metavar="URL",
-                                       from_run=never)
-    sync: str = setting("auto", "how they get weights: by broadcast, through --out (a disk that they see), or the "
-                        "adapter alone; auto: nccl on a GPU, else gloo",
+    servers: tuple[str, ...] = setting((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
+                                       metavar="URL", from_run=never)
+    sync: str = setting("auto", "weight sync: broadcast (nccl, gloo), or through --out on a shared disk: all weights "
+                        "(disk) or the LoRA adapter; auto: nccl on a GPU, else gloo",
                         choices=("auto", "nccl", "gloo", "disk", "adapter"))
-    server_timeout: float = setting(600.0, "seconds that one may take for a response or an update", above=0)
+    server_timeout: float = setting(600.0, "seconds a server may take for one response or one weight update", above=0)
 
 
 @dataclass(frozen=True)
 class ServerConfig(ConnectionConfig):
-    """Servers in training"""
+    """Rollout servers (--rollout server; docs/scale.md)"""
 
-    serve: int = setting(0, "instead of --servers: number of vLLM servers to start and stop on this machine", least=0)
-    async_steps: int = setting(0, "K: sample up to K batches ahead of the update, with weights up to K updates old",
+    serve: int = setting(0, "number of vLLM servers to run on this machine during training; not with --servers",
+                         least=0)
+    async_steps: int = setting(0, "sample up to K batches ahead, with weights at most K updates old; 0: synchronous",
                                least=0)
-    in_flight: str = setting("abort", "responses that a sync meets: go on with old keys and values; stop, and go on "
-                             "from what is there with the new weights; or end first", choices=("keep", "abort", "wait"))
+    in_flight: str = setting("abort", "requests in flight at a weight sync: keep their KV cache; abort, then resume "
+                             "with the new weights; or wait for them", choices=("keep", "abort", "wait"))
 
     def check(self, engine: str, vllm: tuple[str, ...], model: ModelConfig) -> None:
         """Raise UserError for settings that contradict each other, --rollout, --vllm or the model's."""

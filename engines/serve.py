@@ -34,11 +34,11 @@ from utils import run_script
 class ServeConfig:
     """Server"""
 
-    engine: str = setting("vllm", "what serves", choices=("vllm", "sglang"))
-    host: str = setting("127.0.0.1", "address to listen at; anything else than this machine's own lets others in")
-    port: int = setting(8000, "of HTTP", least=1, most=65535)
-    gpus: int = setting(1, "GPUs of the server, which share the model (tensor parallelism)", least=1)
-    print: bool = setting(False, "print the command, run nothing")
+    engine: str = setting("vllm", "server software", choices=("vllm", "sglang"))
+    host: str = setting("127.0.0.1", "address to listen on; other than this machine's own, it lets others in")
+    port: int = setting(8000, "HTTP port", least=1, most=65535)
+    gpus: int = setting(1, "GPUs of the server, which split the model (tensor parallelism)", least=1)
+    print: bool = setting(False, "print the command and exit")
 
 
 GROUPS = (ServeConfig, ModelConfig, DataConfig, RolloutConfig, ServerConfig, EnvConfig)

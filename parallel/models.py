@@ -26,12 +26,13 @@ class OptimConfig:
     """Optimizer"""
 
     lr: float = setting(1e-6, "peak learning rate", above=0)
-    vision_lr: float | None = setting(None, "of what trains of the vision tower (default: --lr)", above=0)
-    schedule: str = setting("constant", "after the warm-up; cosine ends at 0", choices=("constant", "cosine"))
-    warmup_steps: int = setting(0, "steps of linear warm-up", least=0)
-    weight_decay: float = setting(0.01, "AdamW's", least=0)
-    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this", above=0)
-    micro_tokens: int = setting(8192, "most tokens in a micro-batch", least=1)
+    vision_lr: float | None = setting(None, "peak learning rate of the trained vision weights (default: --lr)", above=0)
+    schedule: str = setting("constant", "learning-rate schedule after warmup; cosine decays to 0",
+                            choices=("constant", "cosine"))
+    warmup_steps: int = setting(0, "steps of linear learning-rate warmup", least=0)
+    weight_decay: float = setting(0.01, "AdamW weight decay", least=0)
+    max_grad_norm: float = setting(1.0, "max global gradient norm; larger gradients are scaled down to it", above=0)
+    micro_tokens: int = setting(8192, "max packed tokens per micro-batch; does not change the loss", least=1)
 
     def check(self, model: ModelConfig, steps: int) -> None:
         need(self.vision_lr is None or not model.vision_frozen,

@@ -23,20 +23,22 @@ FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 class RunConfig:
     """Run"""
 
-    steps: int = setting(REQUIRED, "rollout steps of the whole run", least=1)
-    out: str = setting(REQUIRED, "run directory", from_run=never)
-    resume: str = setting("no", "no, auto (newest intact checkpoint of --out, if any), a run or a checkpoint; flags "
-                          "that are not given keep that run's values (code and servers have to be given)")
-    eval_every: int = setting(0, "steps between evaluations on --eval-data; 0: only before and after", least=0)
+    steps: int = setting(REQUIRED, "training steps in all; a resumed run counts its earlier ones", least=1)
+    out: str = setting(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
+    resume: str = setting("no", "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
+                          "not passed keep that run's values; code (--reward, --env FILE), servers and keys must be "
+                          "passed again")
+    eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last", least=0)
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
-    keep: int = setting(2, "checkpoints kept", least=1)
-    keep_best: bool = setting(False, "also keep the checkpoint of the best evaluation, which then is saved at once")
-    track: tuple[str, ...] = setting((), "tensorboard, wandb: also tell them metrics and samples", metavar="TRACKER",
-                                     from_run=lambda name: name == "tensorboard")  # wandb sends them to a server
-    self_test: bool = setting(True, "compare engine and trainer on real prompts before the first step")
-    grace_seconds: float = setting(60.0, "from SIGTERM or Ctrl-C to the end, checkpoint included", above=0)
-    timeout_minutes: float = setting(30.0, "a rank that others wait for longer is named, and the run ends", above=0)
-    seed: int = setting(0, "of data order and sampling")
+    keep: int = setting(2, "number of newest checkpoints to keep", least=1)
+    keep_best: bool = setting(False, "also keep the checkpoint with the best evaluation, saved right after it")
+    track: tuple[str, ...] = setting((), "log metrics and sample tables also to tensorboard, wandb, or both",
+                                     metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # wandb: a server
+    self_test: bool = setting(True, "before the first step, check that engine and trainer agree on real prompts")
+    grace_seconds: float = setting(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
+    timeout_minutes: float = setting(30.0, "stop, and name the rank, if the other ranks wait for it longer than this",
+                                     above=0)
+    seed: int = setting(0, "random seed of data order, sampling and LoRA initialisation")
 
     @property
     def folder(self) -> Path:

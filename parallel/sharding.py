@@ -30,9 +30,10 @@ from settings import setting
 class ParallelConfig:
     """Parallelism"""
 
-    replicate: int = setting(1, "HSDP: shard within so many groups of processes (nodes), replicate across", least=1)
-    tp: int = setting(1, "tensor parallelism: so many neighbouring processes divide each language block", least=1)
-    offload: str = setting("none", "kept in the CPU's memory (GPU only)", choices=("none", "reference", "all"))
+    replicate: int = setting(1, "HSDP: number of replicas; weights are sharded within each replica", least=1)
+    tp: int = setting(1, "tensor-parallel size; neighbouring processes split each language block", least=1)
+    offload: str = setting("none", "what to keep in CPU memory (GPU runs): nothing, the reference, or all weights and "
+                           "optimizer state", choices=("none", "reference", "all"))
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
         share = self.replicate * self.tp
