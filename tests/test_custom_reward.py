@@ -447,6 +447,6 @@ def test_the_examples_of_the_page_work(tmp_path):
         grader.close()
     for flag in re.findall(r"`(--reward[a-z-]*|--judge[a-z-]*)", page):
         assert flag.lstrip("-").replace("-", "_") in RewardConfig.__dataclass_fields__
-    defaults = dict(re.findall(r"`--(reward-\w+)`[^`]*\(default (\d+);", page))
+    defaults = dict(re.findall(r"`--(reward-\w+)`[^`]*\(default (\d+)[;)]", page))
     assert defaults == {"reward-workers": f"{RewardConfig().reward_workers}",
                         "reward-timeout": f"{RewardConfig().reward_timeout:g}"}

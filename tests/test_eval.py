@@ -243,7 +243,7 @@ def test_curve_of_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_curve(tmp_path, 0.1, tmp_path / "curve.png", "shapes", "accuracy")
     image = Image.open(tmp_path / "curve.png").convert("RGB")
-    colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("d9822b", "1f5fa8", "c0392b")}
+    colours = {tuple(int(code[i : i + 2], 16) for i in (0, 2, 4)) for code in ("1f77b4", "ff7f0e", "c0392b")}
     assert image.size == (864, 456) and colours <= {colour for _, colour in image.getcolors(1 << 20)}
 
 
