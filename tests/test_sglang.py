@@ -501,7 +501,9 @@ def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F81
     done = run_command([sys.executable, "train.py", *flags(running.folder, data, tmp_path / "out", *more)])
     assert "self-test: " in done.stdout and "under new weights" in done.stdout
     steps = [row for row in rows(tmp_path / "out") if "async/staleness" in row]
-    assert [row["async/staleness_max"] for row in steps] == [0, 1, 1, 1]
+    ages = [row["async/staleness_max"] for row in steps]
+    # 0 later, too, if a sync came before the first token of the batch that was sampled ahead
+    assert len(ages) == 4 and ages[0] == 0 and max(ages) == 1
     assert steps[0]["rollout/max_abs_dlogp"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
 
 
