@@ -321,7 +321,7 @@ class RolloutConfig:
         """Raise UserError if there are too few examples for a batch, or a micro-batch is too small for the longest."""
         n, longest = len(examples), max(examples.lengths)
         need(n >= self.prompts_per_step,
-             f"--data {data} has {n} usable examples, fewer than --prompts-per-step {self.prompts_per_step}")
+             f"--data {data} has {n} usable examples, but --prompts-per-step is {self.prompts_per_step}; lower it")
         need(longest + self.max_new_tokens <= micro_tokens,
              f"--micro-tokens {micro_tokens}: the longest prompt has {longest} tokens and --max-new-tokens is "
              f"{self.max_new_tokens}; raise it to {longest + self.max_new_tokens}")
