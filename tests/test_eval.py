@@ -475,7 +475,7 @@ def test_merged_folder_is_what_the_run_was_also_with_a_tied_head(tmp_path):
     for name, more in (("run", settings[-2:]), ("hf", settings)):
         out = tmp_path / f"e-{name}"
         done = run([sys.executable, "eval.py", tmp_path / name, "--data", train_file, "--out", out, *more])
-        told = f"--reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80, --max-pixels 4000"
+        told = f"--max-pixels 4000, --reward {tmp_path}/reward.py:score, --max-new-tokens 6, --max-prompt-tokens 80"
         assert (f"as in the run: {told}" in done.stdout) == (name == "run")
         texts.append((out / "predictions.jsonl").read_text())
     assert texts[0] == texts[1]
