@@ -354,7 +354,7 @@ def longest_reply(model: Path, task: str) -> int:
 
 
 def env_flags(task: str) -> tuple[object, ...]:
-    """Of train.py and eval.py."""
+    """Return the flags of train.py and eval.py."""
     cfg = env_of(task)
     more = ("--env-settings", *cfg.env_settings) if cfg.env_settings else ()
     return ("--env", cfg.env, "--max-turns", cfg.max_turns, *more) if cfg.env else ()

@@ -224,7 +224,7 @@ class ServerEngine(Engine):
         self.requests_allowed.clear()
 
     def _resume_requests(self) -> None:
-        """After a sync. A server that is unavailable may never continue what it was at."""
+        """Allow requests again after a sync. Cancel those of unavailable servers, which may never answer."""
         for task, server in self.pending.items():
             if self.in_flight != "keep" or server.url in self.unavailable:
                 task.cancel()

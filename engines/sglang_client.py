@@ -190,7 +190,7 @@ class SGLangClient(ServerClient):
 
 
 def parse_answer(answer: dict, eos: Sequence[int], request: GenerateRequest) -> GenerateResult:
-    """Of /generate."""
+    """Return the result of an answer of /generate."""
     info, tokens = answer["meta_info"], answer["output_ids"]
     finish = info["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
