@@ -38,12 +38,12 @@ import demo  # noqa: E402
 import eval as eval_script  # noqa: E402
 import merge_lora  # noqa: E402
 import prepare_data  # noqa: E402
+import report.log  # noqa: E402
 import train  # noqa: E402
 from model import Policy  # noqa: E402
 from parallel.checkpoint import checksum, complete_checkpoints, read_trainer, step_of  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
 from report.files import read_rows  # noqa: E402
-from report.log import Skipped  # noqa: E402
 from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints
@@ -666,8 +666,8 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                     continue
 
                 def spoil(steps: range, rank: int, few=False, kind=kind, value=value, who=who) -> None:
-                    if few:  # updates in a row, that the run bears
-                        Skipped.__init__ = functools.partialmethod(Skipped.__init__, limit=2)
+                    if few:  # the run is to end after two skipped updates in a row instead of ten
+                        report.log.MAX_SKIPPED = 2
                     if rank in who and kind == "reward":
                         os.environ |= {"FAULT_AFTER": str(16 // ranks), "FAULT_REWARD": str(value)}
                     elif rank in who:
