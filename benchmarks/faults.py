@@ -847,7 +847,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             run = toy.run(script, *argv).wait()
             checks = one_line(run, "space left", "bytes free")
             whole = {f"nothing half written: {list(place.iterdir())}": not any(place.iterdir())}
-            checks |= says(run, "accuracy") if name == "eval" else whole
+            checks |= says(run, "95% interval") if name == "eval" else whole  # the figures are printed before
             tally.case(name, checks, run)
     return (
         "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures told; then "
@@ -868,7 +868,7 @@ def read_only(toy: Toy, ranks: int, tally: Tally) -> str:
         for name, (script, _, argv) in commands(toy, place).items() if ranks == 1 else ():
             run = toy.run(script, *argv).wait()
             checks = one_line(run, "cannot be written", "Read-only") | {
-                "refused before loading": "accuracy" not in run.text
+                "refused before loading": "95% interval" not in run.text
             }
             tally.case(name, checks, run)
     return "one line, before anything is loaded"
