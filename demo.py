@@ -38,12 +38,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from errors import check_writable, need, writing
+from errors import check_writable, need, report_write_errors
 from model import FAMILIES, Policy, Processor, load_hf
 from packing import Packer
-from parallel.loading import check_new_folder, save_hf, whole_folder
-from prepare_data import MARK, Example
-from report.progress import following
+from parallel.loading import atomic_folder, check_output_is_new, save_hf
+from prepare_data import IMAGE_PLACEHOLDER, Example
+from report.progress import iter_with_progress
 from report.writer import find_drawing
 from reward import find_tasks
 from rollout import (
@@ -51,12 +51,12 @@ from rollout import (
     Prompt,
     Rollout,
     add_response,
-    as_given,
-    load_environments,
+    identity,
+    make_env_factory,
     make_prompts,
 )
-from settings import Parser
-from utils import derive_seed, dist_setup, run_script
+from settings import FlagParser
+from utils import derive_seed, run_script, setup_distributed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a task brings
@@ -66,7 +66,7 @@ Scene = tuple[list[bytes], list[Question]]  # images and questions about them
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoConfig:
     """How much a demo trains. A task's file may have other numbers, in `DEMO`."""
 
     see_steps: int = 700  # of the warm start, with honest answers
@@ -78,28 +78,28 @@ class Plan:
     eval_every: int = 10  # of them
 
 
-def with_scenes() -> dict[str, ModuleType]:
+def find_demo_tasks() -> dict[str, ModuleType]:
     """Task -> its file, of those whose file draws toys: scenes(split, seed)."""
     return {name: task for name, task in find_tasks().items() if hasattr(task, "scenes")}
 
 
 def file_of(task: str) -> ModuleType:
-    known = with_scenes()
+    known = find_demo_tasks()
     need(task in known, f"--task {task}: no file of tasks/ or envs/ draws scenes of it; there are {', '.join(known)}")
     return known[task]
 
 
-def plan_of(task: str) -> Plan:
-    return Plan(**getattr(file_of(task), "DEMO", {}))
+def load_demo_config(task: str) -> DemoConfig:
+    return DemoConfig(**getattr(file_of(task), "DEMO", {}))
 
 
 @cache
 def first_examples(task: str) -> list[Example]:
     """Return an example for each question about the first images of the warm start's split."""
-    return list(examples_of(task, islice(file_of(task).scenes("warm", 0), 400)))
+    return list(scenes_to_examples(task, islice(file_of(task).scenes("warm", 0), 400)))
 
 
-def usual_replies(task: str) -> dict[str, str]:
+def most_frequent_replies(task: str) -> dict[str, str]:
     """Return what a lazy annotator says, by answer type: the most frequent reply, or what the task's file has as
     USUAL."""
     replies = defaultdict(Counter)
@@ -109,13 +109,13 @@ def usual_replies(task: str) -> dict[str, str]:
     return usual | getattr(file_of(task), "USUAL", {})
 
 
-def env_of(task: str) -> EnvConfig:
+def demo_env_config(task: str) -> EnvConfig:
     """Return how the toys of an environment are played: ENV of its file. A task's own toys are not."""
     settings = getattr(file_of(task), "ENV", {})
     return EnvConfig(env=task if settings else None, **settings)
 
 
-def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
+def scenes_to_examples(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
     """Yield an example for each question of scenes; those of a scene have one uid, as they share its images."""
     for images, questions in scenes:
         uid = hashlib.sha1(b"".join(images)).hexdigest()
@@ -127,7 +127,7 @@ def examples_of(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
 def play(task: str, example: Example, usual: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each response of an expert to an example, or the usual one if that is given, with the observation that
     comes before the next response, or None."""
-    if (environments := load_environments(env_of(task))) is None:
+    if (environments := make_env_factory(demo_env_config(task))) is None:
         yield usual or example.extra["reply"], None
         return
     env, responses, said = environments.make(), [], []
@@ -165,7 +165,7 @@ def make_tokenizer(task: str):
         texts |= {example.ground_truth} if example.ground_truth.isalpha() else set()
         for response, observation in play(task, example):
             texts |= {response, observation.messages if observation else ""}
-    corpus = sorted({text.replace(MARK, "") for text in texts})
+    corpus = sorted({text.replace(IMAGE_PLACEHOLDER, "") for text in texts})
     corpus += ["user", "assistant", "system", "think", "user\n", "assistant\n", "<think>\n</think>"]
     bpe = Tokenizer(models.BPE())
     reference = transformers.Qwen2TokenizerFast(vocab={}, merges=[])  # for its text splitting
@@ -196,7 +196,7 @@ def make_model(
     `hidden`, the width of the language model, is a multiple of 64. vocab > 0 widens the vocabulary beyond the
     tokenizer, as Qwen's own checkpoints do; `tied` makes the head share the embedding's weight, as Qwen's 3B models do.
     """
-    check_new_folder(out)
+    check_output_is_new(out)
     tokenizer = make_tokenizer(task)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     stops = {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
@@ -250,7 +250,7 @@ def make_model(
     processor |= {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "do_convert_rgb": True}
     processor |= {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 512 * 512}}
     processor |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    with whole_folder(out) as folder:
+    with atomic_folder(out) as folder:
         save_hf(model, folder)
         tokenizer.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
@@ -267,13 +267,13 @@ def write_rollout(task: str, prompt: Prompt, processor: Processor, usual: str = 
         tokens = processor.tokenizer.encode(f"{response}<|im_end|>", add_special_tokens=False)
         add_response(rollout, tokens, [0.0] * len(tokens), processor, [0] * len(tokens))
         if observation:
-            images = [processor.image(hashlib.sha1(x.tobytes()).hexdigest(), x) for x in observation.images]
-            said = processor.continuation([{"role": "user", "content": observation.messages}])
-            said = processor.expand(said, images)
+            images = [processor.image_to_patches(hashlib.sha1(x.tobytes()).hexdigest(), x) for x in observation.images]
+            said = processor.tokenize_observation([{"role": "user", "content": observation.messages}])
+            said = processor.expand_image_tokens(said, images)
             rollout.response += said
             rollout.response_mask += [False] * len(said)
             rollout.images += images
-            rollout.turns += 1
+            rollout.n_turns += 1
     return rollout
 
 
@@ -286,22 +286,22 @@ def warm_start(
 
     A step's images are shared out over the processes; gradients are averaged.
     """
-    plan, ctx = plan_of(task), dist_setup()
+    plan, ctx = load_demo_config(task), setup_distributed()
     see_steps = plan.see_steps if see_steps is None else see_steps
     habit_steps = plan.habit_steps if habit_steps is None else habit_steps
     need(plan.images % ctx.world == 0,
          f"warm start: {plan.images} images a step do not divide among {ctx.world} processes")
-    if ctx.main:
-        check_new_folder(out)
+    if ctx.is_main:
+        check_output_is_new(out)
     processor = Processor(str(model))
     hf = load_hf(str(model))
     policy = Policy(hf, processor, train_vision="all")
     packer = Packer(320, processor.image_token_id)
     source = file_of(task).scenes("warm", derive_seed(seed, ctx.rank))
-    usual = usual_replies(task)
+    usual = most_frequent_replies(task)
     rng = random.Random(derive_seed(seed, "lazy", ctx.rank))
-    environments = load_environments(env_of(task))
-    start_of = environments.start_of if environments else as_given
+    environments = make_env_factory(demo_env_config(task))
+    start_of = environments.reset_example if environments else identity
 
     def next_scene() -> Scene:
         images, questions = next(source)
@@ -310,14 +310,14 @@ def warm_start(
     def next_samples(lazy: float) -> list[Rollout]:
         """Of a step."""
         scenes = (next_scene() for _ in range(plan.images // ctx.world))
-        lazily = [(example, rng.random() < lazy) for example in examples_of(task, scenes)]
+        lazily = [(example, rng.random() < lazy) for example in scenes_to_examples(task, scenes)]
         prompts = make_prompts([example for example, _ in lazily], processor, start_of=start_of)
         given = [usual[example.extra["answer_type"]] if is_lazy else "" for example, is_lazy in lazily]
         return [write_rollout(task, prompt, processor, reply) for prompt, reply in zip(prompts, given, strict=True)]
 
     for name, steps, lazy, peak in [("see", see_steps, 0.0, 2e-3), ("habit", habit_steps, plan.lazy, 5e-4)]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-        for step in following(range(steps), f"warm start: {name}"):
+        for step in iter_with_progress(range(steps), f"warm start: {name}"):
             for group in optimizer.param_groups:
                 group["lr"] = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
             micros = packer.pack(next_samples(lazy))
@@ -331,8 +331,8 @@ def warm_start(
             vector_to_parameters(flat.div_(ctx.world), gradients)
             clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-    if ctx.main:
-        with whole_folder(out) as folder:
+    if ctx.is_main:
+        with atomic_folder(out) as folder:
             shutil.copytree(model, folder, copy_function=shutil.copyfile)  # for its tokenizer and processor
             save_hf(hf, folder)
 
@@ -340,22 +340,22 @@ def warm_start(
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole demo
 
-TRAINING = (
+TRAIN_FLAGS = (
     "--prompts-per-step 32 --group-size 8 --lr 2e-4 --warmup-steps 5 --schedule cosine "
     "--micro-tokens 2048 --save-every 20"
 )
 
 
-def longest_reply(model: Path, task: str) -> int:
+def max_reply_tokens(model: Path, task: str) -> int:
     """How many tokens a response, or an episode, may have: those of the longest reply, its end, and a few."""
     processor = Processor(str(model))
     bare = (Prompt(example.uid, [], [], example, []) for example in first_examples(task))
     return 5 + max(len(write_rollout(task, prompt, processor).response) for prompt in bare)
 
 
-def env_flags(task: str) -> tuple[object, ...]:
+def env_flag_args(task: str) -> tuple[object, ...]:
     """Return the flags of train.py and eval.py."""
-    cfg = env_of(task)
+    cfg = demo_env_config(task)
     more = ("--env-settings", *cfg.env_settings) if cfg.env_settings else ()
     return ("--env", cfg.env, "--max-turns", cfg.max_turns, *more) if cfg.env else ()
 
@@ -363,7 +363,7 @@ def env_flags(task: str) -> tuple[object, ...]:
 def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes", processes: int = 2) -> dict:
     """Run every stage by its own command, as a user would type it."""
     out = out.absolute()  # the commands run in this folder
-    plan = plan_of(task)
+    plan = load_demo_config(task)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     seconds = {}
 
@@ -393,8 +393,8 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
     warm = ("--task", task, "--see-steps", plan.see_steps, "--habit-steps", plan.habit_steps)
     sh("warm start", *torchrun, "demo.py", "warm", "--model", base, "--out", start, *seeded, *warm)
     data = ("--data", train, "--eval-data", test)
-    longest = ("--max-new-tokens", longest_reply(base, task), *env_flags(task))
-    settings = ("--steps", plan.steps, "--eval-every", plan.eval_every, *longest, *TRAINING.split(), *seeded)
+    longest = ("--max-new-tokens", max_reply_tokens(base, task), *env_flag_args(task))
+    settings = ("--steps", plan.steps, "--eval-every", plan.eval_every, *longest, *TRAIN_FLAGS.split(), *seeded)
     sh("train", *torchrun, "train.py", "--model", start, *data, "--out", run, *settings)
     sh("merge", "merge_lora.py", run, "--out", final)
     greedy = ("eval.py", final, "--data", test, *longest)
@@ -415,7 +415,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
         "train_seconds": seconds["train"],
         "stage_seconds": seconds,
     }
-    with writing(out, f"--out {out}"):
+    with report_write_errors(out, f"--out {out}"):
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if plots := find_drawing("plots"):
             plots.draw_curve(run, blank, out / "curve.png", task, metric)
@@ -426,7 +426,7 @@ def run_demo(out: Path, seed: int, family: str, short: bool, task: str = "shapes
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    p = Parser(__doc__)
+    p = FlagParser(__doc__)
     sub = p.add_subparsers(dest="command", required=True)
     model = sub.add_parser("model", help="write a random toy model")
     warm = sub.add_parser("warm", help="supervised warm start of a toy model")

@@ -54,7 +54,7 @@ def plug_in(module: str, flag: str, remedy: str = "leave the flag out") -> Modul
 
 
 @contextmanager
-def refusing(errors: type[Exception] | tuple[type[Exception], ...], told: str) -> Iterator[None]:
+def as_user_error(errors: type[Exception] | tuple[type[Exception], ...], told: str) -> Iterator[None]:
     """Makes these errors UserErrors that begin with `told`, and end with the first line of their own text."""
     try:
         yield
@@ -63,7 +63,7 @@ def refusing(errors: type[Exception] | tuple[type[Exception], ...], told: str) -
 
 
 @dataclass(frozen=True)
-class Note(AbstractContextManager):
+class ErrorContext(AbstractContextManager):
     """`with Note("row 'a1', response '...'"):` adds a line to whatever is raised inside, which keeps its type and
     traceback."""
 
@@ -128,17 +128,17 @@ def keep_printing() -> None:
 class Interrupted(Exception):
     """A run that was asked to end has saved what there was to save. The text says how to go on."""
 
-    def __init__(self, number: int, text: str):
+    def __init__(self, signal_number: int, text: str):
         super().__init__(text)
-        self.number = number  # of the signal
+        self.number = signal_number  # of the signal
 
 
-FULL, CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT,
+DISK_FULL_ERRNOS, NOT_WRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT,
                                                errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)  # fmt: skip
 
 
 @contextmanager
-def writing(path: Path, what: str, remedy: str = "free some, or give another folder") -> Iterator[None]:
+def report_write_errors(path: Path, what: str, remedy: str = "free some, or give another folder") -> Iterator[None]:
     """A full disk or a folder that must not be written to becomes a UserError that names `what` was written and
     where."""
     try:
@@ -147,11 +147,11 @@ def writing(path: Path, what: str, remedy: str = "free some, or give another fol
         number = getattr(error, "errno", None)
         if isinstance(error, SafetensorError) and (said := re.search(r"os error (\d+)", str(error))):
             number = int(said[1])  # its own class also for what the system says
-        if number not in FULL + CLOSED:
+        if number not in DISK_FULL_ERRNOS + NOT_WRITABLE_ERRNOS:
             raise
         where = getattr(error, "filename", None) or path
         why = f"{where} cannot be written ({os.strerror(number)})"
-        if number in FULL:
+        if number in DISK_FULL_ERRNOS:
             why = f"no space left for {where} ({free_bytes(path)} bytes free)"
         raise UserError(f"{what}: {why}; {remedy}") from error
 
@@ -159,13 +159,13 @@ def writing(path: Path, what: str, remedy: str = "free some, or give another fol
 def check_writable(folder: Path, what: str) -> None:
     """Before any work: can files be made in `folder`, or in what exists of the way to it? UserError if not. Leaves
     nothing."""
-    with writing(folder, what):
-        with tempfile.TemporaryFile(dir=existing(folder)) as file:
+    with report_write_errors(folder, what):
+        with tempfile.TemporaryFile(dir=nearest_existing(folder)) as file:
             file.write(bytes(4096))
             file.flush()
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = path.resolve()
     return next(p for p in (path, *path.parents) if p.exists())
@@ -173,4 +173,4 @@ def existing(path: Path) -> Path:
 
 def free_bytes(path: Path) -> int:
     """Free space of the disk that holds, or would hold, a path."""
-    return shutil.disk_usage(existing(path)).free
+    return shutil.disk_usage(nearest_existing(path)).free

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from errors import need, refusing
-from settings import setting
+from errors import as_user_error, need
+from settings import flag_field
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Advantages: how much better than expected
 
 
 @dataclass(frozen=True)
-class Advantage:
+class AdvantageEstimator:
     """`function` maps rewards (P, G) to differences (P, G), whose std `norm_std` then divides; or, `per_token`, it is
     called as function(rewards_BT, values_BT, mask_BT, algo) and returns advantages and returns, both (B, T)."""
 
@@ -33,7 +33,7 @@ class Advantage:
     needs_values: bool = False  # of a critic
 
 
-def register(table: dict[str, Any], kind: type, name: str, **properties: Any) -> Callable:
+def register_in(table: dict[str, Any], kind: type, name: str, **properties: Any) -> Callable:
     """Decorator: put a function with its properties, as a `kind`, into a table under a name."""
 
     def add(function: Callable) -> Callable:
@@ -44,34 +44,36 @@ def register(table: dict[str, Any], kind: type, name: str, **properties: Any) ->
     return add
 
 
-ADVANTAGES: dict[str, Advantage] = {}
-advantage = partial(register, ADVANTAGES, Advantage)  # `@advantage("name", norm_std=...)`: what --adv NAME computes
+ADVANTAGES: dict[str, AdvantageEstimator] = {}
+register_advantage = partial(
+    register_in, ADVANTAGES, AdvantageEstimator
+)  # `@advantage("name", norm_std=...)`: what --adv NAME computes
 
 
-@advantage("grpo", norm_std="group")
-@advantage("dr_grpo", norm_std="none")
-def over_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
+@register_advantage("grpo", norm_std="group")
+@register_advantage("dr_grpo", norm_std="none")
+def subtract_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
     """r - mean of the group. `norm_std` then divides: for grpo by its std (DeepSeekMath, arXiv:2402.03300, section 4.1;
     Bessel's correction and + 1e-6 as in verl and TRL), for dr_grpo by nothing (arXiv:2503.20783, section 3.2)."""
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
 
 
-@advantage("rloo", norm_std="none")
+@register_advantage("rloo", norm_std="none")
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
     """r - mean of the other G - 1.                                                      arXiv:2402.14740, equation 8"""
     n_samples = rewards_PG.shape[1]
-    return over_group_mean(rewards_PG) * (n_samples / (n_samples - 1))
+    return subtract_group_mean(rewards_PG) * (n_samples / (n_samples - 1))
 
 
-@advantage("reinforce++", norm_std="batch", grouped=False, per_token=True)
+@register_advantage("reinforce++", norm_std="batch", grouped=False, per_token=True)
 def reward_to_go(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, algo: "Algorithm"):
     """What is still to come of the reward and the KL penalties; norm_std "batch" then makes that (r - mean) / std, over
     the step.                                                                           arXiv:2501.03262, section 3"""
     return gae(rewards_BT, torch.zeros_like(rewards_BT), mask_BT, gamma=1.0, lam=1.0)
 
 
-@advantage("gae", norm_std="batch", grouped=False, per_token=True, needs_values=True)
-def generalised(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, algo: "Algorithm"):
+@register_advantage("gae", norm_std="batch", grouped=False, per_token=True, needs_values=True)
+def gae_estimator(rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, algo: "Algorithm"):
     """See `gae`."""
     return gae(rewards_BT, values_BT, mask_BT, algo.gamma, algo.lam)
 
@@ -105,10 +107,10 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-Moments = Callable[[torch.Tensor], tuple[float, float]]
+MeanAndStd = Callable[[torch.Tensor], tuple[float, float]]
 
 
-def moments(x: torch.Tensor) -> tuple[float, float]:
+def mean_and_std(x: torch.Tensor) -> tuple[float, float]:
     """Mean and standard deviation (Bessel's correction) of all entries, on this process alone."""
     return x.mean().item() if len(x) else 0.0, x.std().item() if x.numel() > 1 else 0.0
 
@@ -117,7 +119,7 @@ def group_advantages(
     rewards_PG: torch.Tensor,
     method: str = "grpo",
     norm_std: str | None = None,
-    moments: Moments = moments,
+    moments: MeanAndStd = mean_and_std,
     graded_PG: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advantage of each response from the rewards of its group alone; (P, G) in, (P, G) float64 out.
@@ -144,12 +146,12 @@ def group_advantages(
         raise ValueError(f"group_advantages: reward of prompt {p}, sample {g} is {rewards_PG[p, g].item()}")
     rewards = rewards_PG.double()
     # a method that works token by token sees responses of one token here
-    difference = rewards if how.per_token else of_graded(how.function, rewards, graded_PG)
+    difference = rewards if how.per_token else apply_to_graded(how.function, rewards, graded_PG)
     if how.grouped:
         difference = difference.masked_fill(constant_groups(rewards, graded_PG), 0.0)
     norm_std = norm_std or how.norm_std
     if norm_std == "group":
-        difference = difference / (of_graded(group_std, rewards, graded_PG) + 1e-6)
+        difference = difference / (apply_to_graded(group_std, rewards, graded_PG) + 1e-6)
     elif norm_std == "batch":
         mean, std = moments(difference[graded_PG])
         # differences within groups have mean 0; subtracting its rounding would give constant groups an advantage
@@ -161,7 +163,7 @@ def group_std(rewards_PG: torch.Tensor) -> torch.Tensor:
     return rewards_PG.std(dim=1, keepdim=True).expand_as(rewards_PG)
 
 
-def of_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
+def apply_to_graded(function: Callable, rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.Tensor:
     """A function of groups, of what is graded of each: 0 elsewhere, and where a single one is left."""
     if graded_PG.all():
         return function(rewards_PG)
@@ -180,23 +182,23 @@ def constant_groups(rewards_PG: torch.Tensor, graded_PG: torch.Tensor) -> torch.
 
 def whiten(x: torch.Tensor, mean: float, std: float) -> torch.Tensor:
     """(x - mean) / std; all zero where std is no more than the rounding of the mean: nothing differs."""
-    if is_rounding(mean, std):
+    if is_numerically_constant(mean, std):
         return torch.zeros_like(x)
     return (x - mean) / std
 
 
-def is_rounding(mean: float, std: float) -> bool:
+def is_numerically_constant(mean: float, std: float) -> bool:
     return not std > 1e-9 * max(1.0, abs(mean))
 
 
-def advantages(
+def compute_advantages(
     rewards_PG: torch.Tensor,
     task_rewards_PG: torch.Tensor,
     tokens: Any,
     counted_B: torch.Tensor,
     algo: "Algorithm",
     kl_coef: float,
-    moments: Moments = moments,
+    moments: MeanAndStd = mean_and_std,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages and (of a method per token) returns of a step's trained tokens, (N,) float64 each.
 
@@ -214,20 +216,20 @@ def advantages(
         penalties_N = kl_coef * kl(tokens.old_logps.double(), tokens.ref_logps.double(), algo.kl)
     graded_PG = ~rewards_PG.isnan()
     without = torch.zeros_like(rewards_PG[:, :1], dtype=torch.bool)
-    if algo.sample_rounds > 1:  # groups kept for want of others: that their lengths differ is no signal
+    if algo.max_gen_batches > 1:  # groups kept for want of others: that their lengths differ is no signal
         without = constant_groups(task_rewards_PG, graded_PG)
-    if algo.std == "batch" and penalised and not how.needs_values:
+    if algo.effective_norm_std == "batch" and penalised and not how.needs_values:
         # where the rewards tell nothing apart only penalties differ; divided by their own std each would be large
         said = rewards_PG.flatten()[counted_B]
         if how.grouped:
             said = group_advantages(rewards_PG, algo.adv, "none", graded_PG=graded_PG).masked_fill(without, 0.0)
-        if is_rounding(*moments(said)):
-            moments = with_std_one(moments)
+        if is_numerically_constant(*moments(said)):
+            moments = with_unit_std(moments)
 
     if not how.per_token:  # one advantage a response: its penalties are summed
-        penalties_B = per_rollout(penalties_N, tokens.rollout, rewards_PG.numel())
+        penalties_B = sum_per_rollout(penalties_N, tokens.rollout, rewards_PG.numel())
         total_PG = (rewards_PG - penalties_B.view_as(rewards_PG)).masked_fill(without, 0.0)
-        advantages_PG = group_advantages(total_PG, algo.adv, algo.std, moments, graded_PG)
+        advantages_PG = group_advantages(total_PG, algo.adv, algo.effective_norm_std, moments, graded_PG)
         return advantages_PG.masked_fill(without, 0.0).flatten()[tokens.rollout], None
 
     # One a token: of an episode's turn the reward comes with its last token, the rest with the last of all, and
@@ -235,23 +237,25 @@ def advantages(
     mask_BT = torch.arange(int(counts.max()) if len(counts) else 1) < counts[:, None]
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     rewards_BT[mask_BT] = -penalties_N if tokens.turn_rewards is None else tokens.turn_rewards - penalties_N
-    of_turns_B = 0.0 if tokens.turn_rewards is None else per_rollout(tokens.turn_rewards, tokens.rollout, len(counts))
+    of_turns_B = (
+        0.0 if tokens.turn_rewards is None else sum_per_rollout(tokens.turn_rewards, tokens.rollout, len(counts))
+    )
     rewards_BT[torch.arange(len(counts)), counts - 1] += rewards_PG.flatten().nan_to_num(0.0) - of_turns_B
     values_BT = torch.zeros_like(rewards_BT)
     if how.needs_values:
         values_BT[mask_BT] = tokens.values.double()
     advantages_BT, returns_BT = how.function(rewards_BT, values_BT, mask_BT, algo)
-    if algo.std == "batch":
+    if algo.effective_norm_std == "batch":
         advantages_BT = whiten(advantages_BT, *moments(advantages_BT[mask_BT & counted_B[:, None]]))
     return advantages_BT[mask_BT], returns_BT[mask_BT]
 
 
-def per_rollout(values_N: torch.Tensor, rollout_N: torch.Tensor, n_rollouts: int) -> torch.Tensor:
+def sum_per_rollout(values_N: torch.Tensor, rollout_N: torch.Tensor, n_rollouts: int) -> torch.Tensor:
     """Sums, float64."""
     return torch.zeros(n_rollouts, dtype=torch.float64).index_add_(0, rollout_N, values_N.double())
 
 
-def with_std_one(moments: Moments) -> Moments:
+def with_unit_std(moments: MeanAndStd) -> MeanAndStd:
     return lambda x: (moments(x)[0], 1.0)
 
 
@@ -265,7 +269,7 @@ def overlong_penalty(length: int, max_length: int) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 # Distance to a reference policy
 
-KL_KINDS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
@@ -283,10 +287,10 @@ def kl(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
         return d * d / 2
     if kind == "k3":
         return (-d).exp() - 1 + d
-    raise ValueError(f"kl: unknown kind {kind!r}; known: {', '.join(KL_KINDS)}")
+    raise ValueError(f"kl: unknown kind {kind!r}; known: {', '.join(KL_ESTIMATORS)}")
 
 
-def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon: float) -> float:
+def adapt_kl_coef(coef: float, measured: float, target: float, samples: int, horizon: float) -> float:
     """The KL coefficient after a step of so many samples, moved towards the one that keeps the KL at its target:
     coef * (1 + clip(measured / target - 1, -0.2, 0.2) * samples / horizon).            arXiv:1909.08593, section 2.2"""
     error = min(0.2, max(-0.2, measured / target - 1))
@@ -299,18 +303,18 @@ def adapt_kl(coef: float, measured: float, target: float, samples: int, horizon:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossFunction:
     function: Callable
     per_token: bool = True  # False: a token's loss may depend on others of its rollout, so it gets whole rollouts
     by_advantage: bool = True  # no gradient where the advantage is 0: such responses are not computed
 
 
-LOSSES: dict[str, Loss] = {}
-loss = partial(register, LOSSES, Loss)  # `@loss("name")`: what --loss NAME minimises
+LOSSES: dict[str, LossFunction] = {}
+register_loss = partial(register_in, LOSSES, LossFunction)  # `@loss("name")`: what --loss NAME minimises
 
 
-@loss("clip")
-def clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
+@register_loss("clip")
+def ppo_clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): PPO, arXiv:1707.06347, eq. 7; unequal bounds are DAPO's
     clip-higher, arXiv:2503.14476, eq. 10. With dual_clip c > 1, at most -c A where A < 0: arXiv:1912.09729."""
     ratio_K = log_ratio_K.exp()
@@ -322,13 +326,13 @@ def clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     return loss_K, clipped_K > unclipped_K
 
 
-@loss("gspo", per_token=False)
+@register_loss("gspo", per_token=False)
 def gspo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """`clip` with one ratio for a whole response, exp(mean of its logp - old_logp).   arXiv:2507.18071, eq. 5 and 7"""
-    return clip(logp_K, response_means(log_ratio_K, rollout_K), advantages_K, rollout_K, algo)
+    return ppo_clip(logp_K, response_means(log_ratio_K, rollout_K), advantages_K, rollout_K, algo)
 
 
-@loss("cispo")
+@register_loss("cispo")
 def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-sg(clip(ratio, 1 - low, 1 + high)) A logp; clip_low 1 is no lower bound.   arXiv:2506.13585, eq. 4 and 5"""
     ratio_K = log_ratio_K.detach().exp()
@@ -336,7 +340,7 @@ def cispo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     return -weight_K * advantages_K * logp_K, weight_K != ratio_K
 
 
-@loss("sapo")
+@register_loss("sapo")
 def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-(4 / tau) sigmoid(tau (ratio - 1)) A, a smooth gate.                             arXiv:2511.20347, section 3"""
     tau_K = torch.full_like(advantages_K, algo.sapo_tau_negative)
@@ -345,7 +349,7 @@ def sapo(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     return loss_K, torch.zeros_like(loss_K, dtype=torch.bool)
 
 
-@loss("reinforce")
+@register_loss("reinforce")
 def reinforce(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     """-A logp: Williams 1992; right on policy only."""
     return -advantages_K * logp_K, torch.zeros_like(logp_K, dtype=torch.bool)
@@ -379,7 +383,7 @@ def policy_loss(
     return loss_K, {"clipped": clipped_K.to(logp_K.dtype), "kl": gap_K.exp() - 1 - gap_K}
 
 
-def importance_weight(
+def truncated_importance_weight(
     trainer_logp_K: torch.Tensor, rollout_logp_K: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight of a token that was sampled from the engine's distribution and is trained on under the trainer's: the
@@ -392,7 +396,7 @@ def importance_weight(
     return ratio_K.clamp(max=cap), ratio_K > cap
 
 
-def keep_responses(
+def geometric_mean_mask(
     trainer_logp_K: torch.Tensor, rollout_logp_K: torch.Tensor, rollout_K: torch.Tensor, low: float, high: float
 ) -> torch.Tensor:
     """keep_K bool: does the geometric mean of trainer / engine over the token's response lie in [low, high]? One
@@ -424,7 +428,7 @@ class PolicyLoss:
     @property
     def per_token(self) -> bool:
         """Whether a block of tokens may end anywhere; if not, it holds whole rollouts."""
-        return LOSSES[self.algo.loss].per_token and self.algo.tis_mask is None
+        return LOSSES[self.algo.loss].per_token and self.algo.ratio_mask is None
 
     def __call__(
         self, logp_K: torch.Tensor, entropy_K: torch.Tensor, tokens: Any
@@ -436,11 +440,11 @@ class PolicyLoss:
         )
         weight_K = tokens.weights
         if algo.tis_cap is not None:
-            tis_K, indicators["capped"] = importance_weight(old_logp_K, tokens.rollout_logps, algo.tis_cap)
+            tis_K, indicators["capped"] = truncated_importance_weight(old_logp_K, tokens.rollout_logps, algo.tis_cap)
             loss_K = loss_K * tis_K
-        if algo.tis_mask is not None:
-            low, high = algo.tis_bounds
-            kept_K = keep_responses(old_logp_K, tokens.rollout_logps, tokens.rollout, low, high)
+        if algo.ratio_mask is not None:
+            low, high = algo.ratio_mask_bounds
+            kept_K = geometric_mean_mask(old_logp_K, tokens.rollout_logps, tokens.rollout, low, high)
             indicators["kept"] = kept_K
             weight_K = weight_K * kept_K
         if self.kl_coef > 0 and algo.kl_in == "loss":
@@ -502,17 +506,17 @@ def token_weights(
 # Settings
 
 NORM_STD = ("group", "batch", "none")
-key = partial(setting, key=True)  # for what few change
+key = partial(flag_field, key=True)  # for what few change
 PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the defaults of Algorithm
     "grpo": {},
     "dr_grpo": {"adv": "dr_grpo", "loss_agg": "const"},
-    "dapo": {"clip_high": 0.28, "sample_rounds": 10, "truncated": "penalise"},
+    "dapo": {"clip_high": 0.28, "max_gen_batches": 10, "truncated": "penalise"},
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq"},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},  # ratios up to 5, as in ScaleRL, arXiv:2510.13786
     "sapo": {"loss": "sapo", "loss_agg": "seq"},
     "rloo": {"adv": "rloo", "loss": "reinforce", "loss_agg": "const"},
     "reinforce++": {"adv": "reinforce++", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},  # the coefficient is ours
-    "ppo": {"adv": "gae", "epochs": 4, "entropy_coef": 0.01},
+    "ppo": {"adv": "gae", "update_epochs": 4, "entropy_coef": 0.01},
 }
 
 
@@ -520,26 +524,29 @@ PRESETS: dict[str, dict[str, Any]] = {  # --algo NAME: what differs from the def
 class Algorithm:
     """Algorithm (--algo sets several of these; flags you pass override it)"""
 
-    algo: str = setting("grpo", "preset of the algorithm flags, which you can override one by one",
+    algo: str = flag_field("grpo", "preset of the algorithm flags, which you can override one by one",
                         choices=tuple(PRESETS))
-    group_size: int = setting(8, "responses sampled per prompt (G)", least=1)
-    adv: str = setting("grpo", "advantage estimator; docs/algorithms.md", choices=ADVANTAGES)
-    loss: str = setting("clip", "policy loss; docs/algorithms.md", choices=LOSSES)
-    clip_low: float = setting(0.2, "lower clip range: the ratio is clipped at 1 - X", above=0, most=1)
-    clip_high: float = setting(0.2, "upper clip range: the ratio is clipped at 1 + X (DAPO's clip-higher)", above=0)
-    loss_agg: str = setting("token", "loss average: per token, per response, or over --max-new-tokens (const)",
+    group_size: int = flag_field(8, "responses sampled per prompt (G)", least=1)
+    adv: str = flag_field("grpo", "advantage estimator; docs/algorithms.md", choices=ADVANTAGES)
+    loss: str = flag_field("clip", "policy loss; docs/algorithms.md", choices=LOSSES)
+    clip_low: float = flag_field(0.2, "lower clip range: the ratio is clipped at 1 - X", above=0, most=1)
+    clip_high: float = flag_field(0.2, "upper clip range: the ratio is clipped at 1 + X (DAPO's clip-higher)", above=0)
+    loss_agg: str = flag_field("token", "loss average: per token, per response, or over --max-new-tokens (const)",
                             choices=LOSS_AGGREGATIONS)
-    truncated: str = setting("keep", "responses cut at --max-new-tokens; penalise: overlong reward shaping",
+    truncated: str = flag_field("keep", "responses cut at --max-new-tokens; penalise: overlong reward shaping",
                              choices=("keep", "mask", "penalise"))
-    sample_rounds: int = setting(1, "dynamic sampling: max batches per step, until P groups have unequal rewards",
+    max_gen_batches: int = flag_field(1, "dynamic sampling: max batches per step, until P groups have unequal rewards",
                                  least=1)
-    epochs: int = setting(1, "passes over the rollouts of a step", least=1)
-    minibatches: int = setting(1, "minibatches per pass; one optimizer step each", least=1)
-    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus", least=0)
-    kl_coef: float = setting(0.0, "coefficient of the KL to the reference policy; 0: no KL and no reference model",
+    update_epochs: int = flag_field(1, "passes over the rollouts of a step", least=1)
+    minibatches: int = flag_field(1, "minibatches per pass; one optimizer step each", least=1)
+    entropy_coef: float = flag_field(0.0, "coefficient of the entropy bonus", least=0)
+    kl_coef: float = flag_field(0.0, "coefficient of the KL to the reference policy; 0: no KL and no reference model",
                              least=0)
-    kl: str = setting("k3", "KL estimator per token, with d = logp - ref_logp: k1: d, k2: d^2/2, k3: exp(-d) - 1 + d",
-                      choices=KL_KINDS)
+    kl: str = flag_field(
+        "k3",
+        "KL estimator per token, with d = logp - ref_logp: k1: d, k2: d^2/2, k3: exp(-d) - 1 + d",
+        choices=KL_ESTIMATORS,
+    )
 
     # Keys of --algo-args
     norm_std: str | None = key(None, "std that divides advantages, or none (default: by --adv)", choices=NORM_STD)
@@ -547,7 +554,7 @@ class Algorithm:
                                   above=1)
     tis_cap: float | None = key(None, "TIS: weigh tokens by p_trainer / p_engine, truncated at this (default: off)",
                                 above=0)
-    tis_mask: str | None = key(None, "mask responses whose geometric mean of p_trainer / p_engine is not in LOW,HIGH")
+    ratio_mask: str | None = key(None, "mask responses whose geometric mean of p_trainer / p_engine is not in LOW,HIGH")
     old_policy: str = key("trainer", "old policy: the trainer's before the update, or what sampled the token",
                           choices=("trainer", "rollout"))
     kl_in: str = key("loss", "apply the KL as a term of the loss, or subtract it from the reward",
@@ -570,13 +577,13 @@ class Algorithm:
 
     # What follows from the settings, and what the loop asks
     @property
-    def std(self) -> str:
+    def effective_norm_std(self) -> str:
         return self.norm_std or ADVANTAGES[self.adv].norm_std
 
     @property
     def on_policy(self) -> bool:
         """One update a step: the old policy is the current one, unless it is what sampled."""
-        return self.epochs * self.minibatches == 1 and self.old_policy == "trainer"
+        return self.update_epochs * self.minibatches == 1 and self.old_policy == "trainer"
 
     @property
     def needs_reference(self) -> bool:
@@ -602,23 +609,25 @@ class Algorithm:
         return self.needs_old_logps or self.needs_values or self.needs_reference
 
     @property
-    def tis_bounds(self) -> tuple[float, float]:
-        low, high = self.tis_mask.split(",")
+    def ratio_mask_bounds(self) -> tuple[float, float]:
+        low, high = self.ratio_mask.split(",")
         return float(low), float(high)
 
-    def counts(self, finish_reason: str) -> bool:
+    def counts_in_loss(self, finish_reason: str) -> bool:
         """Does the loss count a response that ended so?"""
         return finish_reason != "error" and (self.truncated != "mask" or finish_reason != "length")
 
     def check(self) -> None:
         """Settings that contradict each other."""
         how = ADVANTAGES[self.adv]
-        adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.std, self.kl_coef
+        adv, size, std, kl_coef = f"--adv {self.adv}", self.group_size, self.effective_norm_std, self.kl_coef
         several_per_response = how.per_token and (how.needs_values or self.kl_in_reward)
-        updates = f"--epochs {self.epochs} x --minibatches {self.minibatches} with old_policy={self.old_policy}"
+        updates = (
+            f"--update-epochs {self.update_epochs} x --minibatches {self.minibatches} with old_policy={self.old_policy}"
+        )
         need(size > 1 or not how.grouped, f"--group-size {size}: {adv} compares samples of one prompt; use at least 2")
-        need(size > 1 or self.sample_rounds == 1,
-             f"--group-size {size}: --sample-rounds {self.sample_rounds} looks for unequal rewards; use at least 2")
+        need(size > 1 or self.max_gen_batches == 1,
+             f"--group-size {size}: --max-gen-batches {self.max_gen_batches} looks for unequal rewards; use at least 2")
         need(std != "group" or (how.grouped and not how.per_token),
              f"--algo-args norm_std=group: {adv} does not give each sample of a group one advantage; use batch or none")
         need(std != "group" or not self.kl_in_reward,
@@ -631,8 +640,8 @@ class Algorithm:
              f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
              f"--loss reinforce is right for one update a step only, not for {updates}; use --loss clip")
-        need(self.old_policy == "trainer" or (self.tis_cap is None and self.tis_mask is None),
-             "--algo-args old_policy=rollout: the ratio is to what sampled already, and tis_cap and tis_mask would "
+        need(self.old_policy == "trainer" or (self.tis_cap is None and self.ratio_mask is None),
+             "--algo-args old_policy=rollout: the ratio is to what sampled already, and tis_cap and ratio_mask would "
              "weigh by it twice; leave them out, or use old_policy=trainer")
         need(self.kl_target is None or self.needs_reference,
              f"--algo-args kl_target={self.kl_target} adapts a coefficient, but --kl-coef is {kl_coef}; set it above 0")
@@ -648,16 +657,18 @@ class Algorithm:
         need(self.dual_clip is None or self.loss not in ("cispo", "sapo", "reinforce"),
              f"--algo-args dual_clip={self.dual_clip}: --loss {self.loss} is not bounded by it; use --loss clip or "
              "gspo")
-        if self.tis_mask is not None:
-            with refusing(ValueError, f"--algo-args tis_mask={self.tis_mask}: give LOW,HIGH around 1, such as 0.5,2"):
-                low, high = self.tis_bounds
+        if self.ratio_mask is not None:
+            with as_user_error(
+                ValueError, f"--algo-args ratio_mask={self.ratio_mask}: give LOW,HIGH around 1, such as 0.5,2"
+            ):
+                low, high = self.ratio_mask_bounds
                 need(0 <= low < 1 < high, f"1 is not between {low} and {high}")
 
 
-def may_train(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:
+def has_gradient(rewards_PG: torch.Tensor, finish_reasons: Sequence[str], algo: Algorithm) -> list[bool]:
     """Of each response: can it have a gradient? One without any costs no forward. Where advantages depend on more than
     the group's rewards, or entropy or KL are part of the loss, all can."""
-    counted = [algo.counts(reason) for reason in finish_reasons]
+    counted = [algo.counts_in_loss(reason) for reason in finish_reasons]
     if algo.kl_in_reward or algo.needs_values:  # a group's advantages need those that are not counted, too
         return [True] * len(counted)
     how, by_advantage = ADVANTAGES[algo.adv], LOSSES[algo.loss].by_advantage

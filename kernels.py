@@ -42,11 +42,11 @@ CPU_BLOCK_ELEMENTS = 1 << 23  # logits held at a time on a CPU: 32 MiB of fp32
 CPU_TILE_ELEMENTS = 1 << 19  # of these as many as stay in the cache from one operation to the next
 GPU_BLOCK_ROWS = 2048  # on a GPU, where each block reads the whole weight: 1.16 GiB of fp32 logits at V = 152,064
 GPU_TILE_COLUMNS = 16384
-NEVER = -1e30  # the logit of a banned id: exp is exactly 0, and 0 * NEVER is 0, where -inf would make a NaN
+MASKED_LOGIT = -1e30  # the logit of a banned id: exp is exactly 0, and 0 * NEVER is 0, where -inf would make a NaN
 KERNELS = ("auto", "triton", "torch")
 
 
-def interpreted() -> bool:
+def is_triton_interpreter() -> bool:
     """Whether Triton kernels run in its interpreter, on a CPU (TRITON_INTERPRET=1 before Triton is first imported)."""
     return triton is not None and triton.knobs.runtime.interpret
 
@@ -58,7 +58,7 @@ def resolve_kernel(choice: str, device: torch.device) -> str:
     if choice == "triton":
         need(triton is not None, "--kernel triton: triton is not installed; pip install triton, or use --kernel torch")
         need(
-            device.type == "cuda" or interpreted(),
+            device.type == "cuda" or is_triton_interpreter(),
             f"--kernel triton needs a GPU, and this is a {device.type}; use "
             "--kernel torch (or, for tests, TRITON_INTERPRET=1: thousands of times slower)",
         )
@@ -117,7 +117,7 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(ctx, hidden_KH, weight_VH, targets_K, temperature, banned, kernel):
         ctx.save_for_backward(hidden_KH, weight_VH, targets_K)
         ctx.options = kernel, temperature, banned
-        head = HEADS[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
+        head = HEAD_CLASSES[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, (False, False))
         logp_K, entropy_K = hidden_KH.new_empty((2, len(targets_K)), dtype=torch.float32)
         for rows in head.blocks():
             logp_K[rows], entropy_K[rows] = head.statistics(rows)
@@ -126,7 +126,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp_K, grad_entropy_K):
         kernel, *options = ctx.options
-        head = HEADS[kernel](*ctx.saved_tensors, *options, ctx.needs_input_grad[:2])
+        head = HEAD_CLASSES[kernel](*ctx.saved_tensors, *options, ctx.needs_input_grad[:2])
         for rows in head.blocks():
             head.statistics(rows)
             head.add_gradients(rows, grad_logp_K[rows], grad_entropy_K[rows])
@@ -136,10 +136,10 @@ class _LinearLogprob(torch.autograd.Function):
 class _FusedPolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_KH, weight_VH, targets_K, loss, tokens, temperature, banned, kernel):
-        head = HEADS[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, ctx.needs_input_grad[:2])
+        head = HEAD_CLASSES[kernel](hidden_KH, weight_VH, targets_K, temperature, banned, ctx.needs_input_grad[:2])
         logp_K, entropy_K = hidden_KH.new_empty((2, len(targets_K)), dtype=torch.float32)
         total = hidden_KH.new_zeros((), dtype=torch.float32)
-        for group in _groups(loss, tokens, head.blocks()):
+        for group in _row_groups(loss, tokens, head.blocks()):
             blocks = head.blocks(group.start, group.stop)
             for rows in blocks:
                 logp_K[rows], entropy_K[rows] = head.statistics(rows)
@@ -162,7 +162,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-def _groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
+def _row_groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
     """Return the slices of rows whose losses are evaluated together: the blocks; or, if the loss couples the tokens of
     a rollout, as many whole rollouts as fit into a block, or one rollout that is longer than a block."""
     if loss.per_token or len(blocks) < 2:
@@ -243,9 +243,9 @@ class _Head:
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         for columns, dz_NC in self.logit_gradients(source_N, grad_logp_R[source_N], grad_entropy_R[source_N]):
             if self.grad_hidden_KH is not None:
-                _product(grad_hidden_NH, dz_NC, self.weight_VH[columns], add=True)
+                _matmul(grad_hidden_NH, dz_NC, self.weight_VH[columns], add=True)
             if self.grad_weight_VH is not None:
-                _product(self.grad_weight_VH[columns], dz_NC.t(), hidden_NH, add=True)
+                _matmul(self.grad_weight_VH[columns], dz_NC.t(), hidden_NH, add=True)
         if self.grad_hidden_KH is not None:
             self.grad_hidden_KH[rows].index_copy_(0, source_N, grad_hidden_NH.to(hidden_NH.dtype))
 
@@ -260,7 +260,7 @@ def _compact(live_R: Tensor) -> Tensor:
     return torch.where(dead_N, live_N[later_N.clamp(min=0)], torch.arange(n, device=live_R.device))
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
+def _matmul(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
     """out = a @ b or, with `add`, out += a @ b. out is fp32, and so are the sums, also of 16-bit factors."""
     if not out.is_cuda:  # it would sum 16-bit products in 16 bits
         a, b = a.float(), b.float()
@@ -302,14 +302,14 @@ class _PlainHead(_Head):
         """Running over the tiles: top = max z, total = sum exp(z - top), weighted = sum exp(z - top) (z - top)."""
         hidden_RH, self.targets_R = self.hidden_KH[rows], self.targets_K[rows]
         n = len(hidden_RH)
-        top = hidden_RH.new_full((n, 1), NEVER, dtype=torch.float32)
+        top = hidden_RH.new_full((n, 1), MASKED_LOGIT, dtype=torch.float32)
         target_z, total, weighted = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
         for tile in self.tiles:
             z = tile.z_RC[:n]
-            _product(z, hidden_RH, self.weight_VH[tile.columns].t())
+            _matmul(z, hidden_RH, self.weight_VH[tile.columns].t())
             if self.scale != 1.0:
                 z *= self.scale
-            z[:, tile.banned] = NEVER
+            z[:, tile.banned] = MASKED_LOGIT
             row, column = self._targets_in(tile)
             target_z[row, 0] = z[row, column]
             tile.shift_R1 = torch.maximum(top, z.amax(dim=1, keepdim=True))
@@ -323,7 +323,7 @@ class _PlainHead(_Head):
         log_total = total.log()
         self.lse_R1 = top + log_total
         self.entropy_R1 = log_total - weighted / total  # of shifted logits: no cancellation, however large they are
-        logp_R1 = (target_z - top - log_total).masked_fill(target_z == NEVER, -torch.inf)
+        logp_R1 = (target_z - top - log_total).masked_fill(target_z == MASKED_LOGIT, -torch.inf)
         return logp_R1[:, 0], self.entropy_R1[:, 0]
 
     def _targets_in(self, tile: _Tile) -> tuple[Tensor, Tensor]:
@@ -430,7 +430,7 @@ class _TritonHead(_Head):
 
     def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
         z_RV, targets_R = self.z_RV[: rows.stop - rows.start], self.targets_K[rows]
-        _product(z_RV, self.hidden_KH[rows], self.weight_VH.t())
+        _matmul(z_RV, self.hidden_KH[rows], self.weight_VH.t())
         lse_R, entropy_R, logp_R = z_RV.new_empty((3, len(z_RV)))
         read = z_RV, z_RV.stride(0), self.vocab, self.scale * LOG2E, targets_R, self.allowed_V
         self.of_block = *read, lse_R, entropy_R  # what both kernels are given first
@@ -444,4 +444,4 @@ class _TritonHead(_Head):
         yield slice(self.vocab), dz_RV[:n]
 
 
-HEADS = {"torch": _PlainHead, "triton": _TritonHead}
+HEAD_CLASSES = {"torch": _PlainHead, "triton": _TritonHead}

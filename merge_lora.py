@@ -18,48 +18,48 @@ from torch import nn
 from transformers.utils import cached_file
 
 from errors import nearest_path, need
-from layers.lora import lora_layers, merge_lora, write_adapter
+from layers.lora import find_lora_layers, merge_lora, write_adapter
 from model import Policy, Processor, load_hf
-from parallel.checkpoint import load_trained, locate
-from parallel.loading import check_new_folder, save_hf, whole_folder
+from parallel.checkpoint import load_model_or_checkpoint, resolve_model
+from parallel.loading import atomic_folder, check_output_is_new, save_hf
 from rollout import Prompt
-from settings import REQUIRED, Parser, add_settings, read_settings, setting
+from settings import REQUIRED, FlagParser, add_flags, build_config, flag_field
 from utils import run_script
 
 # Files next to the weights that a folder needs to be opened elsewhere, as the base model's author wrote them
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
                    "chat_template.json", "chat_template.jinja")  # fmt: skip
-TOLERANCE = 1e-4  # how far log-probabilities may be off, over 1 + the largest one
+LOGPROB_TOLERANCE = 1e-4  # how far log-probabilities may be off, over 1 + the largest one
 
 
 @dataclass(frozen=True)
 class MergeConfig:
     """Merging"""
 
-    run: str = setting(REQUIRED, "run (its newest intact checkpoint), checkpoint or PEFT adapter", positional=True)
-    out: str = setting(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
-    dtype: str = setting("float32", "of the written weights", choices=("float32", "bfloat16"))
-    adapter: bool = setting(False, "write the adapter alone, as PEFT does, not merged")
+    run: str = flag_field(REQUIRED, "run (its newest intact checkpoint), checkpoint or PEFT adapter", positional=True)
+    out: str = flag_field(REQUIRED, "folder to write; must not exist or be empty", metavar="DIR")
+    dtype: str = flag_field("float32", "of the written weights", choices=("float32", "bfloat16"))
+    adapter: bool = flag_field(False, "write the adapter alone, as PEFT does, not merged")
 
 
 def parse_args(argv: list[str] | None = None) -> MergeConfig:
-    parser = Parser(__doc__)
-    add_settings(parser, MergeConfig)
-    return read_settings(MergeConfig, vars(parser.parse_args(argv)))
+    parser = FlagParser(__doc__)
+    add_flags(parser, MergeConfig)
+    return build_config(MergeConfig, vars(parser.parse_args(argv)))
 
 
 def main(cfg: MergeConfig) -> None:
     need(any(Path(cfg.run, name).is_file() for name in ("run.json", "trainer.json", "adapter_config.json")),
          f"{cfg.run!r} is neither a run directory nor a complete checkpoint nor a PEFT adapter: it has none of "
          f"run.json, trainer.json, adapter_config.json{nearest_path(cfg.run)}")
-    base, _, run = locate(cfg.run, "RUN")
+    base, _, run = resolve_model(cfg.run, "RUN")
     out = Path(cfg.out)
-    check_new_folder(out)
+    check_output_is_new(out)
     need(not cfg.adapter or not run or run.get("lora_rank"),
          f"--adapter: {cfg.run} was trained without --lora-rank, so it has none; leave the flag out")
     processor = Processor(base, run.get("min_pixels"), run.get("max_pixels"))
-    hf = load_trained(cfg.run)
-    with whole_folder(out) as folder:
+    hf = load_model_or_checkpoint(cfg.run)
+    with atomic_folder(out) as folder:
         if cfg.adapter:
             write_adapter(hf, base, folder)
         else:
@@ -71,22 +71,22 @@ def write_merged(hf: nn.Module, folder: Path, base: str, processor: Processor, r
     """Merge, write, and check: each merged layer against itself with its adapter, each tensor read back against what
     was to be written, and what the folder as a whole says about an image."""
     dtype = getattr(torch, cfg.dtype)
-    trained = probe_logprobs(hf, processor)
-    merge_checked(hf)
+    trained = compute_probe_logprobs(hf, processor)
+    merge_and_verify(hf)
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype).float()
-    rounded = probe_logprobs(hf, processor)
+    rounded = compute_probe_logprobs(hf, processor)
     save_hf(hf.to(dtype), folder)
     save_processor(base, processor, folder)
     written = load_hf(str(folder), paths=run.get("family_paths", ()))
-    check_weights(written, hf)
+    verify_written_weights(written, hf)
     reader = Processor(str(folder))
     if reader.image_processor.size != processor.image_processor.size:
         raise RuntimeError(f"the written folder sees images at {reader.image_processor.size}, the run at "
                            f"{processor.image_processor.size}; it was not kept")
-    logprobs = probe_logprobs(written, reader)
+    logprobs = compute_probe_logprobs(written, reader)
     gap = (logprobs - rounded).abs().max().item()
-    allowed = TOLERANCE * (1 + rounded.abs().max().item())
+    allowed = LOGPROB_TOLERANCE * (1 + rounded.abs().max().item())
     if not gap <= allowed:
         raise RuntimeError("the written folder's log-probabilities differ from those of its weights in memory by "
                            f"{gap:.2e}, over {allowed:.1e}; it was not kept")
@@ -116,23 +116,25 @@ def save_processor(base: str, processor: Processor, folder: Path) -> None:
 
 
 @torch.no_grad()
-def probe_logprobs(hf: nn.Module, processor: Processor) -> torch.Tensor:
+def compute_probe_logprobs(hf: nn.Module, processor: Processor) -> torch.Tensor:
     """Log-probabilities of a fixed text under a fixed image, through vision tower, language model and head."""
     image = Image.new("RGB", (112, 84), "white")
     ImageDraw.Draw(image).ellipse((20, 10, 80, 70), fill="red")
-    images = [processor.image("probe", image)]
-    ids = processor.encode([{"role": "user", "content": "<image>What is this?"}], images)
+    images = [processor.image_to_patches("probe", image)]
+    ids = processor.tokenize_prompt([{"role": "user", "content": "<image>What is this?"}], images)
     answer = processor.tokenizer.encode("A red circle on white.", add_special_tokens=False)
-    return Policy(hf.eval(), processor).plain_logprobs(Prompt("probe", ids, images, None, []), answer, temperature=1.0)
+    return Policy(hf.eval(), processor).unpacked_logprobs(
+        Prompt("probe", ids, images, None, []), answer, temperature=1.0
+    )
 
 
 @torch.no_grad()
-def merge_checked(hf: nn.Module) -> None:
+def merge_and_verify(hf: nn.Module) -> None:
     """Merge the adapters; each layer must still do what it did. On random inputs, in float64, its outputs may differ by
     what a merge in fp32 rounds off: each weight W + scale B A once, the sum of products in it rank + 3 times at most.
     Higham 2002, section 3.1"""
     probes = {}
-    for name, layer in lora_layers(hf).items():
+    for name, layer in find_lora_layers(hf).items():
         exact = copy.deepcopy(layer).double()
         x = torch.randn(8, layer.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         products = abs(layer.scale) * exact.lora_B.abs() @ exact.lora_A.abs()
@@ -146,7 +148,7 @@ def merge_checked(hf: nn.Module) -> None:
                                f"where rounding gives {bound.max():.1e} at most; nothing was written")
 
 
-def check_weights(written: nn.Module, hf: nn.Module) -> None:
+def verify_written_weights(written: nn.Module, hf: nn.Module) -> None:
     """Are the weights of a folder, as transformers reads them, those in memory, bit for bit?"""
     theirs, ours = written.state_dict(), hf.state_dict()
     wrong = sorted(theirs.keys() ^ ours.keys())

@@ -28,23 +28,23 @@ from transformers import AutoModelForImageTextToText as AutoModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.utils import cached_file
 
-from errors import UserError, nearest_path, need, refusing
+from errors import UserError, as_user_error, nearest_path, need
 from kernels import KERNELS, fused_policy_loss, linear_logprob, resolve_kernel
-from layers.attention import ATTENTION, PackedAttention, register_attention, resolve_attention
-from layers.lora import Lora, lora_layers
-from layers.recurrent import plan_recurrent_layers
+from layers.attention import ATTENTION_BACKENDS, PackedAttention, register_attention, resolve_attention
+from layers.lora import LoraConfig, find_lora_layers
+from layers.recurrent import patch_recurrent_layers
 from layers.vision import ImageInput, Patcher, VisionCache, vision_features
 from packing import MicroBatch
-from settings import REQUIRED, PixelConfig, setting
+from settings import REQUIRED, PixelConfig, flag_field
 from utils import copy_together
 
-IMAGE_MARK = "<image>"
+IMAGE_PLACEHOLDER = "<image>"
 # Linear layers of attention, of MLPs and of gated delta nets. Experts are one tensor, not linear layers
 PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj"
 )  # fmt: skip
 # Tokens with a meaning for the processor. A policy that samples one of them gets features that do not exist.
-PLACEHOLDERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
+VISION_TOKEN_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")  # in config
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -79,37 +79,45 @@ TRAIN_VISION = ("none", "merger", "tower", "all")
 class ModelConfig(PixelConfig):
     """Model"""
 
-    model: str = setting(REQUIRED, "model folder or Hugging Face hub id")
-    family_paths: tuple[str, ...] = setting((), "for a model family not in model.FAMILIES: module paths of its vision "
-                                            "tower and language model, such as model.visual model.language_model",
-                                            metavar="PATH")
-    train_vision: str = setting("none", "vision weights to train: none, merger (projector), tower (all but the "
+    model: str = flag_field(REQUIRED, "model folder or Hugging Face hub id")
+    family_paths: tuple[str, ...] = flag_field(
+        (),
+        "for a model family not in model.FAMILIES: module paths of its vision "
+        "tower and language model, such as model.visual model.language_model",
+        metavar="PATH",
+    )
+    train_vision: str = flag_field("none", "vision weights to train: none, merger (projector), tower (all but the "
                                 "merger), all; with LoRA none or tower", choices=TRAIN_VISION)
-    dtype: str = setting("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
+    dtype: str = flag_field("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
                          choices=("auto", "float32", "bfloat16"))
-    master_dtype: str = setting("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
+    master_dtype: str = flag_field("fp32", "dtype of weights and optimizer state; bf16 halves memory but loses small "
                                 "updates (harmless with LoRA)", choices=("fp32", "bf16"))
-    attn: str = setting("auto", "attention of the update: sdpa (CPU), flex (GPU), flash (GPU, does not share "
-                        "prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION))
-    kernel: str = setting("auto", "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU if "
-                          "it is installed", choices=KERNELS)
-    vision_cache_gb: float = setting(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
+    attn: str = flag_field("auto", "attention of the update: sdpa (CPU), flex (GPU), flash (GPU, does not share "
+                        "prompts); auto: flex on a GPU, else sdpa", choices=("auto", *ATTENTION_BACKENDS))
+    kernel: str = flag_field(
+        "auto",
+        "policy-head implementation: triton (GPU) or plain torch; auto: triton on a GPU if it is installed",
+        choices=KERNELS,
+    )
+    vision_cache_gb: float = flag_field(2.0, "GiB for cached image features of a frozen vision tower; 0: no cache",
                                      least=0)
-    grad_checkpointing: bool = setting(False, "recompute activations in the backward pass (less memory, more compute)")
-    lora_rank: int = setting(0, "LoRA rank; 0: train the weights themselves. LoRA needs a larger --lr, about 3e-5",
+    gradient_checkpointing: bool = flag_field(
+        False, "recompute activations in the backward pass (less memory, more compute)"
+    )
+    lora_rank: int = flag_field(0, "LoRA rank; 0: train the weights themselves. LoRA needs a larger --lr, about 3e-5",
                              least=0)
-    lora_alpha: float = setting(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
-    lora_targets: tuple[str, ...] = setting((), "names of the linear layers to adapt (default: all in the language "
+    lora_alpha: float = flag_field(32.0, "LoRA alpha: adapter outputs are scaled by alpha / rank", above=0)
+    lora_targets: tuple[str, ...] = flag_field((), "names of the linear layers to adapt (default: all in the language "
                                             "blocks)")
 
     @property
     def vision_frozen(self) -> bool:
         return self.train_vision == "none"
 
-    def lora(self, seed: int) -> Lora | None:
+    def lora(self, seed: int) -> LoraConfig | None:
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
+        return LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets, self.train_vision == "tower", seed)
 
     def resolve(self, device: torch.device) -> "ModelConfig":
         """Return the settings with what "auto" means on this device."""
@@ -136,15 +144,15 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
     """The model's config; a UserError for a path or family that we cannot load, before anything large is read."""
     folder_or_id = f"give a model folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct{nearest_path(path)}"
     need(os.path.isdir(path) or path.count("/") <= 1, f"--model {path!r}: no such folder; {folder_or_id}")
-    with _opening(path, f"no config.json there, nor on the hub; {folder_or_id}"):
+    with _config_errors(path, f"no config.json there, nor on the hub; {folder_or_id}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     find_family(config, path, paths)
-    refuse_unpackable(config, path)
+    check_packable(config, path)
     return config
 
 
 @contextmanager
-def _opening(path: str, what: str) -> Iterator[None]:
+def _config_errors(path: str, what: str) -> Iterator[None]:
     """UserError for a folder that transformers does not open. Left to itself it asks on the terminal whether to run
     code."""
     try:
@@ -156,7 +164,7 @@ def _opening(path: str, what: str) -> Iterator[None]:
         raise UserError(f"--model {path!r}: {why}") from error
 
 
-def refuse_unpackable(config: transformers.PreTrainedConfig, path: str) -> None:
+def check_packable(config: transformers.PreTrainedConfig, path: str) -> None:
     """UserError for what a config asks of attention and we do not do: windows, and rotary frequencies that depend on
     the longest sequence of a batch, which would differ from one micro-batch to another."""
     text = config.get_text_config()
@@ -208,7 +216,7 @@ class Processor:
     torchvision; expanding <|image_pad|> is all that it would add here."""
 
     def __init__(self, path: str, min_pixels: int | None = None, max_pixels: int | None = None):
-        with _opening(path, "cannot load its tokenizer and image processor"):
+        with _config_errors(path, "cannot load its tokenizer and image processor"):
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             self.image_processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
@@ -224,7 +232,7 @@ class Processor:
         self.patcher = self._make_patcher(path)
         need(self.tokenizer.chat_template is not None,
              f"--model {path!r}: its tokenizer has no chat template; use an instruction-tuned checkpoint")
-        placeholders = [getattr(config, name, None) for name in PLACEHOLDERS]
+        placeholders = [getattr(config, name, None) for name in VISION_TOKEN_ID_KEYS]
         self.image_token_id = placeholders[0]
         need(self.image_token_id is not None, f"--model {path!r}: its config names no image_token_id")
         eos = self.tokenizer.eos_token_id
@@ -249,11 +257,11 @@ class Processor:
              f"--model {path!r}: its image processor does more than scale and normalize pixels; {LIKE_OURS}")
         return patcher
 
-    def banned(self, vocab_size: int) -> Tensor:
+    def banned_token_ids(self, vocab_size: int) -> Tensor:
         """Ids that must never be sampled: vision placeholders and the padding rows of the vocabulary."""
         return torch.tensor(self.banned_ids + list(range(len(self.tokenizer), vocab_size)), dtype=torch.long)
 
-    def template(self, messages: Sequence[dict]) -> str:
+    def apply_chat_template(self, messages: Sequence[dict]) -> str:
         """Chat-templated text, up to the next response, with one <|image_pad|> per <image> mark. A content that is a
         list, not text, is taken as it is: what the policy said has no marks."""
         parts = []
@@ -262,67 +270,71 @@ class Processor:
             if isinstance(said, list):
                 parts.append(message)
                 continue
-            for i, text in enumerate(said.split(IMAGE_MARK)):
+            for i, text in enumerate(said.split(IMAGE_PLACEHOLDER)):
                 content += [{"type": "image"}] if i else []
                 content += [{"type": "text", "text": text}] if text else []
             parts.append({"role": message["role"], "content": content})
         return self.tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
 
-    def render(self, messages: Sequence[dict]) -> list[int]:
+    def tokenize_messages(self, messages: Sequence[dict]) -> list[int]:
         """The template's token ids."""
-        return self.tokenizer.encode(self.template(messages), add_special_tokens=False)
+        return self.tokenizer.encode(self.apply_chat_template(messages), add_special_tokens=False)
 
-    def continuation(self, messages: Sequence[dict]) -> list[int]:
+    def tokenize_observation(self, messages: Sequence[dict]) -> list[int]:
         """What the template puts between a response, which ended in its end token, and the next one, when these
         messages stand in between; one <|image_pad|> per <image> mark."""
         mark = "RESPONSE"
         before = [{"role": "user", "content": ""}, {"role": "assistant", "content": mark}]
-        ids = self.tokenizer.encode(self.template([*before, *messages]).split(mark, 1)[1], add_special_tokens=False)
+        ids = self.tokenizer.encode(
+            self.apply_chat_template([*before, *messages]).split(mark, 1)[1], add_special_tokens=False
+        )
         return ids[1:] if ids and ids[0] in self.eos_ids else ids
 
-    def rewrites_history(self) -> bool:
+    def template_rewrites_history(self) -> bool:
         """Does the template write what was said before otherwise than as it was said: without its thoughts, say?"""
         question = {"role": "user", "content": "question"}
-        start = self.template([question])
+        start = self.apply_chat_template([question])
         opened = "<think>\n" if start.endswith("<think>\n") else ""
         said = f"{opened or '<think>'}thought\n</think>\n\nanswer"
-        written = self.template([question, {"role": "assistant", "content": said}, question])
+        written = self.apply_chat_template([question, {"role": "assistant", "content": said}, question])
         return not written.startswith(start + said.removeprefix(opened))
 
     def special_tokens_in(self, messages: Sequence[dict]) -> list[str]:
         """The tokenizer's special tokens that `render` would read from the messages' own text."""
-        texts = list(chain.from_iterable(message["content"].split(IMAGE_MARK) for message in messages))
+        texts = list(chain.from_iterable(message["content"].split(IMAGE_PLACEHOLDER) for message in messages))
         ids = set(chain.from_iterable(self.tokenizer.encode(text, add_special_tokens=False) for text in texts))
         ids.discard(self.tokenizer.unk_token_id)  # of any text that the vocabulary lacks
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
         """Prompt tokens, image tokens included, for images of these (width, height), without touching pixels."""
-        pixels = sum(math.prod(self.final_size(*size)) for size in sizes)
-        return len(self.render(messages)) - len(sizes) + pixels // (self.patcher.patch * self.merge_size) ** 2
+        pixels = sum(math.prod(self.resized_size(*size)) for size in sizes)
+        return (
+            len(self.tokenize_messages(messages)) - len(sizes) + pixels // (self.patcher.patch * self.merge_size) ** 2
+        )
 
-    def final_size(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) at which the model sees an image."""
         least, most = (self.image_processor.size[name] for name in ("shortest_edge", "longest_edge"))
         return smart_resize(height, width, self.patcher.patch * self.merge_size, least, most)[::-1]
 
-    def image(self, key: str, image: Image.Image) -> ImageInput:
+    def image_to_patches(self, key: str, image: Image.Image) -> ImageInput:
         """Return an image as the model sees it. It is resized here, once, so that trainer and rollout engine see the
         same pixels whichever of transformers' image processors each of them uses: they find nothing left to resize."""
-        image, size = image.convert("RGB"), self.final_size(*image.size)
+        image, size = image.convert("RGB"), self.resized_size(*image.size)
         if image.size != size:
             image = image.resize(size, Image.Resampling(self.image_processor.resample))
         w, h = (n // self.patcher.patch for n in size)
         return ImageInput(key, image, (1, h, w), h * w // self.merge_size**2, self.patcher)
 
-    def encode(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
+    def tokenize_prompt(self, messages: Sequence[dict], images: Sequence[ImageInput]) -> list[int]:
         """Token ids of the prompt, each placeholder expanded to its image's number of image tokens."""
-        return self.expand(self.render(messages), images)
+        return self.expand_image_tokens(self.tokenize_messages(messages), images)
 
-    def expand(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
+    def expand_image_tokens(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """Each placeholder as the image tokens of its image."""
         n_marks = short_ids.count(self.image_token_id)
-        need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_MARK} marks or <|image_pad|> tokens, and "
+        need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_PLACEHOLDER} marks or <|image_pad|> tokens, and "
              f"{len(images)} images; there must be as many")
         ids, following = [], iter(images)
         for token in short_ids:
@@ -356,19 +368,19 @@ def mrope_positions(ids: Sequence[int], grids: Iterable[tuple[int, int, int]], i
     return torch.cat(columns, dim=1)
 
 
-def micro_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
+def micro_batch_positions(micro: MicroBatch, image_token: int, merge: int) -> Tensor:
     """Positions of a micro-batch, (3, T): those of a run continue from the token before it, wherever that stands."""
     ids, grids = micro.ids_T.tolist(), iter([image.grid_thw for image in micro.images])
     positions = torch.empty(3, len(ids), dtype=torch.long)
     highest = torch.empty(len(ids), dtype=torch.long)  # position so far on the way from the root
-    for start, stop, before in micro.runs:
+    for start, stop, before in micro.segments:
         first = int(highest[before]) + 1 if before >= 0 else 0
         positions[:, start:stop] = mrope_positions(ids[start:stop], grids, image_token, merge) + first
         highest[start:stop] = positions[:, start:stop].amax(dim=0).cummax(dim=0).values
     return positions
 
 
-def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
+def embed_inputs(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int) -> Tensor:
     """Token embeddings with the images' features at their tokens. ids (B, T) -> (B, T, H)."""
     embeds = hf.get_input_embeddings()(ids)
     if features is None:
@@ -376,7 +388,7 @@ def embed(hf: nn.Module, ids: Tensor, features: Tensor | None, image_token: int)
     return embeds.masked_scatter((ids == image_token)[..., None], features.to(embeds.dtype))
 
 
-def language_hidden(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
+def run_language_model(hf, embeds, positions, mask=None, deep=(), image_mask=None, cache=None, plan=None) -> Tensor:
     """Last hidden states. embeds (B, T, H), positions (3, B, T); what attends to what is given by a mask (B or 1, 1, T,
     keys) bool or by a plan, called in each layer as plan(layer, query, key, value, scale); -> (B, T, H)."""
     text_model = hf.get_submodule(hf.family.language)
@@ -423,9 +435,9 @@ class Policy(nn.Module):
         self.merge_size = processor.merge_size
         self.image_token_id = processor.image_token_id
         self.patcher = processor.patcher
-        self.register_buffer("banned", processor.banned(hf.config.text_config.vocab_size), persistent=False)
+        self.register_buffer("banned", processor.banned_token_ids(hf.config.text_config.vocab_size), persistent=False)
         self.visual = [hf.get_submodule(hf.family.vision)]  # in a list: not a second registration
-        choose_trained(hf, train_vision)
+        set_trainable(hf, train_vision)
         self.vision_frozen = not any(p.requires_grad for p in self.visual[0].parameters())
         assert cache is None or self.vision_frozen, "features of a tower that trains go stale"
         if value_head:
@@ -436,13 +448,13 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch, temperature: float = 1.0, loss=None, tokens=None) -> PolicyOutput:
         """With a loss (a grpo.PolicyLoss, which reads `tokens`, the TokenBatch's rows of the micro-batch), the cheaper
         way to train: see kernels.fused_policy_loss."""
-        hidden_KH = self.hidden(micro)
-        value_K = self.values(hidden_KH) if hasattr(self, "value_head") else None
+        hidden_KH = self.hidden_states(micro)
+        value_K = self.predict_values(hidden_KH) if hasattr(self, "value_head") else None
         [target_K] = copy_together([micro.target_K], hidden_KH.device)
-        out = self.head(hidden_KH, target_K, temperature, loss, tokens)
+        out = self.apply_head(hidden_KH, target_K, temperature, loss, tokens)
         return out._replace(value_K=value_K)
 
-    def head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
+    def apply_head(self, hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:
         """With tensor parallelism each process does a share of the rows, see parallel.tensor_parallel."""
         predicted = (hidden_KH, self.hf.get_output_embeddings().weight, target_K)
         if loss is None:
@@ -450,23 +462,25 @@ class Policy(nn.Module):
         total, logp_K, entropy_K = fused_policy_loss(*predicted, loss, tokens, temperature, self.banned, self.kernel)
         return PolicyOutput(logp_K, entropy_K, total)
 
-    def hidden(self, micro: MicroBatch) -> Tensor:
+    def hidden_states(self, micro: MicroBatch) -> Tensor:
         """The states that the trained tokens are predicted from, (K, H)."""
-        positions = micro_positions(micro, self.image_token_id, self.merge_size)
+        positions = micro_batch_positions(micro, self.image_token_id, self.merge_size)
         micro = micro.to(self.banned.device)
         features, deep = None, []
         if micro.images:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
                 features, deep = vision_features(self.hf, micro.images, self.cache)
         image_mask = (micro.ids_T == self.image_token_id)[None]
-        embeds = embed(self.hf, micro.ids_T[None], features, self.image_token_id)
+        embeds = embed_inputs(self.hf, micro.ids_T[None], features, self.image_token_id)
         if not micro.images and not self.vision_frozen:
-            embeds = embeds + self._no_image().to(embeds.dtype)
+            embeds = embeds + self._zero_vision_loss().to(embeds.dtype)
         plan = PackedAttention(self.attention, micro)
         [at] = copy_together([positions[:, None]], embeds.device)
-        return language_hidden(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[0, micro.source_K]
+        return run_language_model(self.hf, embeds, at, deep=deep, image_mask=image_mask, plan=plan)[
+            0, micro.hidden_index_K
+        ]
 
-    def _no_image(self) -> Tensor:
+    def _zero_vision_loss(self) -> Tensor:
         """0, by way of a tower that trains. Every rank must gather and reduce the tower's blocks, forward and backward:
         a micro-batch without images looks at a blank one, and gives the tower zeros. Through the embeddings, as images
         do: in a loss apart, the first language block of a model with adapters would have an input without gradient, and
@@ -476,11 +490,11 @@ class Policy(nn.Module):
         pooled, layers = vision_features(self.hf, [ImageInput("blank", smallest, grid, 1, self.patcher)])
         return sum(layer.sum() for layer in (pooled, *layers)) * 0.0
 
-    def values(self, hidden_KH: Tensor) -> Tensor:
+    def predict_values(self, hidden_KH: Tensor) -> Tensor:
         """(K,) in fp32, whatever the model computes in: returns are regressed, and bfloat16 has three digits."""
         return hidden_KH.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
 
-    def plain_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
+    def unpacked_logprobs(self, prompt: Any, response: Sequence[int], temperature: float) -> Tensor:
         """Log-probabilities of a response to a rollout.Prompt by transformers' own forward, with its own positions and
         masks, and the plain-torch head: nothing of how we pack, place and embed. The self-test compares with it."""
         device = self.banned.device
@@ -497,10 +511,10 @@ class Policy(nn.Module):
         return linear_logprob(*predicted, temperature, self.banned, "torch")[0]
 
 
-def choose_trained(hf: nn.Module, train_vision: str) -> None:
+def set_trainable(hf: nn.Module, train_vision: str) -> None:
     """The language model trains, and of the vision tower what --train-vision says; where there are adapters, they
     alone."""
-    if lora_layers(hf):
+    if find_lora_layers(hf):
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         return
@@ -522,7 +536,7 @@ class Critic(Policy):
             head.requires_grad_(False)  # never used
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        return self.values(self.hidden(micro))
+        return self.predict_values(self.hidden_states(micro))
 
 
 def resolve_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -537,7 +551,9 @@ def weight_files(path: str) -> list[Path]:
     cached = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     index, names = cached("model.safetensors.index.json"), ["model.safetensors"]
     if index:
-        with refusing((ValueError, LookupError, TypeError, AttributeError), f"--model {path!r}: {index} is damaged"):
+        with as_user_error(
+            (ValueError, LookupError, TypeError, AttributeError), f"--model {path!r}: {index} is damaged"
+        ):
             names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
             outside = [name for name in names if Path(name).name != name]
         need(not outside, f"--model {path!r}: {index} names {outside[:3]}, outside of the model's folder; correct it")
@@ -555,13 +571,13 @@ def load_hf(path: str, dtype: torch.dtype = torch.float32, paths: tuple[str, ...
     transformers.utils.logging.disable_progress_bar()  # one per rank and load would bury the run's own lines
     register_attention()
     plain = {"attn_implementation": "planned", "trust_remote_code": False, "use_safetensors": True}
-    return prepare(AutoModel.from_pretrained(path, config=config, dtype=dtype, **plain), family)
+    return attach_family(AutoModel.from_pretrained(path, config=config, dtype=dtype, **plain), family)
 
 
-def prepare(hf: nn.Module, family: Family) -> nn.Module:
+def attach_family(hf: nn.Module, family: Family) -> nn.Module:
     """Set hf.family and the tower's attention, and let attention plans reach the recurrent layers."""
     hf.family = family
     if family in FAMILIES.values():  # their towers tell attention where each image, or window, ends
         hf.get_submodule(family.vision).config._attn_implementation = "planned_flash"
-    plan_recurrent_layers(hf.get_submodule(family.language))
+    patch_recurrent_layers(hf.get_submodule(family.language))
     return hf

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from errors import need
-from utils import Context, Meter, copy_together
+from utils import DistContext, Meter, copy_together
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The records: what the loss reads, and how it is laid out
@@ -69,7 +69,7 @@ class TokenBatch:
         return TokenBatch(**dict(zip(names, copy_together(columns, device), strict=True)))
 
 
-def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
+def make_token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None) -> TokenBatch:
     """The tokens of rollouts, with the weight of each token of a rollout if given."""
     counts = torch.tensor([sum(r.response_mask) for r in rollouts], dtype=torch.long)
     n_images = torch.tensor([float(len(r.prompt.images) + len(r.images)) for r in rollouts])
@@ -78,11 +78,11 @@ def token_batch(rollouts: Sequence[Any], weights: Sequence[float] | None = None)
         rollout_logps=torch.tensor(list(chain.from_iterable(r.logprobs for r in rollouts)), dtype=torch.float32),
         n_images=n_images.repeat_interleave(counts),
         weights=None if weights is None else torch.tensor(weights, dtype=torch.float32).repeat_interleave(counts),
-        turn_rewards=turn_rewards(rollouts) if any(r.turn_rewards for r in rollouts) else None,
+        turn_rewards=make_turn_rewards(rollouts) if any(r.turn_rewards for r in rollouts) else None,
     )
 
 
-def turn_rewards(rollouts: Sequence[Any]) -> Tensor:
+def make_turn_rewards(rollouts: Sequence[Any]) -> Tensor:
     """(N,): of each turn its environment's reward, at the last token that the policy produced before it."""
     rewards_N = []
     for r in rollouts:
@@ -103,10 +103,10 @@ class MicroBatch:
     """
 
     ids_T: Tensor  # int64, as all here
-    end_T: Tensor
-    runs: list[tuple[int, int, int]]  # unbroken stretches: (start, stop, position of the token before it; -1: none)
+    subtree_end_T: Tensor
+    segments: list[tuple[int, int, int]]  # unbroken stretches: (start, stop, position of the token before it; -1: none)
     images: list[Any]  # in the order of their tokens in ids_T
-    source_K: Tensor
+    hidden_index_K: Tensor
     target_K: Tensor
     token_index_K: Tensor
 
@@ -115,17 +115,19 @@ class MicroBatch:
         return len(self.ids_T)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        columns = (self.ids_T, self.end_T, self.source_K, self.target_K, self.token_index_K)
+        columns = (self.ids_T, self.subtree_end_T, self.hidden_index_K, self.target_K, self.token_index_K)
         ids_T, end_T, *rest = copy_together(columns, device)
-        return MicroBatch(ids_T, end_T, self.runs, self.images, *rest)
+        return MicroBatch(ids_T, end_T, self.segments, self.images, *rest)
 
 
-NOTHING = torch.zeros(0, dtype=torch.long)
-IDLE = MicroBatch(torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [], NOTHING, NOTHING, NOTHING)  # trains nothing
+EMPTY_INDEX = torch.zeros(0, dtype=torch.long)
+DUMMY_MICRO_BATCH = MicroBatch(
+    torch.tensor([0]), torch.tensor([1]), [(0, 1, -1)], [], EMPTY_INDEX, EMPTY_INDEX, EMPTY_INDEX
+)  # trains nothing
 
 
 @dataclass(eq=False)
-class Batch:
+class TrainBatch:
     """What a step trains on, on this rank: whole groups, their tokens, and for each minibatch (optimizer step of a
     pass) the layout of those that can have a gradient."""
 
@@ -135,7 +137,7 @@ class Batch:
 
     def rows(self, minibatch: int) -> Tensor:
         """Return the rows of a minibatch's tokens, in ascending order, so that those of a rollout stand together."""
-        return torch.cat([NOTHING, *(micro.token_index_K for micro in self.minibatches[minibatch])]).sort().values
+        return torch.cat([EMPTY_INDEX, *(micro.token_index_K for micro in self.minibatches[minibatch])]).sort().values
 
     def splits_rollouts(self, minibatch: int) -> bool:
         """Return whether several micro-batches of a minibatch have tokens of the same rollout."""
@@ -159,7 +161,7 @@ class Packer:
 
     max_tokens: int
     image_token: int
-    rates: "FlopRates | None" = None
+    rates: "FlopCosts | None" = None
     share: bool = True
 
     def pack(
@@ -173,35 +175,35 @@ class Packer:
         UserError for a response that cannot fit alone, ValueError for images that disagree with their tokens.
         """
         first_rows = list(accumulate((sum(r.response_mask) for r in rollouts), initial=0))
-        groups: dict[Any, list[_Input]] = {}
+        groups: dict[Any, list[_PackedSequence]] = {}
         for i in range(len(rollouts)) if chosen is None else chosen:
-            for turn in turns_of(rollouts[i], first_rows[i]):
+            for turn in training_sequences(rollouts[i], first_rows[i]):
                 key = rollouts[i].prompt.uid if self.share else (i, turn.first_row)
-                groups.setdefault(key, []).append(_Input(rollouts[i], turn, key, self.image_token))
+                groups.setdefault(key, []).append(_PackedSequence(rollouts[i], turn, key, self.image_token))
         units = list(chain.from_iterable(map(self._split, groups.values())))
         sizes = [size for _, size in units]
         wanted = agree(bins_needed(sizes, self.max_tokens))
         if not units:
-            return [IDLE] * wanted
+            return [DUMMY_MICRO_BATCH] * wanted
         costs = sizes
         if self.rates is not None:
             costs = [sequences_flops(inputs[0].rollout.prompt, inputs, self.rates) for inputs, _ in units]
         micros = []
         for chosen_units in balance(costs, min(wanted, len(units)), sizes=sizes, max_size=self.max_tokens):
-            micros.append(lay_out(list(chain.from_iterable(units[i][0] for i in chosen_units))))
-        return micros + [IDLE] * (wanted - len(micros))
+            micros.append(build_micro_batch(list(chain.from_iterable(units[i][0] for i in chosen_units))))
+        return micros + [DUMMY_MICRO_BATCH] * (wanted - len(micros))
 
-    def _split(self, group: list["_Input"]) -> list[tuple[list["_Input"], int]]:
+    def _split(self, group: list["_PackedSequence"]) -> list[tuple[list["_PackedSequence"], int]]:
         """Responses of a prompt in units of at most max_tokens tokens, with their sizes: a group over the budget
         repeats what it shares."""
-        units: list[tuple[list[_Input], int]] = []
+        units: list[tuple[list[_PackedSequence], int]] = []
         before: tuple[int, ...] = ()
         for one in sorted(group, key=lambda one: one.ids):
             prompt = one.rollout.prompt
             need(len(one.ids) <= self.max_tokens,
                  f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens and its response need {len(one.ids)}, over "
                  f"--micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens")
-            new = len(one.ids) - common_prefix(before, one.ids)
+            new = len(one.ids) - common_prefix_length(before, one.ids)
             if units and units[-1][1] + new <= self.max_tokens:
                 units[-1] = (units[-1][0] + [one], units[-1][1] + new)
             else:
@@ -210,7 +212,7 @@ class Packer:
         return units
 
 
-class Sampled(NamedTuple):
+class TrainSequence(NamedTuple):
     """A sequence and what the policy produced of it."""
 
     tokens: list[int]
@@ -219,30 +221,30 @@ class Sampled(NamedTuple):
     first_row: int  # of the TokenBatch
 
 
-def turns_of(rollout: Any, first_row: int = 0) -> list[Sampled]:
+def training_sequences(rollout: Any, first_row: int = 0) -> list[TrainSequence]:
     """The sequences that a rollout is trained as: one; or one for each turn of an episode in which the chat template
     has rewritten what was said before."""
     images = rollout.prompt.images + rollout.images
-    if not rollout.separate:
+    if not rollout.separate_turns:
         start = len(rollout.prompt.token_ids)
         trained = [start + t for t, produced in enumerate(rollout.response_mask) if produced]
-        sampled = Sampled(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
+        sampled = TrainSequence(rollout.prompt.token_ids + list(rollout.response), trained, images, first_row)
         return [sampled] if trained else []  # an episode whose environment failed at once has none
     turns = []
-    for ids, n_sampled, n_images in rollout.separate:
+    for ids, n_sampled, n_images in rollout.separate_turns:
         trained = list(range(len(ids) - n_sampled, len(ids)))
-        turns.append(Sampled(ids, trained, images[:n_images], first_row))
+        turns.append(TrainSequence(ids, trained, images[:n_images], first_row))
         first_row += n_sampled
     return turns
 
 
-class _Input:
+class _PackedSequence:
     """A sequence of a rollout as packing sees it; those of a `group` share what they have in common. `ids` are the
     tokens that are inputs, each image token replaced by a negative number for its image, so that sequences share a
     token only if all before it is the same, images included. The last trained token is a target and never an input, and
     what follows it predicts nothing."""
 
-    def __init__(self, rollout: Any, sampled: Sampled, group: Any, image_token: int):
+    def __init__(self, rollout: Any, sampled: TrainSequence, group: Any, image_token: int):
         self.rollout = rollout
         self.group = group
         self.tokens, self.trained, self.images, self.first_row = sampled
@@ -264,7 +266,7 @@ class _Input:
         self.ids = tuple(ids)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning, by bisection: slices compare at C speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:
@@ -276,7 +278,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
+def build_micro_batch(inputs: Sequence[_PackedSequence]) -> MicroBatch:
     """One MicroBatch, each token that several responses of a group share only once.
 
     Sorted, a response shares with all before it just what it shares with the last one: the tokens beyond the common
@@ -286,9 +288,9 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     runs, images = [], []
     source, target, rows = [], [], []
     path: list[int] = []  # positions of the last response's inputs
-    last: _Input | None = None
+    last: _PackedSequence | None = None
     for one in sorted(inputs, key=lambda one: (one.group, one.ids)):
-        shared = common_prefix(last.ids, one.ids) if last is not None and last.group == one.group else 0
+        shared = common_prefix_length(last.ids, one.ids) if last is not None and last.group == one.group else 0
         for position in path[shared:]:  # what is not shared ends here
             end[position] = len(ids)
         new = one.tokens[shared : len(one.ids)]
@@ -311,12 +313,12 @@ def lay_out(inputs: Sequence[_Input]) -> MicroBatch:
     return MicroBatch(ids_T, end_T, runs, images, *(column[by_row] for column in columns))
 
 
-def rollouts_flops(rollouts: Sequence[Any], rates: "FlopRates") -> float:
+def rollouts_flops(rollouts: Sequence[Any], rates: "FlopCosts") -> float:
     """Forward FLOPs of the rollouts of one prompt."""
-    return sequences_flops(rollouts[0].prompt, list(chain.from_iterable(map(turns_of, rollouts))), rates)
+    return sequences_flops(rollouts[0].prompt, list(chain.from_iterable(map(training_sequences, rollouts))), rates)
 
 
-def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -> float:
+def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopCosts") -> float:
     """Of sequences that begin with a prompt and are taken to part at its end."""
     later = chain.from_iterable(one.images[len(prompt.images) :] for one in sequences)
     patches = [math.prod(image.grid_thw) for image in (*prompt.images, *later)]
@@ -327,8 +329,8 @@ def sequences_flops(prompt: Any, sequences: Sequence[Any], rates: "FlopRates") -
 # ----------------------------------------------------------------------------------------------------------------------
 # Balance over ranks
 
-def balance_over_ranks(
-    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopRates", ctx: Context, meter: Meter
+def balance_across_ranks(
+    groups: dict, chosen: Sequence[Any], minibatches: int, rates: "FlopCosts", ctx: DistContext, meter: Meter
 ) -> list[list[Any]]:
     """Send whole groups to the ranks that train on them, evened in FLOPs. Return this rank's rollouts of each
     minibatch; measure the heaviest rank's FLOPs over the mean, before and after.
@@ -353,12 +355,14 @@ def balance_over_ranks(
     split: list[list[Any]] = [[] for _ in range(minibatches)]
     for key, number in mine.items():
         split[number] += groups[key]
-    meter.set("balance/sampled", heaviest(flops, [sampled_by[key] for key in chosen], minibatches, ctx.data_world))
-    meter.set("balance/trained", heaviest(flops, owner, minibatches, ctx.data_world))
+    meter.set_replicated(
+        "balance/sampled", load_imbalance(flops, [sampled_by[key] for key in chosen], minibatches, ctx.data_world)
+    )
+    meter.set_replicated("balance/trained", load_imbalance(flops, owner, minibatches, ctx.data_world))
     return split
 
 
-def heaviest(costs: Sequence[float], rank_N: Sequence[int], minibatches: int, ranks: int) -> float:
+def load_imbalance(costs: Sequence[float], rank_N: Sequence[int], minibatches: int, ranks: int) -> float:
     """The largest total of a rank, over the mean; each summed over minibatches, where ranks wait for each other."""
     cells = np.arange(len(costs)) % minibatches * ranks + np.array(rank_N)
     loads = np.bincount(cells, costs, minlength=ranks * minibatches).reshape(-1, ranks)
@@ -381,7 +385,7 @@ def assign_to_ranks(flops_N: list[float], minibatches: int, n_ranks: int) -> lis
 # Balance: N items of known cost into B bins
 
 # [n]: (D, n) of 0 and 1, every way to divide n items between two bins that leaves neither without any
-DIVISIONS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in range(11)]
+TWO_WAY_SPLITS = [(np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) % 2.0 for n in range(11)]
 
 
 def balance(
@@ -398,14 +402,14 @@ def balance(
     """
     cap = np.inf if cap is None else cap
     room = np.inf if max_size is None else max_size
-    cost_N = checked("cost", costs, "cap", cap)
-    size_N = checked("size", [0] * len(costs) if sizes is None else sizes, "max_size", room)
+    cost_N = check_item_bounds("cost", costs, "cap", cap)
+    size_N = check_item_bounds("size", [0] * len(costs) if sizes is None else sizes, "max_size", room)
     target = (1 + 5e-4) * max(cost_N.max(initial=0.0), cost_N.sum() / k)  # 5e-4 over what is possible at best will do
     best: tuple[float, list[list[int]]] = (np.inf, [])
     for load_N in (cost_N, -size_N):
-        bin_N = place(load_N, size_N, k, room) if best[0] > target else None
+        bin_N = best_fit(load_N, size_N, k, room) if best[0] > target else None
         if bin_N is not None:
-            best = min(best, even_out(bin_N, cost_N, size_N, k, room, target))
+            best = min(best, refine_balance(bin_N, cost_N, size_N, k, room, target))
     if not best[1] or best[0] > cap:
         items = f"{len(costs)} items of cost {cost_N.sum():.12g} and size {size_N.sum():.12g}"
         bounds = f"cost <= {cap} and size <= {room}"
@@ -415,18 +419,18 @@ def balance(
 
 def bins_needed(sizes: Sequence[int], max_size: int) -> int:
     """How few bins of `max_size` hold items of these sizes, by best fit of the largest first."""
-    size_N = checked("size", sizes, "max_size", max_size)
-    return len(np.unique(place(-size_N, size_N, len(sizes), max_size)))
+    size_N = check_item_bounds("size", sizes, "max_size", max_size)
+    return len(np.unique(best_fit(-size_N, size_N, len(sizes), max_size)))
 
 
-def checked(what: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
+def check_item_bounds(what: str, values: Sequence[float], bound: str, limit: float) -> np.ndarray:
     for i, value in enumerate(values):
         if not (math.isfinite(value) and 0 <= value <= limit):
             raise ValueError(f"balance: item {i} has {what} {value:.12g}, not in 0 to {bound} {limit}; raise {bound}?")
     return np.asarray(values, dtype=np.float64)
 
 
-def place(load_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float) -> np.ndarray | None:
+def best_fit(load_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float) -> np.ndarray | None:
     """bin_N: the items, the largest first, each in the bin of the least load that has room; None where none has. Loads
     that are costs spread the items over the bins, loads that are -sizes fill one bin after the other."""
     bin_N = np.zeros(len(load_N), dtype=int)
@@ -439,7 +443,7 @@ def place(load_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float) -> np
     return bin_N if size_B.max(initial=0.0) <= max_size else None
 
 
-def even_out(
+def refine_balance(
     bin_N: np.ndarray, cost_N: np.ndarray, size_N: np.ndarray, k: int, max_size: float, target: float
 ) -> tuple[float, list[list[int]]]:
     """The heaviest load and the bins, after lowering loads for as long as that goes, at most some 0.1 s: two bins
@@ -458,7 +462,7 @@ def even_out(
             break
         heavy, light = load_B.argsort(kind="stable")[[-1 - failures // k % k, failures % k]]
         some = rng.permutation(np.flatnonzero((bin_N == heavy) | (bin_N == light)))[:10]
-        to_heavy_D = DIVISIONS[len(some)]
+        to_heavy_D = TWO_WAY_SPLITS[len(some)]
         moved_D = to_heavy_D - (bin_N[some] == heavy)
         top_D = np.maximum(load_B[heavy] + moved_D @ cost_N[some], load_B[light] - moved_D @ cost_N[some])
         size_D = np.maximum(size_B[heavy] + moved_D @ size_N[some], size_B[light] - moved_D @ size_N[some])
@@ -474,7 +478,7 @@ def even_out(
 # What a group costs: forward FLOPs, 2 per multiply-add
 
 
-class FlopRates(NamedTuple):
+class FlopCosts(NamedTuple):
     token: float  # a language token through all layers' matrices
     pair: float  # a token and one that it attends to
     trained_token: float  # a row of logits
@@ -484,7 +488,7 @@ class FlopRates(NamedTuple):
     window: int  # patches of a window
 
 
-def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
+def flop_rates(config: Any, vision: float = 1 / 3) -> FlopCosts:
     """For transformers' configs of Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL (deepstack), Qwen3.5 (recurrent
     layers) and their mixtures of experts, of which those count that a token passes. Norms, activations, rotary
     embeddings and softmax are left out: they multiply no matrices.
@@ -499,9 +503,9 @@ def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
     per_head = 3 if hasattr(text, "linear_num_key_heads") else 2  # query and output, and Qwen3.5's gate of the output
     attention = text.hidden_size * head_dim * (per_head * heads + 2 * text.num_key_value_heads)
     n_full = len(kinds) - kinds.count("linear_attention")
-    token = n_full * attention + sum(mlp_multiplications(text, layer) for layer in range(len(kinds)))
+    token = n_full * attention + sum(mlp_macs(text, layer) for layer in range(len(kinds)))
     if n_full < len(kinds):
-        token += (len(kinds) - n_full) * recurrent_multiplications(text)
+        token += (len(kinds) - n_full) * linear_attention_macs(text)
 
     tower = config.vision_config
     width = getattr(tower, "embed_dim", tower.hidden_size)  # Qwen2-VL alone calls its output hidden_size
@@ -517,10 +521,10 @@ def flop_rates(config: Any, vision: float = 1 / 3) -> FlopRates:
     side = tower.window_size // tower.patch_size // merge * merge if has_windows else 0
     text_rates = (2.0 * token, 4.0 * n_full * heads * head_dim, 2.0 * text.hidden_size * text.vocab_size)
     tower_rates = (2.0 * patch, 4.0 * n_whole * width, 4.0 * (tower.depth - n_whole) * width)
-    return FlopRates(*text_rates, *(vision * rate for rate in tower_rates), window=side**2)
+    return FlopCosts(*text_rates, *(vision * rate for rate in tower_rates), window=side**2)
 
 
-def mlp_multiplications(text: Any, layer: int) -> int:
+def mlp_macs(text: Any, layer: int) -> int:
     """Of a token in a layer's MLP; in a mixture of experts in the router and the experts chosen."""
     n_experts = getattr(text, "num_experts", 0)
     every = getattr(text, "decoder_sparse_step", 1)
@@ -531,7 +535,7 @@ def mlp_multiplications(text: Any, layer: int) -> int:
     return text.hidden_size * (n_experts + chosen + (3 * shared + 1 if shared else 0))
 
 
-def recurrent_multiplications(text: Any) -> int:
+def linear_attention_macs(text: Any) -> int:
     """Of a token in a layer of linear attention, in chunks of 64 tokens: two products of keys and one of values within
     a chunk, three with the state, and two triangular systems."""
     key_dim = text.linear_key_head_dim
@@ -546,7 +550,7 @@ def recurrent_multiplications(text: Any) -> int:
 
 
 def group_flops(
-    rates: "FlopRates", prompt_tokens: int, image_patches: list[int], response_lengths: list[int], trained_tokens: int
+    rates: "FlopCosts", prompt_tokens: int, image_patches: list[int], response_lengths: list[int], trained_tokens: int
 ) -> float:
     """Forward FLOPs of a prompt with its images, counted once, and of its responses. `prompt_tokens` include the image
     tokens; a response attends to the prompt and itself; the head runs on `trained_tokens` of them all. One sequence of

@@ -32,32 +32,51 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from errors import Note, UserError, check_writable, existing, need, plug_in, printable, refusing, writing
+from errors import (
+    ErrorContext,
+    UserError,
+    as_user_error,
+    check_writable,
+    nearest_existing,
+    need,
+    plug_in,
+    printable,
+    report_write_errors,
+)
 from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
-from settings import REQUIRED, Parser, PixelConfig, add_settings, flag_of, read_settings, setting
-from sources.content import MARK, TRUTH, drop_none, named_columns, row_content, row_truth, template_columns, too_deep
+from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config, flag_field, flag_name
+from sources.content import (
+    IMAGE_PLACEHOLDER,
+    TRUTH,
+    drop_none,
+    is_too_deep,
+    row_content,
+    row_truth,
+    split_column_names,
+    template_columns,
+)
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import LazyImages, Place, print_once, row_places
+from sources.lazy import LazyImages, Place, print_once, row_locations
 from sources.tables import (
     SPLITS,
     File,
     Record,
-    as_path,
-    data_files,
-    extra_column,
-    file_names,
+    build_extra_info_column,
+    expand_data_paths,
     open_parquet,
     parquet_columns,
     parquet_rows,
-    scheme_of,
     store_errors,
+    to_path,
+    unique_file_names,
+    url_scheme,
 )
 
-ROLES, VIDEOS = ("system", "user", "assistant", "tool"), ("videos", "video")
-SPECIAL = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
+ROLES, VIDEO_COLUMNS = ("system", "user", "assistant", "tool"), ("videos", "video")
+PROMPT_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]+\|>")  # what tokenizers like Qwen's read as one special token
 MAX_DEPTH = 32  # levels of lists and objects in a row
-WORKERS = 8  # threads that check rows: decoding and fetching release the GIL
+DECODE_THREADS = 8  # threads that check rows: decoding and fetching release the GIL
 ROWS_AT_ONCE = 8  # rows that are read, then checked, together: so many images are in memory
 ROW_GROUP_ROWS = 128
 ROW_GROUP_BYTES = 4 << 20  # a row is read with its group, in 2 ms; a footer has 1 kB for each group
@@ -88,7 +107,7 @@ class Example:
 
 
 @dataclass(slots=True)
-class Raw:
+class RawRow:
     """One row as a source found it, before any check."""
 
     where: str  # file and row, as messages name it
@@ -101,19 +120,19 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class ReadingConfig:
+class DataFormatConfig:
     """Reading data"""
 
-    prompt_key: str = setting("prompt", "dataset column of the prompt")
-    image_key: str = setting("images", "dataset column of the images; several as left,right; '' for text-only data")
-    answer_key: str = setting(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
+    prompt_key: str = flag_field("prompt", "dataset column of the prompt")
+    image_key: str = flag_field("images", "dataset column of the images; several as left,right; '' for text-only data")
+    answer_key: str = flag_field(TRUTH, "dataset column of the ground truth; several (country,city) become one JSON "
                               "object")
-    data_source: str | None = setting(None, "task of every row, such as geo3k; overrides the data_source column")
-    instruction: str = setting("", "text appended to prompts that do not end with it; a task's name means its "
+    data_source: str | None = flag_field(None, "task of every row, such as geo3k; overrides the data_source column")
+    instruction: str = flag_field("", "text appended to prompts that do not end with it; a task's name means its "
                                "instruction")
-    bad_rows: str = setting("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
+    bad_rows: str = flag_field("error", "on unreadable or invalid rows: stop with an error, or skip and count them",
                             choices=("error", "skip"))
-    image_root: str | None = setting(None, "folder of relative image paths; paths outside it are refused (default: "
+    image_root: str | None = flag_field(None, "folder of relative image paths; paths outside it are refused (default: "
                                      "the data file's folder, without that restriction)", metavar="DIR")
 
     # Settings only of making a file, see FileConfig
@@ -122,51 +141,56 @@ class ReadingConfig:
     prompt_template = ""
     fetch = None  # training touches no network
 
-    def known(self) -> set[str]:
+    def known_columns(self) -> set[str]:
         """Return all columns that are something else than further information about a row."""
         keys = [self.image_key, self.answer_key] + [self.prompt_key] * (not self.prompt_template)
-        names = [name for key in keys for name in (key, *named_columns(key, ()))]
-        return {*names, "data_source", "reward_model", "extra_info", *VIDEOS}
+        names = [name for key in keys for name in (key, *split_column_names(key, ()))]
+        return {*names, "data_source", "reward_model", "extra_info", *VIDEO_COLUMNS}
 
     def check_columns(self, columns: Iterable[str], file: File) -> None:
         """Raise UserError unless a file has what the keys name."""
-        named = {key: named_columns(getattr(self, key), columns) for key in ("prompt_key", "image_key", "answer_key")}
+        named = {
+            key: split_column_names(getattr(self, key), columns) for key in ("prompt_key", "image_key", "answer_key")
+        }
         if self.prompt_template:
             named = {"prompt_template": template_columns(self.prompt_template)} | named | {"prompt_key": []}
         for setting_name, names in named.items():
             for name in names:
                 column = "reward_model" if name == TRUTH else name
                 need(column in columns, f"{file}: no column {column!r}; it has {', '.join(columns)}. Correct "
-                     f"{flag_of(setting_name)}")
+                     f"{flag_name(setting_name)}")
 
 
 @dataclass(frozen=True)
-class DataConfig(ReadingConfig):
+class DataConfig(DataFormatConfig):
     """Data"""
 
-    data: str = setting(REQUIRED, "training data: parquet file, folder, glob or comma-separated list; see "
+    data: str = flag_field(REQUIRED, "training data: parquet file, folder, glob or comma-separated list; see "
                         "prepare_data.py", metavar="FILE")
-    eval_data: str | None = setting(None, "evaluation data during training, in the same forms as --data",
+    eval_data: str | None = flag_field(None, "evaluation data during training, in the same forms as --data",
                                     metavar="FILE")
-    max_prompt_tokens: int = setting(2048, "max prompt length in tokens, images included; longer prompts are dropped "
-                                     "and counted", least=1)
+    max_prompt_tokens: int = flag_field(
+        2048, "max prompt length in tokens, images included; longer prompts are dropped and counted", least=1
+    )
 
 
 @dataclass(frozen=True)
-class FileConfig(ReadingConfig):
+class ConvertConfig(DataFormatConfig):
     """Making a file"""
 
-    out: str = setting(REQUIRED, "parquet file to write", metavar="FILE")
-    split: str = setting("train", "which split; stored in extra_info.split", choices=tuple(SPLITS))
-    limit: int | None = setting(None, "keep only the first so many good rows", least=1)
-    inspect: bool = setting(False, "print rows and statistics of the file written")
-    input: tuple[str, ...] = setting((), "files, globs, URLs such as s3://; of parquet also folders", metavar="FILE")
-    system: str = setting("", "system message put in front of each prompt")
-    prompt_template: str = setting("", "prompt over columns: '<image>{question}\\nChoices: {choices}'", metavar="TEXT")
-    url_timeout: float = setting(20.0, "seconds for one try to fetch an image", above=0)
-    url_max_mb: float = setting(32.0, "largest image from a URL, MiB", above=0)
-    url_tries: int = setting(3, "tries per URL", least=1)
-    url_private: bool = setting(False, "fetch also from private, loopback and link-local addresses")
+    out: str = flag_field(REQUIRED, "parquet file to write", metavar="FILE")
+    split: str = flag_field("train", "which split; stored in extra_info.split", choices=tuple(SPLITS))
+    limit: int | None = flag_field(None, "keep only the first so many good rows", least=1)
+    inspect: bool = flag_field(False, "print rows and statistics of the file written")
+    input: tuple[str, ...] = flag_field((), "files, globs, URLs such as s3://; of parquet also folders", metavar="FILE")
+    system: str = flag_field("", "system message put in front of each prompt")
+    prompt_template: str = flag_field(
+        "", "prompt over columns: '<image>{question}\\nChoices: {choices}'", metavar="TEXT"
+    )
+    url_timeout: float = flag_field(20.0, "seconds for one try to fetch an image", above=0)
+    url_max_mb: float = flag_field(32.0, "largest image from a URL, MiB", above=0)
+    url_tries: int = flag_field(3, "tries per URL", least=1)
+    url_private: bool = flag_field(False, "fetch also from private, loopback and link-local addresses")
 
     def fetch(self, file: str | File) -> bytes:
         fetch = plug_in("sources.fetch", f"{file!s:.80}", "give files of this machine").fetch
@@ -174,35 +198,35 @@ class FileConfig(ReadingConfig):
 
 
 @dataclass(frozen=True)
-class TaskConfig(FileConfig):
+class ToyConfig(ConvertConfig):
     """Toy rows"""
 
-    toy: bool = setting(False, "rows drawn by the task itself, instead of files")
-    n: int = setting(1000, "how many", least=1)
-    seed: int = setting(0, "of the drawing")
+    toy: bool = flag_field(False, "rows drawn by the task itself, instead of files")
+    n: int = flag_field(1000, "how many", least=1)
+    seed: int = flag_field(0, "of the drawing")
 
 
 @dataclass(frozen=True)
-class FoundConfig(TaskConfig):
+class FoundConfig(ToyConfig):
     """Settings to train on files that are not in our format"""
 
     fetch = None
 
 
 @dataclass(frozen=True)
-class InspectConfig(ReadingConfig, PixelConfig):
+class InspectConfig(DataFormatConfig, PixelConfig):
     """Inspecting"""
 
-    file: str = setting(REQUIRED, "parquet file, folder of shards, glob or comma list", positional=True)
-    limit: int | None = setting(None, "only the first so many good rows", least=1)
-    rows: int = setting(3, "how many rows to print in full", least=0)
-    model: str | None = setting(None, "model or processor that counts the prompts' tokens")
+    file: str = flag_field(REQUIRED, "parquet file, folder of shards, glob or comma list", positional=True)
+    limit: int | None = flag_field(None, "only the first so many good rows", least=1)
+    rows: int = flag_field(3, "how many rows to print in full", least=0)
+    model: str | None = flag_field(None, "model or processor that counts the prompts' tokens")
 
 
 # ---------------------------------------------------------------------------------------------------- checking a row
 
 
-def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
+def build_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     """A string or a list of {role, content} -> messages.
 
     `system` is put in front, `instruction` behind the last user message that does not end with it.
@@ -214,13 +238,16 @@ def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     messages = [{"role": "system", "content": system}] if system else []
     for i, m in enumerate(prompt):
         text = m.get("content") if isinstance(m, dict) else None
-        need(isinstance(text, str), f"message {i} has no content string or parts; write images as {MARK} marks in it")
+        need(
+            isinstance(text, str),
+            f"message {i} has no content string or parts; write images as {IMAGE_PLACEHOLDER} marks in it",
+        )
         role = m.get("role")
         need(role in ROLES, f"message {i} has role {role!r}, expected one of {', '.join(ROLES)}")
         need(role != "system" or not system, "the prompt already has a system message; drop --system")
         others = [k for k, v in m.items() if k not in ("role", "content") and v is not None]
         need(not others, f"message {i} has fields the format cannot hold: {', '.join(others)}")
-        for token in SPECIAL.findall(text):
+        for token in PROMPT_SPECIAL_TOKEN_PATTERN.findall(text):
             raise UserError(f"message {i} contains {token!r}, a special token to tokenizers; remove or rephrase it")
         need("<video>" not in text, f"message {i} contains <video>, and videos are not supported; leave such rows out")
         messages.append({"role": role, "content": text})
@@ -233,7 +260,7 @@ def to_messages(prompt: object, system: str, instruction: str) -> list[dict]:
     return messages
 
 
-def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
+def load_images(cells: list, raw: RawRow, reading: DataFormatConfig) -> Sequence[bytes]:
     """Return the encoded files of image cells, which decode; for a parquet file that is read only where they are."""
     images, sizes = [], []
     for i, cell in enumerate(cells):
@@ -248,24 +275,27 @@ def to_images(cells: list, raw: Raw, reading: ReadingConfig) -> Sequence[bytes]:
 def add_marks(messages: list[dict], images: int) -> bool:
     """Put a mark for each image in front of a prompt without any, and return whether that was needed. Raises UserError
     if a prompt has some marks, but not one per image."""
-    marks = sum(m["content"].count(MARK) for m in messages)
-    need(marks in (0, images), f"{marks} {MARK} marks in the prompt but {images} images; write one mark per image, or "
-         "correct --image-key")
+    marks = sum(m["content"].count(IMAGE_PLACEHOLDER) for m in messages)
+    need(
+        marks in (0, images),
+        f"{marks} {IMAGE_PLACEHOLDER} marks in the prompt but {images} images; write one mark per image, or "
+        "correct --image-key",
+    )
     first = next(m for m in messages if m["role"] == "user")
-    first["content"] = MARK * (images - marks) + first["content"]
+    first["content"] = IMAGE_PLACEHOLDER * (images - marks) + first["content"]
     return images > marks
 
 
-def to_extra(record: dict, reading: ReadingConfig, reward_model: dict) -> dict:
+def build_extra_info(record: dict, reading: DataFormatConfig, reward_model: dict) -> dict:
     """extra_info, and whatever else there is without a meaning of its own."""
     extra = record.get("extra_info")
     need(isinstance(extra, dict | None), f"extra_info is a {type(extra).__name__}, expected a struct")
     more = {k: v for k, v in reward_model.items() if k not in ("style", "ground_truth")}
-    more |= {k: v for k, v in record.items() if k not in reading.known()}
+    more |= {k: v for k, v in record.items() if k not in reading.known_columns()}
     return drop_none(more | (extra or {}))
 
 
-def build_example(raw: Raw, reading: ReadingConfig) -> Example:
+def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     """Check one row completely, decoding each image once. Raises UserError with the reason, without file and row.
 
     With a split (writing) a row must have a data_source, and rows without split or index get them.
@@ -274,16 +304,16 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     if isinstance(record, str):
         raise UserError(record)
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
-    need(not too_deep(record, levels), f"nested more than {levels} levels deep")
-    videos = [key for key in VIDEOS if key != reading.image_key and record.get(key)]
+    need(not is_too_deep(record, levels), f"nested more than {levels} levels deep")
+    videos = [key for key in VIDEO_COLUMNS if key != reading.image_key and record.get(key)]
     need(not videos, f"column {' and '.join(videos)} is not empty, and videos are not supported; leave such rows out")
     prompt, cells = row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
-    messages = to_messages(prompt, reading.system, instruction_of(reading.instruction))
-    images = to_images(cells, raw, reading)
+    messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
+    images = load_images(cells, raw, reading)
     raw.marked = add_marks(messages, len(images))
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
     truth = row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
-    extra = to_extra(record, reading, reward_model)
+    extra = build_extra_info(record, reading, reward_model)
     source = reading.data_source or record.get("data_source") or ""
     remedy = "--data-source NAME gives one to every row"
     need(isinstance(source, str), f"data_source is a {type(source).__name__}, expected a string; {remedy}")
@@ -295,7 +325,7 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
     index = extra.get("index", f"row{raw.number}")
     file = f"{raw.name}/" if raw.name else ""
     uid = str(extra.get("uid", f"{source or 'data'}/{extra.get('split', '-')}/{file}{index}"))
-    with refusing(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
+    with as_user_error(UnicodeEncodeError, "text is not UTF-8; save the file as UTF-8"):
         json.dumps([messages, truth, extra, uid, source], ensure_ascii=False, default=str).encode()
     return Example(uid, source, messages, images, truth, extra)
 
@@ -305,21 +335,21 @@ def build_example(raw: Raw, reading: ReadingConfig) -> Example:
 Check = Callable[[Sequence[Example]], object]
 
 
-def good_rows(
-    raws: Iterable[Raw], reading: ReadingConfig, bad: list, limit: int | None = None, check: Check = len
+def valid_examples(
+    raws: Iterable[RawRow], reading: DataFormatConfig, bad: list, limit: int | None = None, check: Check = len
 ) -> Iterator[Example]:
     """Yield the first `limit` good rows in order; `bad` gets a line (file, row, reason) for each other, of which
     `refuse_bad` judges at the end. `check` raises UserError for rows that the reward cannot grade."""
 
-    def attempt(raw: Raw) -> Example | UserError:
+    def attempt(raw: RawRow) -> Example | UserError:
         try:
-            with Note(f"in {printable(raw.where)}"):
+            with ErrorContext(f"in {printable(raw.where)}"):
                 return build_example(raw, reading)
         except UserError as e:
             return e
 
-    def results() -> Iterator[tuple[Raw, Example | UserError]]:
-        rows, pool = iter(raws), ThreadPoolExecutor(WORKERS)
+    def results() -> Iterator[tuple[RawRow, Example | UserError]]:
+        rows, pool = iter(raws), ThreadPoolExecutor(DECODE_THREADS)
         try:
             while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
                 yield from zip(chunk, pool.map(attempt, chunk), strict=True)
@@ -344,48 +374,50 @@ def good_rows(
         if len(taken) == limit:
             break
     if marked:
-        print_once(f"put {MARK} marks, one per image, in front of {marked} prompts that had images and no marks")
-    refuse_bad(bad, len(taken), reading.bad_rows)
+        print_once(
+            f"put {IMAGE_PLACEHOLDER} marks, one per image, in front of {marked} prompts that had images and no marks"
+        )
+    check_bad_rows(bad, len(taken), reading.bad_rows)
 
 
-def refuse_bad(bad: list[str], good: int, bad_rows: str) -> None:
+def check_bad_rows(bad: list[str], good: int, bad_rows: str) -> None:
     """Raise UserError with the first few bad rows and the count, unless `bad_rows` is "skip" and some are good."""
     if bad and (bad_rows == "error" or not good):
-        lines = "\n  ".join(first_of(bad))
+        lines = "\n  ".join(summarise_bad_rows(bad))
         remark = " (parquet rows count from 0)" if re.search(r" row \d+: ", lines) else ""  # text files have lines
         remedy = "Mend them, or pass --bad-rows skip to leave them out." if good else "Mend them."
         raise UserError(f"{len(bad)} of {len(bad) + good} rows are bad{remark}:\n  {lines}\n{remedy}")
 
 
-def first_of(bad: list[str]) -> list[str]:
+def summarise_bad_rows(bad: list[str]) -> list[str]:
     """Return the first few lines, and how many more there are."""
     return bad[:5] + [f"... and {len(bad) - 5} more"] * (len(bad) > 5)
 
 
 def print_left_out(bad: list[str]) -> None:
-    for line in first_of(bad):
+    for line in summarise_bad_rows(bad):
         print("left out:", line)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-Reader = Callable[[File, ReadingConfig], Iterator[tuple[str, Record]]]  # the place and the row of each row of a file
+Reader = Callable[[File, DataFormatConfig], Iterator[tuple[str, Record]]]  # the place and the row of each row of a file
 
 
-def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, Record]]:
+def parquet_records(file: File, reading: DataFormatConfig) -> Iterator[tuple[str, Record]]:
     """Rows of a parquet file; where a file is made, with those columns too that have no meaning here."""
     row = 0
     try:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
             reading.check_columns(schema.names, file)
-            more = [c for c in schema.names if c not in reading.known()] if reading.split else []
+            more = [c for c in schema.names if c not in reading.known_columns()] if reading.split else []
             # binary columns other than the images would not survive as extra_info
             binary = [c for c in more if "binary" in str(schema.field(c).type)]
             if binary:
                 print(f"{file}: left out the binary columns {', '.join(binary)}")
-            columns = [c for c in schema.names if (c in more or c in reading.known()) and c not in binary]
+            columns = [c for c in schema.names if (c in more or c in reading.known_columns()) and c not in binary]
             need(parquet.metadata.num_rows, f"{file} has no rows")
             for row, record in enumerate(parquet_rows(parquet, columns)):
                 yield f"row {row}", record
@@ -393,7 +425,7 @@ def parquet_records(file: File, reading: ReadingConfig) -> Iterator[tuple[str, R
         raise UserError(f"{file} is no parquet file, or is damaged near row {row}: {e}; make or copy it again") from e
 
 
-def text_records(file: File, reading: ReadingConfig, kind: str) -> Iterator[tuple[str, Record]]:
+def text_records(file: File, reading: DataFormatConfig, kind: str) -> Iterator[tuple[str, Record]]:
     """Rows of a text file, as sources/text.py finds them."""
     read = getattr(plug_in("sources.text", f"--input {file}", "make a parquet file of it elsewhere"), f"{kind}_records")
     columns: dict[str, None] = {}
@@ -408,17 +440,17 @@ def text_records(file: File, reading: ReadingConfig, kind: str) -> Iterator[tupl
     yield from read(file)
 
 
-def table_rows(files: list[File], reading: ReadingConfig, records: Reader = parquet_records) -> Iterator[Raw]:
+def table_rows(files: list[File], reading: DataFormatConfig, records: Reader = parquet_records) -> Iterator[RawRow]:
     """Rows of tables; `number` runs on over the files."""
     numbers = itertools.count()
-    for file, name in zip(files, file_names(files), strict=True):
+    for file, name in zip(files, unique_file_names(files), strict=True):
         for place, record in records(file, reading):
-            root = as_path(reading.image_root) if reading.image_root else file.parent
-            yield Raw(f"{file} {place}", next(numbers), record, root, name)
+            root = to_path(reading.image_root) if reading.image_root else file.parent
+            yield RawRow(f"{file} {place}", next(numbers), record, root, name)
 
 
 def read_examples(
-    path: str | Path | list, reading: ReadingConfig, limit: int | None = None, check: Check = len
+    path: str | Path | list, reading: DataFormatConfig, limit: int | None = None, check: Check = len
 ) -> tuple[list[Example], list[str]]:
     """Read and check parquet file(s): ours, verl's, EasyR1's (prompt_key="problem", answer_key="answer").
 
@@ -427,21 +459,21 @@ def read_examples(
     UserError naming file, row, reason and remedy. `check` is as in `good_rows`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
-        need(not scheme_of(str(name)),
+        need(not url_scheme(str(name)),
              f"{name}: training touches no network; prepare_data.py parquet --input URL brings it here")
-    files = data_files(path)
+    files = expand_data_paths(path)
     for file in files:
         need(file.suffix not in (".jsonl", ".csv"),
              f"{file} is no parquet file; run prepare_data.py {file.suffix[1:]} --input {file} --out F.parquet")
     bad: list[str] = []
     found = as_found(files, reading)
-    rows = source_rows(found.data_source, found) if found else lazy_rows(files, reading)
-    examples = list(good_rows(rows, found or reading, bad, limit, check))
+    rows = source_rows(found.data_source, found) if found else lazy_parquet_rows(files, reading)
+    examples = list(valid_examples(rows, found or reading, bad, limit, check))
     pa.default_memory_pool().release_unused()
     return examples, bad
 
 
-def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
+def as_found(files: list[Path], reading: DataFormatConfig) -> FoundConfig | None:
     """Return the settings with which a task's source reads files without a prompt column, such as datasets of the hub
     with question, image and answer; the task is --data-source, or vqa. Return None if the files have a prompt column
     (`prompt` or --prompt-key), or lack the one that the task reads by default."""
@@ -449,7 +481,9 @@ def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
     defaults, columns = getattr(task, "DEFAULTS", {}), parquet_columns(files[0])
     if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
         return None
-    given = {f.name: getattr(reading, f.name) for f in fields(ReadingConfig) if getattr(reading, f.name) != f.default}
+    given = {
+        f.name: getattr(reading, f.name) for f in fields(DataFormatConfig) if getattr(reading, f.name) != f.default
+    }
     settings = {"data_source": "vqa", "input": tuple(map(str, files)), "out": ""}
     cfg = FoundConfig(**(settings | defaults | given))
     print_once(f"{files[0]}: kept in memory; run prepare_data.py {cfg.data_source} --input {files[0]} --out F.parquet "
@@ -457,10 +491,10 @@ def as_found(files: list[Path], reading: ReadingConfig) -> FoundConfig | None:
     return cfg
 
 
-def lazy_rows(files: list[Path], reading: ReadingConfig) -> Iterator[Raw]:
+def lazy_parquet_rows(files: list[Path], reading: DataFormatConfig) -> Iterator[RawRow]:
     """Yield the rows of parquet files, with the place of each one's images."""
     keys = (reading.prompt_key, reading.image_key)
-    places = (place for file in files for place in row_places(file, Path(reading.image_root or file.parent), *keys))
+    places = (place for file in files for place in row_locations(file, Path(reading.image_root or file.parent), *keys))
     for raw, raw.place in zip(table_rows(files, reading), places, strict=False):
         yield raw
 
@@ -489,7 +523,7 @@ def row_groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield group
 
 
-def columns_of(e: Example) -> dict:
+def example_to_record(e: Example) -> dict:
     """As SCHEMA has them."""
     return {
         "data_source": e.data_source,
@@ -520,10 +554,10 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
         pages = {"write_batch_size": 8, "write_page_checksum": True}
         with pq.ParquetWriter(draft, SCHEMA, **pages) as writer:
             for group in row_groups(examples):
-                writer.write_batch(pa.RecordBatch.from_pylist(list(map(columns_of, group)), schema=SCHEMA))
+                writer.write_batch(pa.RecordBatch.from_pylist(list(map(example_to_record, group)), schema=SCHEMA))
                 extras += [drop_none(json.loads(json.dumps(e.extra | {"uid": e.uid}, default=str))) for e in group]
         need(extras, f"nothing to write to {path}: the source gave no usable row")
-        column = extra_column(extras)
+        column = build_extra_info_column(extras)
         schema = SCHEMA.append(pa.field("extra_info", column.type))
         done = 0
         with open_parquet(draft) as source, pq.ParquetWriter(final, schema, **pages) as writer:
@@ -538,73 +572,73 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-TABLES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the column of their answers, the help
+TABLE_SOURCES: dict[str, tuple[Reader, str, str]] = {  # how to read such files, the column of their answers, the help
     "jsonl": (partial(text_records, kind="jsonl"), "answer", "One JSON object per line."),
     "csv": (partial(text_records, kind="csv"), "answer", "A header line first; images in a cell as a JSON list."),
     "parquet": (parquet_records, TRUTH, "Any layout; columns without a meaning here go to extra_info."),
 }
 
 
-def instruction_of(text: str) -> str:
+def resolve_instruction(text: str) -> str:
     """Return the text of --instruction: the instruction of the task with that name, or else the text itself."""
     load_tasks()
     return (text in TASKS and TASKS[text].instruction) or text
 
 
-def source_rows(source: str, cfg: FileConfig) -> Iterator[Raw]:
+def source_rows(source: str, cfg: ConvertConfig) -> Iterator[RawRow]:
     """Rows of files, or drawn by a task."""
-    if source in TABLES:
-        return table_rows(data_files(cfg.input), cfg, TABLES[source][0])
+    if source in TABLE_SOURCES:
+        return table_rows(expand_data_paths(cfg.input), cfg, TABLE_SOURCES[source][0])
     task = find_tasks()[source]
     if hasattr(task, "rows") and not getattr(cfg, "toy", False):
         return task.rows(cfg)
-    return (Raw(f"{source} row {i}", i, row) for i, row in enumerate(task.toy(cfg.n, cfg.split, cfg.seed)))
+    return (RawRow(f"{source} row {i}", i, row) for i, row in enumerate(task.toy(cfg.n, cfg.split, cfg.seed)))
 
 
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def parse_args(argv: list[str] | None = None) -> tuple[str, FileConfig | InspectConfig]:
+def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | InspectConfig]:
     """The source, or inspect, and its settings."""
-    parser = Parser(__doc__)
+    parser = FlagParser(__doc__)
     about = "what each makes, and its flags: prepare_data.py SOURCE -h"
     sources = parser.add_subparsers(dest="source", metavar="SOURCE", required=True, title="sources", description=about)
-    commands = {name: (about, FileConfig, {"answer_key": key}) for name, (_, key, about) in TABLES.items()}
+    commands = {name: (about, ConvertConfig, {"answer_key": key}) for name, (_, key, about) in TABLE_SOURCES.items()}
     for name, task in find_tasks().items():
-        config = TaskConfig if hasattr(task, "toy") else FileConfig
+        config = ToyConfig if hasattr(task, "toy") else ConvertConfig
         commands[name] = ((task.__doc__ or name).partition("\n")[0], config, getattr(task, "DEFAULTS", {}))
     commands["inspect"] = ("Print rows, counts and statistics of parquet file(s).", InspectConfig, {})
     for name, (about, config, defaults) in commands.items():
         command = sources.add_parser(name, help=about, description=about)
-        add_settings(command, config)
+        add_flags(command, config)
         for action in command._actions:
             if action.dest in defaults:  # that of all sources is in the text
                 action.help = f"{action.help.partition(' (default')[0]} (default: {defaults[action.dest]})"
         command.set_defaults(config=config, **defaults)
     given = vars(parser.parse_args(argv))
-    return given["source"], read_settings(given["config"], given)
+    return given["source"], build_config(given["config"], given)
 
 
-def check_out(source: str, cfg: FileConfig) -> None:
+def check_output_file(source: str, cfg: ConvertConfig) -> None:
     """Refuse, before any work, an --out that could only fail later."""
     out = Path(cfg.out)
-    need((out.is_file() or not out.exists()) and existing(out.parent).is_dir(),
+    need((out.is_file() or not out.exists()) and nearest_existing(out.parent).is_dir(),
          f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
     inputs = [Path(name).resolve() for name in cfg.input]
     need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
     check_writable(out.parent, f"--out {out}")
 
 
-def make_file(source: str, cfg: FileConfig) -> None:
+def make_file(source: str, cfg: ConvertConfig) -> None:
     """Rows of a source -> `--out`."""
-    check_out(source, cfg)
+    check_output_file(source, cfg)
     template_columns(cfg.prompt_template)
     bad: list[str] = []
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
     # rows of tasks that are not built in are graded by the user's own reward
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
-    with writing(Path(cfg.out), f"--out {cfg.out}"):
-        count = write_examples(good_rows(raws, cfg, bad, cfg.limit, check), cfg.out)
+    with report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
+        count = write_examples(valid_examples(raws, cfg, bad, cfg.limit, check), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
     print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
     print_left_out(bad)
@@ -623,7 +657,7 @@ def inspect_file(cfg: InspectConfig) -> None:
     look.print_statistics(examples, cfg.model, cfg.min_pixels, cfg.max_pixels)
 
 
-def main(command: tuple[str, FileConfig | InspectConfig]) -> None:
+def main(command: tuple[str, ConvertConfig | InspectConfig]) -> None:
     source, cfg = command
     inspect_file(cfg) if source == "inspect" else make_file(source, cfg)
 

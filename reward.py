@@ -30,14 +30,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from errors import UserError, describe_error, need, printable, users_traceback
-from settings import never, setting
+from settings import flag_field, never
 
 MAX_ANSWER_CHARS = 1000  # a longer box is refused; it is no final answer
 MAX_REWARD = 1e6  # a larger reward overflows what is computed from it in fp32
-NUMBERS = Real | Decimal
+NUMBER_TYPES = Real | Decimal
 MAX_PARTS = 100  # named numbers of a reward: each is a metric, and a column of the pages
 # names of our own metrics reward/<name>
-RESERVED_NAMES = ("mean", "constant_groups", "unpenalised", "overlong", "errors", "timeouts")
+RESERVED_NAMES = ("mean", "zero_std_frac", "unpenalised", "overlong", "errors", "timeouts")
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
@@ -51,24 +51,39 @@ def names_no_file(option: Any) -> bool:
 class RewardConfig:
     """Reward"""
 
-    reward: tuple[str, ...] = setting((), "reward functions that replace the tasks' own, for all rows or one task's; "
-                                      "docs/rewards.md", metavar="[TASK=]FILE.py:FUNCTION", from_run=never)
-    reward_errors: str = setting("drop", "responses whose reward fails: drop them, give reward zero, or stop the run",
-                                 choices=("drop", "zero", "stop"))
-    reward_timeout: float = setting(30.0, "seconds per reward call; not enforced with --reward-workers 0", above=0)
-    reward_workers: int = setting(2, "reward worker processes per rank; 0: run rewards in the training process",
+    reward: tuple[str, ...] = flag_field(
+        (),
+        "reward functions that replace the tasks' own, for all rows or one task's; docs/rewards.md",
+        metavar="[TASK=]FILE.py:FUNCTION",
+        from_run=never,
+    )
+    reward_errors: str = flag_field(
+        "drop",
+        "responses whose reward fails: drop them, give reward zero, or stop the run",
+        choices=("drop", "zero", "stop"),
+    )
+    reward_timeout: float = flag_field(30.0, "seconds per reward call; not enforced with --reward-workers 0", above=0)
+    reward_workers: int = flag_field(2, "reward worker processes per rank; 0: run rewards in the training process",
                                   least=0)
-    curriculum: str | None = setting(None, "TOML or JSON file of curriculum stages, or none (default: the task's own, "
-                                     "if any); docs/curriculum.md", metavar="FILE",
-                                     from_run=lambda file: file == "none" or Path(str(file)).is_file())
-    judge_url: str | None = setting(None, "base URL of an OpenAI-compatible server whose model scores responses",
+    curriculum: str | None = flag_field(
+        None,
+        "TOML or JSON file of curriculum stages, or none (default: the task's own, if any); docs/curriculum.md",
+        metavar="FILE",
+        from_run=lambda file: file == "none" or Path(str(file)).is_file(),
+    )
+    judge_url: str | None = flag_field(None, "base URL of an OpenAI-compatible server whose model scores responses",
                                     metavar="URL", from_run=never)
-    judge: tuple[str, ...] = setting((), "judge options, such as model, template, weight, tasks, calls; docs/judge.md",
-                                     metavar="KEY=VALUE", from_run=names_no_file, part_of="judge_url")
+    judge: tuple[str, ...] = flag_field(
+        (),
+        "judge options, such as model, template, weight, tasks, calls; docs/judge.md",
+        metavar="KEY=VALUE",
+        from_run=names_no_file,
+        part_of="judge_url",
+    )
 
 
 @dataclass(frozen=True)
-class Stage:
+class CurriculumStage:
     """A stage of a curriculum. `options` are by task; a reward gets its own task's."""
 
     name: str = ""
@@ -82,13 +97,13 @@ class RewardContext:
 
     batch: int = 0  # which batch of prompts: its position in the data; batches may be graded at the same time
     step: int | None = None  # of the run
-    stage: Stage = Stage()  # of the curriculum
+    stage: CurriculumStage = CurriculumStage()  # of the curriculum
 
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 
 # Whether a truth, written as an answer, earns full marks; `earned(answer)` are the named rewards of `\boxed{answer}`.
-Answerable = Callable[[str, Callable[[str], dict[str, float]]], bool]
+AnswerableCheck = Callable[[str, Callable[[str], dict[str, float]]], bool]
 
 
 def full_marks(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
@@ -99,14 +114,16 @@ def full_marks(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 class Task(NamedTuple):
     name: str
     reward: Callable
-    answerable: Answerable
+    answerable: AnswerableCheck
     instruction: str  # text for prompts, which says what an answer looks like; what `--instruction NAME` stands for
 
 
 TASKS: dict[str, Task] = {}  # by name, and by other names
 
 
-def register(*names: str, answerable: Answerable = full_marks, instruction: str = "") -> Callable[[Callable], Callable]:
+def register(
+    *names: str, answerable: AnswerableCheck = full_marks, instruction: str = ""
+) -> Callable[[Callable], Callable]:
     """Decorator: make a function the reward of the task `names[0]`; data sources of the other names count as it.
 
     The default `instruction` is INSTRUCTION of the function's file.
@@ -155,9 +172,11 @@ def task_name(data_source: str) -> str:
 def find_task(example: Any) -> Task:
     """The task of a row. Raises UserError if it is unknown or the row's truth is no text."""
     name = task_name(example.data_source)
-    need(isinstance(example.ground_truth, str),
-         f"row {example.uid!r}: ground_truth is {short(example.ground_truth)}; it must be a string, or JSON text for a "
-         "structured truth")
+    need(
+        isinstance(example.ground_truth, str),
+        f"row {example.uid!r}: ground_truth is {short_repr(example.ground_truth)}; it must be a string, or JSON text for a "
+        "structured truth",
+    )
     if name not in TASKS:
         known = ", ".join(sorted({task.name for task in TASKS.values()}))
         raise UserError(
@@ -169,8 +188,8 @@ def find_task(example: Any) -> Task:
 
 # --- what tasks share: the box ------------------------------------------------------------------------------------
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-SPECIAL_TOKEN = re.compile(r"<\|[^<>|]{1,64}\|>")  # as `<|im_start|>`: kept visible by the engines, no text
+BOX_PATTERN = re.compile(r"\\(?:boxed|fbox)\s*\{")
+SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]{1,64}\|>")  # as `<|im_start|>`: kept visible by the engines, no text
 
 
 def closing_brace(text: str, start: int) -> int | None:
@@ -189,7 +208,7 @@ def extract_boxed(response: str) -> str | None:
     An unclosed last box means that the response was cut off while it was changing its answer, so an earlier box does
     not count (verl and mathruler decide the same). Braces are counted escaped or not, again as they do.
     """
-    boxes = list(BOX.finditer(response))
+    boxes = list(BOX_PATTERN.finditer(response))
     end = closing_brace(response, boxes[-1].end()) if boxes else None
     if end is None:
         count("no_box")
@@ -208,7 +227,7 @@ def unwrap_truth(truth: str) -> str:
     A truth that is not wrapped, or whose wrapping is empty, is returned unchanged.
     """
     text = truth.strip()
-    box = BOX.match(text)
+    box = BOX_PATTERN.match(text)
     if box and closing_brace(text, box.end()) == len(text) - 1 and text[box.end() : -1].strip():
         return unwrap_truth(text[box.end() : -1].strip())
     if found := WRAPPED.fullmatch(text):
@@ -216,7 +235,7 @@ def unwrap_truth(truth: str) -> str:
     return truth
 
 
-def weighted(accuracy: float, form: float) -> dict[str, float]:
+def accuracy_and_format_reward(accuracy: float, form: float) -> dict[str, float]:
     """The two and their total, with verl's geo3k weights."""
     return {"accuracy": float(accuracy), "format": float(form), "reward": 0.9 * accuracy + 0.1 * form}
 
@@ -269,7 +288,7 @@ def count(name: str) -> None:
 # --- what a reward returns ----------------------------------------------------------------------------------------
 
 
-def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str, float]:
+def validate_reward(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str, float]:
     """A number, or a dict of numbers with the total under "reward", as a dict of floats of at most MAX_REWARD. One
     number per image under "images" becomes image_1, ...; where there is no total, their mean is it."""
     rewards = dict(result) if isinstance(result, dict) else {"reward": result}
@@ -291,7 +310,7 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
             raise UserError(f"row {uid!r}: reward part {name!r} has the name of a metric, reward/{name}; rename it")
         if number is None:
             raise UserError(
-                f"row {uid!r}: reward part {name!r} is {short(rewards[name])} for the response {response[:80]!r}; "
+                f"row {uid!r}: reward part {name!r} is {short_repr(rewards[name])} for the response {response[:80]!r}; "
                 f"return a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g} (for a tensor: float(x))"
             )
     return {printable(name): number for name, number in numbers.items()}
@@ -300,33 +319,33 @@ def checked(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str
 def as_number(value: Any) -> float | None:
     """Any kind of real number of at most MAX_REWARD as a float, also numpy's and torch's scalars; else None."""
     number = value.item() if getattr(value, "shape", None) == () else value
-    known = isinstance(number, NUMBERS) and not (isinstance(number, Decimal) and number.is_nan())
+    known = isinstance(number, NUMBER_TYPES) and not (isinstance(number, Decimal) and number.is_nan())
     return float(number) if known and abs(number) <= MAX_REWARD else None
 
 
-def short(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A `repr` that fits on a line; that of a very long integer is an error."""
     huge = isinstance(value, int) and value.bit_length() > 256
     return f"an integer of {value.bit_length()} bits" if huge else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-class RewardFailed(Exception):
+class RemoteRewardError(Exception):
     """A reward that failed in another process, with its traceback there."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """A reward that failed, in place of its numbers."""
 
     kind: str  # "errors" or "timeouts", as in metrics
     what: str  # the type of exception, or what happened
     line: str
     trace: str = ""
-    users: bool = False  # a UserError, told in a line
+    is_user_error: bool = False  # a UserError, told in a line
     error: BaseException | None = None  # in this process alone
 
     @classmethod
-    def of(cls, error: BaseException, uid: str) -> "Failure":
+    def from_exception(cls, error: BaseException, uid: str) -> "RewardFailure":
         users = isinstance(error, UserError)
         line = f"row {uid!r}: the reward raised {describe_error(error)}"
         if users:
@@ -335,7 +354,9 @@ class Failure:
         return cls("errors", type(error).__name__, line, trace, users, error)
 
     def exception(self) -> BaseException:
-        return self.error or (UserError(self.line) if self.users else RewardFailed(f"{self.line}\n{self.trace}"))
+        return self.error or (
+            UserError(self.line) if self.is_user_error else RemoteRewardError(f"{self.line}\n{self.trace}")
+        )
 
 
-Outcome = dict[str, float] | Failure
+RewardOutcome = dict[str, float] | RewardFailure

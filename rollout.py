@@ -24,12 +24,12 @@ from PIL import Image
 from errors import need, plug_in, printable
 from grpo import Algorithm, overlong_penalty
 from model import ImageInput, Processor
-from packing import Batch
-from prepare_data import Example, ReadingConfig, decode_image, read_examples, refuse_bad
+from packing import TrainBatch
+from prepare_data import DataFormatConfig, Example, check_bad_rows, decode_image, read_examples
 from reward import RewardContext
 from rewards.grade import Grader
-from settings import plain_pair, setting
-from utils import Context, NamedTensors, derive_seed, print0
+from settings import flag_field, plain_pair
+from utils import DistContext, NamedTensors, derive_seed, print0
 
 
 @dataclass(eq=False)
@@ -40,16 +40,16 @@ class Prompt:
     token_ids: list[int]
     images: list[ImageInput]
     example: Example
-    short_ids: list[int]  # one placeholder per image, for engines that expand them
+    unexpanded_ids: list[int]  # one placeholder per image, for engines that expand them
     blank: bool = False  # is every image a white one?
-    start: Example | None = None  # what was asked: the example, or what an environment makes of it
+    initial_example: Example | None = None  # what was asked: the example, or what an environment makes of it
     context: RewardContext | None = None  # for its rewards; None: the step that trains on it is not known yet
 
     def __post_init__(self):
-        self.start = self.start or self.example
+        self.initial_example = self.initial_example or self.example
 
 
-ENDS = (  # of an episode
+EPISODE_END_REASONS = (  # of an episode
     "done",  # its environment said so
     "max_turns",  # after the last turn that was allowed
     "length",  # a response was cut off
@@ -58,7 +58,7 @@ ENDS = (  # of an episode
 )
 
 
-class Turn(NamedTuple):
+class TurnSequence(NamedTuple):
     """One response of an episode and all that it was sampled after."""
 
     ids: list[int]
@@ -71,23 +71,25 @@ class Rollout:
     """One sampled response, or an episode of several: token ids, never re-tokenised text."""
 
     prompt: Prompt
-    sample: int  # index in the group
+    sample_index: int  # index in the group
     response: list[int] = field(default_factory=list)  # token ids; of an episode the environment's too, images expanded
     response_mask: list[bool] = field(default_factory=list)  # which of them the policy produced
     logprobs: list[float] = field(default_factory=list)  # the engine's, in nats, of the tokens under the mask
     finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
     text: str = ""  # of an episode its last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
-    turns: int = 1  # how many responses
+    n_turns: int = 1  # how many responses
     ended_by: str = ""  # once it is over "response", or of an episode one of ENDS
-    failure: str = ""  # of its environment: "errors" or "timeouts"
+    env_failure: str = ""  # of its environment: "errors" or "timeouts"
     failure_line: str = ""  # the same in words
     images: list[ImageInput] = field(default_factory=list)  # that came after the prompt, in order
     messages: list[dict] = field(default_factory=list)  # of an episode: what was said after the prompt
     turn_rewards: list[float] = field(default_factory=list)  # of its environment for each turn, discounted
     discount: float = 1.0  # of the reward that comes after the last turn
-    earned: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
-    separate: list[Turn] = field(default_factory=list)  # if the chat template has rewritten what was said before
+    env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named numbers, summed over turns
+    separate_turns: list[TurnSequence] = field(
+        default_factory=list
+    )  # if the chat template has rewritten what was said before
     versions: list[int] = field(default_factory=list)  # as long as logprobs: of the weights that sampled each token
 
     @property
@@ -103,7 +105,7 @@ class Rollout:
     @property
     def is_episode(self) -> bool:
         """One that is over, rather than a single response."""
-        return self.ended_by in ENDS
+        return self.ended_by in EPISODE_END_REASONS
 
     @property
     def task_reward(self) -> float:
@@ -111,19 +113,19 @@ class Rollout:
         return self.rewards.get("unpenalised", self.reward)
 
 
-def begun(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
+def start_rollouts(prompts: Sequence[Prompt], n: int) -> list[Rollout]:
     """n of each prompt, without a response yet."""
     return [Rollout(prompt, sample) for prompt, sample in product(prompts, range(n))]
 
 
-OnRollout = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
+RolloutCallback = Callable[[Rollout], None]  # what an engine calls with each rollout that is finished
 
 
 @dataclass
 class RolloutCounter:
     """Counts finished rollouts and their sampled tokens before it hands them to `on_rollout`: what progress shows."""
 
-    on_rollout: OnRollout | None = None
+    on_rollout: RolloutCallback | None = None
     rollouts: int = 0
     tokens: int = 0
 
@@ -135,7 +137,7 @@ class RolloutCounter:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     max_new_tokens: int
     temperature: float = 1.0  # 0 = greedy; logprobs are then those at temperature 1
     top_p: float = 1.0
@@ -165,10 +167,10 @@ def add_response(
 # Examples to prompts
 
 
-StartOf = Callable[[Example], Example]  # what an environment begins with: other messages and images
+ResetFn = Callable[[Example], Example]  # what an environment begins with: other messages and images
 
 
-def as_given(example: Example) -> Example:
+def identity(example: Example) -> Example:
     """Without an environment."""
     return example
 
@@ -177,14 +179,14 @@ def preprocess_image(image: Image.Image, processor: Processor, blank: bool, key:
     """Return an image as the model sees it, or with `blank` a white image of its size. `key` identifies its content."""
     if blank:
         image, key = Image.new("RGB", image.size, "white"), f"blank-{image.size}"
-    return processor.image(key, image)
+    return processor.image_to_patches(key, image)
 
 
 def make_prompts(
     examples: Sequence[Example],
     processor: Processor,
     blank: bool = False,
-    start_of: StartOf = as_given,
+    start_of: ResetFn = identity,
     context: RewardContext | None = None,
 ) -> list[Prompt]:
     """Decode and tokenise. With `blank` every image is replaced by a white one of its size: what is still answered
@@ -197,15 +199,15 @@ def make_prompts(
     def one(example: Example) -> Prompt:
         start = start_of(example)
         images = list(map(prepare, start.images))
-        short_ids = processor.render(start.messages)
-        ids = processor.expand(short_ids, images)
+        short_ids = processor.tokenize_messages(start.messages)
+        ids = processor.expand_image_tokens(short_ids, images)
         return Prompt(example.uid, ids, images, example, short_ids, blank, start, context)
 
     with ThreadPoolExecutor(4) as pool:  # decoding and resizing release the GIL
         return list(pool.map(one, examples))
 
 
-SPECIAL_TOKEN = "the tokenizer's special token"  # in the line of a prompt that is left out for one
+SPECIAL_TOKEN_REASON = "the tokenizer's special token"  # in the line of a prompt that is left out for one
 
 
 def drop_long_prompts(
@@ -213,7 +215,7 @@ def drop_long_prompts(
     processors: Sequence[Processor],
     max_tokens: int,
     bad_rows: str = "error",
-    start_of: StartOf = as_given,
+    start_of: ResetFn = identity,
 ) -> tuple[list[Example], list[str], list[int]]:
     """Examples whose prompt, image tokens included, has at most max_tokens tokens for each processor; a line for each
     one dropped; and the lengths of those kept. A text that a tokenizer would read a special token from is a bad row: it
@@ -222,7 +224,9 @@ def drop_long_prompts(
     for example in examples:
         start = start_of(example)
         if found := dict.fromkeys(chain.from_iterable(p.special_tokens_in(start.messages) for p in processors)):
-            line = f"{example.uid!r}: {SPECIAL_TOKEN} {', '.join(found)} in the prompt's text; write it otherwise"
+            line = (
+                f"{example.uid!r}: {SPECIAL_TOKEN_REASON} {', '.join(found)} in the prompt's text; write it otherwise"
+            )
             bad.append(printable(line))
             continue
         n = max(p.count_tokens(start.messages, start.image_sizes) for p in processors)
@@ -231,11 +235,11 @@ def drop_long_prompts(
         else:
             kept.append(example)
             lengths.append(n)
-    refuse_bad(bad, len(examples) - len(bad), bad_rows)
+    check_bad_rows(bad, len(examples) - len(bad), bad_rows)
     return kept, bad + dropped, lengths
 
 
-class Examples(list[Example]):
+class ExampleList(list[Example]):
     """With the number of tokens of each one's prompt, and how many rows were left out."""
 
     def __init__(self, examples: Sequence[Example] = (), lengths: Sequence[int] = (), left_out: int = 0):
@@ -246,17 +250,17 @@ class Examples(list[Example]):
 
 def load_examples(
     path: str,
-    cfg: ReadingConfig,
+    cfg: DataFormatConfig,
     processors: Sequence[Processor],
     rewards: Grader | None = None,
-    start_of: StartOf = as_given,
+    start_of: ResetFn = identity,
     limit: int | None = None,
-) -> Examples:
+) -> ExampleList:
     """The first `limit` examples that are readable, those of them that fit every processor and that `rewards` can
     grade; what is left out is counted and shown."""
-    examples, unreadable = read_examples(path, cfg, limit, rewards.check if rewards else len)
+    examples, unreadable = read_examples(path, cfg, limit, rewards.check_examples if rewards else len)
     kept, dropped, lengths = drop_long_prompts(examples, processors, cfg.max_prompt_tokens, cfg.bad_rows, start_of)
-    special = sum(SPECIAL_TOKEN in line for line in dropped)
+    special = sum(SPECIAL_TOKEN_REASON in line for line in dropped)
     left_out = unreadable + dropped
     for line in left_out[:10]:
         print0(f"left out: {line}")
@@ -269,10 +273,10 @@ def load_examples(
          "or lower --max-pixels")
     for line in rewards.unasked(kept) if rewards else ():
         print0(f"warning: {path}: {line}")
-    return Examples(kept, lengths, len(left_out))
+    return ExampleList(kept, lengths, len(left_out))
 
 
-def give_rewards(
+def assign_rewards(
     rollouts: Sequence[Rollout], results: Sequence[dict[str, float] | None], algo: Algorithm, max_new_tokens: int
 ) -> None:
     """Set the rewards of each rollout: named numbers and their total, "reward".
@@ -304,12 +308,14 @@ VLLM_HELP = (
 class RolloutConfig:
     """Rollout"""
 
-    prompts_per_step: int = setting(16, "prompts per step, over all processes (P)", least=1)
-    max_new_tokens: int = setting(512, "max new tokens per response (for episodes: all turns and observations "
+    prompts_per_step: int = flag_field(16, "prompts per step, over all processes (P)", least=1)
+    max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
                                   "together)", least=1)
-    temperature: float = setting(1.0, "sampling temperature; all log-probabilities are computed at it too", above=0)
-    rollout: str = setting("auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf", choices=ENGINES)
-    vllm: tuple[str, ...] = setting((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
+    temperature: float = flag_field(1.0, "sampling temperature; all log-probabilities are computed at it too", above=0)
+    rollout: str = flag_field(
+        "auto", "rollout engine; auto: vllm on a GPU if it is installed, else hf", choices=ENGINES
+    )
+    vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE", from_run=plain_pair)
 
     def check(self, world: int, minibatches: int) -> None:
         share = world * minibatches
@@ -317,7 +323,7 @@ class RolloutConfig:
              f"--prompts-per-step {self.prompts_per_step} does not divide into {world} processes x {minibatches} "
              f"--minibatches; use a multiple of {share}")
 
-    def check_data(self, examples: Examples, data: str, micro_tokens: int) -> None:
+    def check_data(self, examples: ExampleList, data: str, micro_tokens: int) -> None:
         """Raise UserError if there are too few examples for a batch, or a micro-batch is too small for the longest."""
         n, longest = len(examples), max(examples.lengths)
         need(n >= self.prompts_per_step,
@@ -331,60 +337,68 @@ class RolloutConfig:
 class EnvConfig:
     """Environment"""
 
-    env: str | None = setting(None, "environment of multi-turn episodes: a name in envs/, or your own; "
+    env: str | None = flag_field(None, "environment of multi-turn episodes: a name in envs/, or your own; "
                               "docs/environments.md", metavar="NAME|FILE.py:CLASS",
                               from_run=lambda name: ":" not in str(name))
-    env_settings: tuple[str, ...] = setting((), "constructor arguments of the environment; values are JSON, else text",
-                                            metavar="KEY=VALUE", from_run=plain_pair, part_of="env")
-    max_turns: int = setting(4, "max responses per episode", least=1)
-    turn_gamma: float = setting(1.0, "discount per turn (1: none)", above=0, most=1)
-    env_errors: str = setting("drop", "episodes whose environment fails: drop them, give reward zero, or stop the run",
-                              choices=("drop", "zero", "stop"))
-    env_timeout: float = setting(30.0, "seconds an environment may take for one reset or step", above=0)
+    env_settings: tuple[str, ...] = flag_field(
+        (),
+        "constructor arguments of the environment; values are JSON, else text",
+        metavar="KEY=VALUE",
+        from_run=plain_pair,
+        part_of="env",
+    )
+    max_turns: int = flag_field(4, "max responses per episode", least=1)
+    turn_gamma: float = flag_field(1.0, "discount per turn (1: none)", above=0, most=1)
+    env_errors: str = flag_field(
+        "drop",
+        "episodes whose environment fails: drop them, give reward zero, or stop the run",
+        choices=("drop", "zero", "stop"),
+    )
+    env_timeout: float = flag_field(30.0, "seconds an environment may take for one reset or step", above=0)
 
 
-def load_environments(cfg: EnvConfig) -> Any:
+def make_env_factory(cfg: EnvConfig) -> Any:
     """Return envs._load.Environments, what --env names; None without."""
     need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
-    return plug_in("envs._load", f"--env {cfg.env}").Environments(cfg) if cfg.env else None
+    return plug_in("envs._load", f"--env {cfg.env}").EnvFactory(cfg) if cfg.env else None
 
 
-NOT_FINITE = (
+NOT_FINITE_MESSAGE = (
     "the {what} are not finite, so nothing can be sampled: weights hold NaN or infinity, or values too large for "
     "--dtype; check --model, or continue from an earlier checkpoint with a lower --lr"
 )
 
 
-WAIT = 0.05  # seconds that an engine without work waits for environments, at a time
+IDLE_POLL_SECONDS = 0.05  # seconds that an engine without work waits for environments, at a time
 
 
-class Responses:
+class RolloutQueue:
     """What an engine is to sample: rollouts that a response is added to. Of single responses all are there at once;
     envs/_play.py has those of episodes."""
 
-    over = True  # no more will come than the next `take` gives
+    exhausted = True  # no more will come than the next `take` gives
 
-    def __init__(self, rollouts: Sequence[Rollout], sampling: Sampling, on_rollout: OnRollout):
+    def __init__(self, rollouts: Sequence[Rollout], sampling: SamplingParams, on_rollout: RolloutCallback):
         self.waiting = list(rollouts)
         self.sampling = sampling
         self.on_rollout = on_rollout
 
-    def room(self, rollout: Rollout) -> int:
+    def remaining_tokens(self, rollout: Rollout) -> int:
         """How many tokens the next response may have."""
         return self.sampling.max_new_tokens - len(rollout.response)
 
-    def take(self, wait: float) -> list[Rollout]:
+    def poll(self, wait: float) -> list[Rollout]:
         """Those that came since the last call. Without any it may wait, so many seconds at most."""
         taken, self.waiting = self.waiting, []
         return taken
 
-    def added(self, rollout: Rollout) -> None:
+    def mark_sampled(self, rollout: Rollout) -> None:
         """The engine calls this as soon as it has added a response, in any order."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
 
-Weights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
+GetWeights = Callable[[bool], NamedTensors]  # in full (True: only of what is trained); all ranks consume them together
 
 
 def never() -> bool:
@@ -396,32 +410,32 @@ class Engine:
     what they need; it stays awake until somebody who needs its memory lets it sleep."""
 
     dtype: torch.dtype  # of its weights: a sync casts to it
-    complete = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
-    version = 0  # of its weights: each call of load_weights adds 1
+    has_all_weights = False  # has load_weights brought every tensor? Until then a sync must send the frozen ones too
+    weights_version = 0  # of its weights: each call of load_weights adds 1
 
-    def __init__(self, interrupted: Callable[[], bool] = never):
+    def __init__(self, should_stop: Callable[[], bool] = never):
         """`interrupted` returns True once the run was asked to end: stop sampling."""
-        self.interrupted = interrupted
+        self.should_stop = should_stop
         self.finished = RolloutCounter()  # of the last call of generate
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
         """n rollouts of each prompt, in the order of the prompts. Each, the same object, is handed to `on_rollout` as
         soon as it is finished, in any order."""
         self.finished = finished = RolloutCounter(on_rollout)
-        rollouts = begun(prompts, n)
-        self.sample(Responses(rollouts, sampling, finished.add), sampling)
+        rollouts = start_rollouts(prompts, n)
+        self.sample(RolloutQueue(rollouts, sampling, finished.add), sampling)
         return rollouts
 
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
+    def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
         """Add a response to each of the rollouts, until no more come; with what is there already a rollout has at most
         max_new_tokens. One that comes again goes on after what was added to it meanwhile."""
         raise NotImplementedError
 
-    def sync(self, weights: Weights) -> dict[str, float]:
+    def sync(self, weights: GetWeights) -> dict[str, float]:
         """Take over the trainer's weights, on all ranks at once; what load_weights says of it."""
-        return self.load_weights(weights(self.complete))
+        return self.load_weights(weights(self.has_all_weights))
 
     def load_weights(self, named_tensors: NamedTensors) -> dict[str, float]:
         """Take over weights, by Hugging Face names; how many calls and bytes that took."""
@@ -431,7 +445,7 @@ class Engine:
         """What it measured of itself since the last call."""
         return {}
 
-    def step_metrics(self, batch: Batch) -> dict[str, float]:
+    def step_metrics(self, batch: TrainBatch) -> dict[str, float]:
         """Return metrics of a step that trained on this batch, over all processes."""
         return {}
 
@@ -468,7 +482,7 @@ class PromptBatch(Sequence[Prompt]):
     position: int  # in the data
     uids: set[str]  # of all processes
     examples: list[Example]
-    sampling: Sampling
+    sampling: SamplingParams
     make: Callable[..., list[Prompt]]
     context: RewardContext | None  # None until the step that trains on it is known
 
@@ -487,7 +501,7 @@ class Batches:
     """Batches of prompts by their position in the data. `cfg` is train.Config, `curriculum` a
     rewards.curriculum.Curriculum."""
 
-    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: StartOf, ctx: Context):
+    def __init__(self, cfg: Any, curriculum: Any, processor: Processor, start_of: ResetFn, ctx: DistContext):
         self.cfg = cfg
         self.curriculum = curriculum
         self.make = partial(make_prompts, processor=processor, start_of=start_of)
@@ -508,59 +522,59 @@ class Batches:
         first = self.state.position
         self.drawn = {at: batch for at, batch in self.drawn.items() if at >= first}
         ahead = set().union(*(batch.uids for batch in self.drawn.values())) if self.cfg.servers.async_steps else None
-        examples = self.curriculum.batch(step, first, position - first, self.state.curriculum, ahead)
+        examples = self.curriculum.select_batch(step, first, position - first, self.state.curriculum, ahead)
         own, context = examples[self.ctx.rank :: self.ctx.world], self._context(step, position) if step_known else None
         uids, sampling = {example.uid for example in examples}, self.sampling(position)
         self.drawn[position] = PromptBatch(position, uids, own, sampling, self.make, context)
         return self.drawn[position]
 
-    def sampling(self, position: int, again: int = 0) -> Sampling:
+    def sampling(self, position: int, again: int = 0) -> SamplingParams:
         """Return how to sample a batch. The randomness of a sample is a function of (seed, position), its prompt and
         its place in the group."""
         seed = derive_seed(self.cfg.run.seed, "sample", position, *([again] if again else []))
-        return Sampling(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
+        return SamplingParams(self.cfg.rollout.max_new_tokens, self.cfg.rollout.temperature, seed=seed)
 
     def _context(self, step: int, position: int) -> RewardContext:
-        return RewardContext(position, step, self.curriculum.stage(step))
+        return RewardContext(position, step, self.curriculum.current_stage(step))
 
 
 class GroupPool:
-    """The groups that a step samples, until enough of them have unequal rewards or --sample-rounds batches are used up.
+    """The groups that a step samples, until enough of them have unequal rewards or --max-gen-batches batches are used up.
     A group is known by (batch, place in the batch), the same on all processes, each of which holds its own groups."""
 
-    def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: Context):
+    def __init__(self, algo: Algorithm, cfg: RolloutConfig, position: int, ctx: DistContext):
         self.algo = algo
-        self.wanted = cfg.prompts_per_step
+        self.target_groups = cfg.prompts_per_step
         self.max_new_tokens = cfg.max_new_tokens
         self.position = position  # in the data
         self.ctx = ctx
-        self.round = 0
+        self.batches_drawn = 0
         self.groups: dict[tuple[int, int], list[Rollout]] = {}
         self.has_signal: dict[tuple[int, int], bool] = {}  # of all processes
-        self.solved: dict[str, float] = {}  # uid -> mean accuracy of its group, of all processes
+        self.mean_accuracy: dict[str, float] = {}  # uid -> mean accuracy of its group, of all processes
 
-    def full(self) -> bool:
-        enough = sum(self.has_signal.values()) >= self.wanted
-        return self.round == self.algo.sample_rounds or (self.round > 0 and enough)
+    def is_full(self) -> bool:
+        enough = sum(self.has_signal.values()) >= self.target_groups
+        return self.batches_drawn == self.algo.max_gen_batches or (self.batches_drawn > 0 and enough)
 
     def add(self, rollouts: Sequence[Rollout], rewards: Sequence[Mapping[str, float] | None]) -> None:
         """Add this process's rollouts of a batch and their rewards, on all processes at once."""
-        give_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
+        assign_rewards(rollouts, rewards, self.algo, self.max_new_tokens)
         size = self.algo.group_size
-        places = range(self.ctx.rank, self.wanted, self.ctx.world)
-        groups = {(self.round, place): list(rollouts[i * size :][:size]) for i, place in enumerate(places)}
+        places = range(self.ctx.rank, self.target_groups, self.ctx.world)
+        groups = {(self.batches_drawn, place): list(rollouts[i * size :][:size]) for i, place in enumerate(places)}
         # before penalties for length, which tell no right answer from a wrong one: arXiv:2503.14476, section 3.2
         graded = {key: [r for r in group if r.rewards] for key, group in groups.items()}
         signals = {key: len({r.task_reward for r in group}) > 1 for key, group in graded.items()}
         solved = {group[0].prompt.uid: fmean(r.accuracy for r in group) for group in graded.values() if group}
         for their_signals, their_solved in self.ctx.gather((signals, solved)):
             self.has_signal |= their_signals
-            self.solved |= their_solved
+            self.mean_accuracy |= their_solved
         self.groups |= groups
-        self.round += 1
+        self.batches_drawn += 1
         self.position += 1
 
-    def chosen(self) -> list[tuple[int, int]]:
+    def select_groups(self) -> list[tuple[int, int]]:
         """The groups to train on: the first whose rewards are unequal, and where there are too few of them, others."""
         best_first = sorted(self.has_signal, key=lambda key: (not self.has_signal[key], key))
-        return sorted(best_first[: self.wanted])
+        return sorted(best_first[: self.target_groups])

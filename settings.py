@@ -25,7 +25,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from errors import UserError, nearest, need, refusing
+from errors import UserError, as_user_error, nearest, need
 
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
@@ -46,7 +46,7 @@ def plain_pair(pair: Any) -> bool:
     return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))
 
 
-def setting(
+def flag_field(
     default: Any,
     help: str,
     choices: Sequence[str] = (),
@@ -68,28 +68,28 @@ def setting(
     return field(default=default, kw_only=True, metadata=metadata)
 
 
-def flag_of(name: str) -> str:
+def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag_text(name: str, value: Any) -> str:
+def format_flag(name: str, value: Any) -> str:
     """Return a setting as it is typed: the flag and its value or values."""
-    return shlex.join([flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])])
+    return shlex.join([flag_name(name), *map(str, value if isinstance(value, list | tuple) else [value])])
 
 
 def typed(f: Field, value: Any) -> str:
     """Return a setting as it is typed: `--lr 1e-6`, or `--algo-args gamma=1` if it is a key."""
-    return f"--algo-args {f.name}={value}" if f.metadata["key"] else flag_text(f.name, value)
+    return f"--algo-args {f.name}={value}" if f.metadata["key"] else format_flag(f.name, value)
 
 
 def parse_key(f: Field, hint: Any, text: str) -> Any:
     """Return the value of a key: "default" takes back what a resumed run has."""
-    kind, _, may_be_none = parts_of(hint)
+    kind, _, may_be_none = parse_type_hint(hint)
     if text == "default":
         return f.default
     if text == "none" and may_be_none:
         return None
-    with refusing(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
+    with as_user_error(ValueError, f"{typed(f, text)}: must be of type {kind.__name__}"):
         return kind(text)
 
 
@@ -105,13 +105,13 @@ def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def parts_of(hint: Any) -> tuple[type, bool, bool]:
+def parse_type_hint(hint: Any) -> tuple[type, bool, bool]:
     """(int, is it a tuple, may it be None) of `int`, `tuple[int, ...]` and `int | None`."""
     inner = get_args(hint)
     return inner[0] if inner else hint, get_origin(hint) is tuple, NoneType in inner
 
 
-def help_of(f: Field) -> str:
+def help_with_default(f: Field) -> str:
     """With the default, unless there is none to speak of or the text has it."""
     text, shown = f.metadata["help"], f.default
     if shown in (REQUIRED, None, "", ()) or shown is False or "default" in text:
@@ -119,7 +119,7 @@ def help_of(f: Field) -> str:
     return f"{text} (default: {'on' if shown is True else shown})"
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Flags that have to be spelt out. A mistake is one line, and names the nearest flag; also after the name of a
     command, whose parser is another one of these."""
 
@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def optional(kind: type) -> Callable[[str], Any]:
+def optional_type(kind: type) -> Callable[[str], Any]:
     """Of a setting that may be None: "default" takes back what a resumed run has."""
 
     def parse(text: str) -> Any:
@@ -161,7 +161,7 @@ def optional(kind: type) -> Callable[[str], Any]:
     return parse
 
 
-def add_settings(parser: Parser, cls: type) -> None:
+def add_flags(parser: FlagParser, cls: type) -> None:
     """Add a dataclass's settings, and those of each of its bases, as groups of flags. A setting that is not given is
     absent in what is parsed."""
     hints = get_type_hints(cls)
@@ -175,20 +175,20 @@ def add_settings(parser: Parser, cls: type) -> None:
         for f in own:
             if f.name in keys:
                 continue
-            kind, many, may_be_none = parts_of(hints[f.name])
+            kind, many, may_be_none = parse_type_hint(hints[f.name])
             choices, positional = f.metadata["choices"], f.metadata["positional"]
             metavar = f.metadata["metavar"] or METAVARS.get(kind, f.name.rpartition("_")[2].upper())
-            options = {"help": help_of(f).replace("%", "%%"), "default": argparse.SUPPRESS}
+            options = {"help": help_with_default(f).replace("%", "%%"), "default": argparse.SUPPRESS}
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options["type"] = optional(kind) if may_be_none and not choices else kind
+                options["type"] = optional_type(kind) if may_be_none and not choices else kind
                 options |= {"choices": choices} if choices else {"metavar": metavar}
             if many:  # one that is given twice adds up
                 options |= {"nargs": "+", "action": "extend"}
-            group.add_argument(f.name if positional else flag_of(f.name), **options)
+            group.add_argument(f.name if positional else flag_name(f.name), **options)
             if f.default is REQUIRED:  # argparse's own usage would list every flag
-                shown = metavar if positional else f"{flag_of(f.name)} {metavar}"
+                shown = metavar if positional else f"{flag_name(f.name)} {metavar}"
                 parser.usage = f"{parser.usage or '%(prog)s [flags]'} {shown}"
 
 
@@ -196,19 +196,20 @@ def add_settings(parser: Parser, cls: type) -> None:
 class PixelConfig:
     """Image sizes"""
 
-    min_pixels: int | None = setting(None, "enlarge smaller images to this many pixels (default: the processor's "
+    min_pixels: int | None = flag_field(None, "enlarge smaller images to this many pixels (default: the processor's "
                                      "value)", least=1)
-    max_pixels: int | None = setting(None, "shrink larger images to this many pixels (default: the processor's value)",
-                                     least=1)
+    max_pixels: int | None = flag_field(
+        None, "shrink larger images to this many pixels (default: the processor's value)", least=1
+    )
 
 
 def check_given(values: Mapping[str, object], *classes: type) -> None:
     """Raise UserError with every required setting of these dataclasses that `values` lacks."""
     missing = [f for cls in classes for f in fields(cls) if f.default is REQUIRED and f.name not in values]
-    need(not missing, "; ".join(f"{flag_of(f.name)} is missing: {f.metadata['help']}" for f in missing))
+    need(not missing, "; ".join(f"{flag_name(f.name)} is missing: {f.metadata['help']}" for f in missing))
 
 
-def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
+def build_config(cls: type[T], values: Mapping[str, object]) -> T:
     """A dataclass of settings from values by name, checked; those of other groups may be among them. Lists, as argparse
     and JSON have them, become tuples."""
     hints, chosen = get_type_hints(cls), {}
@@ -217,11 +218,11 @@ def read_settings(cls: type[T], values: Mapping[str, object]) -> T:
         if f.name in values:
             value = values[f.name] if values[f.name] != ["default"] else ()  # takes back what a resumed run has
             chosen[f.name] = tuple(value) if isinstance(value, list) else value
-            check_setting(f, hints[f.name], chosen[f.name])
+            check_value(f, hints[f.name], chosen[f.name])
     return cls(**chosen)
 
 
-def settings_of_run(
+def load_run_settings(
     known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
 ) -> dict[str, Any]:
     """Return the `known` settings that a run's run.json has, as defaults of a command that was `given` others. Raise
@@ -234,7 +235,7 @@ def settings_of_run(
             items = value if isinstance(value, list) else [] if value is None else [value]
             withheld += [] if f.name in given or all(map(f.metadata["from_run"], items)) else [f]
     told = " ".join(typed(f, run[f.name]) for f in withheld)
-    without = " ".join(f"{flag_of(f.name)} default" for f in withheld if f.default is not REQUIRED)
+    without = " ".join(f"{flag_name(f.name)} default" for f in withheld if f.default is not REQUIRED)
     need(not withheld, f"{where} was trained with {told}. Flags that name code, servers, secrets or missing files are "
          f"not taken from a folder; add {told}" + (f", or to do without it {without}" if without else ""))
     return kept
@@ -248,15 +249,15 @@ def naming_origins(values: Mapping[str, Any], origin: str) -> Iterator[None]:
     except UserError as error:
         message, given = str(error), {word.partition("=")[0] for word in sys.argv}
         for name, value in values.items():
-            if flag_of(name) not in given and name not in given:
-                as_typed = rf"({flag_of(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
+            if flag_name(name) not in given and name not in given:
+                as_typed = rf"({flag_name(name)} |--[\w-]+ {name}=){re.escape(str(value))}(?!\w|\.\d)"
                 message = re.sub(as_typed, rf"\g<0> ({origin})", message, count=1)
         raise UserError(message) from error
 
 
-def check_setting(f: Field, hint: type, value: object) -> None:
+def check_value(f: Field, hint: type, value: object) -> None:
     """Is a value of the setting's type, one of its choices and within its bounds?"""
-    kind, many, may_be_none = parts_of(hint)
+    kind, many, may_be_none = parse_type_hint(hint)
     if may_be_none and value is None:
         return
     choices, bounds = f.metadata["choices"], f.metadata["bounds"]

@@ -21,35 +21,35 @@ from itertools import chain
 import torch
 
 import grpo
-from engines.launch import ServerConfig, check_engine, resolve_engine, start_sampling
+from engines.launch import RolloutServerConfig, check_engine, resolve_engine, start_sampling
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
-from packing import Batch, Packer, TokenBatch, balance_over_ranks, flop_rates, token_batch
+from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_rates, make_token_batch
 from parallel import nodes, resume, sharding, watch
 from parallel.checkpoint import load_checkpoint
-from parallel.models import Models, OptimConfig, build_models, peak_memory, probe_memory, saved_parts
+from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
 from prepare_data import DataConfig
 from report import metrics, progress
 from report.files import lock_folder
-from report.log import RunLog, Skipped
+from report.log import RunLog, SkippedUpdates
 from reward import RewardConfig
 from rewards.grade import Grader
-from rewards.order import DataOrder, Memory, last_stage, make_order
+from rewards.order import CurriculumState, DataOrder, load_last_stage, make_order
 from rollout import (
     Batches,
     Engine,
     EnvConfig,
-    Examples,
+    ExampleList,
     GroupPool,
     RolloutConfig,
-    Sampling,
-    as_given,
-    load_environments,
+    SamplingParams,
+    identity,
     load_examples,
+    make_env_factory,
 )
-from settings import Parser, add_settings, check_given, naming_origins, read_settings
-from utils import Context, Meter, Stages, run_script
+from settings import FlagParser, add_flags, build_config, check_given, naming_origins
+from utils import DistContext, Meter, StepTimer, run_script
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
-    servers: ServerConfig
+    servers: RolloutServerConfig
     env: EnvConfig
     reward: RewardConfig
     algo: grpo.Algorithm
@@ -68,28 +68,28 @@ class Config:
     parallel: sharding.ParallelConfig
 
     @classmethod
-    def of(cls, settings: dict) -> "Config":
+    def from_flags(cls, settings: dict) -> "Config":
         """Read the settings of all groups from values by the names of their flags."""
         check_given(settings, *(group.type for group in fields(cls)))
-        return cls(**{group.name: read_settings(group.type, settings) for group in fields(cls)})
+        return cls(**{group.name: build_config(group.type, settings) for group in fields(cls)})
 
-    def flat(self) -> dict:
+    def to_flags(self) -> dict:
         """As run.json has them."""
         return dict(chain.from_iterable(group.items() for group in asdict(self).values()))
 
 
 @dataclass(frozen=True)
-class State:
+class TrainState:
     """Where a run stands, besides its weights."""
 
     step: int = 0  # steps done
     position: int = 0  # batches of prompts drawn
     kl_coef: float = 0.0  # adaptive with kl_target
     eval_due: int = 0  # the step of an evaluation that is still to be made: the first, or one that was cut short
-    curriculum: Memory = field(default_factory=dict)  # what it carries from step to step
+    curriculum: CurriculumState = field(default_factory=dict)  # what it carries from step to step
 
     @classmethod
-    def of(cls, saved: dict, algo: grpo.Algorithm) -> "State":
+    def of(cls, saved: dict, algo: grpo.Algorithm) -> "TrainState":
         """Return where a run stands by its checkpoint, or if that has nothing at its start."""
         state = cls(**{"kl_coef": algo.kl_coef} | {f.name: saved[f.name] for f in fields(cls) if f.name in saved})
         return state if algo.kl_target is not None else replace(state, kl_coef=algo.kl_coef)
@@ -100,10 +100,10 @@ class Run:
     """What set_up made for the loop."""
 
     cfg: Config
-    ctx: Context
-    timer: Stages
-    interrupt: watch.Interrupt
-    state: State
+    ctx: DistContext
+    timer: StepTimer
+    interrupt: watch.SignalHandler
+    state: TrainState
     models: Models
     packer: Packer
     batches: Batches
@@ -111,27 +111,27 @@ class Run:
     grader: Grader
     evaluation: Evaluation
     log: RunLog
-    saver: resume.Saver
-    skipped: Skipped
+    saver: resume.CheckpointSaver
+    skipped: SkippedUpdates
     steps_per_epoch: int
     lock: object  # on --out, held until the process ends
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
-    parser = Parser(__doc__)
+    parser = FlagParser(__doc__)
     for f in fields(Config):
-        add_settings(parser, f.type)
+        add_flags(parser, f.type)
     given = vars(parser.parse_args(argv))
     known = chain.from_iterable(fields(f.type) for f in fields(Config))
-    before = resume.resumed_settings(known, given)  # of the run that --resume continues
+    before = resume.load_resumed_settings(known, given)  # of the run that --resume continues
     if given.get("algo", before.get("algo")) != before.get("algo"):  # a new --algo drops what the old one had set
         for name in grpo.PRESETS.get(before.get("algo"), {}):
             before.pop(name, None)
         before |= grpo.PRESETS[given["algo"]]
-    return Config.of(before | given)
+    return Config.from_flags(before | given)
 
 
-def check(cfg: Config, world: int) -> None:
+def check_config(cfg: Config, world: int) -> None:
     """Everything that can be wrong about the settings, before anything is read."""
     cfg.algo.check()
     cfg.model.check(cfg.algo.ref_every)
@@ -142,9 +142,9 @@ def check(cfg: Config, world: int) -> None:
     cfg.parallel.check(world, load_config(cfg.model.model, cfg.model.family_paths))
 
 
-def resolve(cfg: Config, device: torch.device) -> Config:
+def resolve_auto_settings(cfg: Config, device: torch.device) -> Config:
     """Return the settings with what "auto" means here, and with absolute paths."""
-    cfg = Config.of(cfg.flat() | resume.absolute_paths(cfg.flat()))
+    cfg = Config.from_flags(cfg.to_flags() | resume.absolute_paths(cfg.to_flags()))
     rollout = replace(cfg.rollout, rollout=resolve_engine(cfg.rollout.rollout, device))
     return replace(cfg, model=cfg.model.resolve(device), rollout=rollout)
 
@@ -153,33 +153,33 @@ def resolve(cfg: Config, device: torch.device) -> Config:
 # The phases of a step
 
 
-def make_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: Context, meter: Meter) -> Batch:
+def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, meter: Meter) -> TrainBatch:
     """3. Whole groups, evened in FLOPs over ranks, and packed. What cannot have a gradient costs no forward."""
     algo = cfg.algo
-    groups, chosen = pool.groups, pool.chosen()
-    by_minibatch = balance_over_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
+    groups, chosen = pool.groups, pool.select_groups()
+    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
     rollouts = list(chain.from_iterable(by_minibatch))
-    rewards_PG = per_group([r.reward for r in rollouts], algo)
-    live = grpo.may_train(rewards_PG, [r.finish_reason for r in rollouts], algo)
+    rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
+    live = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)
     weights, minibatches = [], []
     for part in by_minibatch:
         members = range(len(weights), len(weights) + len(part))
         n_tokens = [sum(r.response_mask) for r in part]
-        counted = [algo.counts(r.finish_reason) for r in part]
+        counted = [algo.counts_in_loss(r.finish_reason) for r in part]
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
         minibatches.append(packer.pack(rollouts, [i for i in members if live[i]], ctx.max))
     trained = [r for r, alive in zip(rollouts, live, strict=True) if alive]
     flops = metrics.update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0)
-    meter.sum("update/flops", algo.epochs * flops)
-    return Batch(rollouts, token_batch(rollouts, weights), minibatches)
+    meter.sum("update/flops", algo.update_epochs * flops)
+    return TrainBatch(rollouts, make_token_batch(rollouts, weights), minibatches)
 
 
-def per_group(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Tensor:
+def reshape_to_groups(rewards_B: list[float], algo: grpo.Algorithm) -> torch.Tensor:
     return torch.tensor(rewards_B, dtype=torch.float64).view(-1, algo.group_size)
 
 
 @torch.no_grad()
-def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
+def compute_logprobs_and_values(batch: TrainBatch, models: Models, cfg: Config) -> None:
     """4. What the algorithm compares with, under the weights before the update: old_logps, ref_logps and values."""
     algo, temperature, tokens = cfg.algo, cfg.rollout.temperature, batch.tokens
     by_policy = algo.needs_old_logps or (algo.needs_values and models.critic is None)
@@ -197,30 +197,36 @@ def compute_before_update(batch: Batch, models: Models, cfg: Config) -> None:
     models.reshard()
 
 
-def set_advantages(batch: Batch, algo: grpo.Algorithm, kl_coef: float, ctx: Context, meter: Meter) -> None:
+def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx: DistContext, meter: Meter) -> None:
     """5. One function of the rewards and of what was computed before the update."""
     tokens = batch.tokens
-    task_rewards_PG = per_group([r.task_reward for r in batch.rollouts], algo)
-    counted_B = torch.tensor([algo.counts(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
-    rewards_PG = per_group([r.reward for r in batch.rollouts], algo)
-    advantages_N, returns_N = grpo.advantages(
-        rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.moments)
+    task_rewards_PG = reshape_to_groups([r.task_reward for r in batch.rollouts], algo)
+    counted_B = torch.tensor([algo.counts_in_loss(r.finish_reason) for r in batch.rollouts], dtype=torch.bool)
+    rewards_PG = reshape_to_groups([r.reward for r in batch.rollouts], algo)
+    advantages_N, returns_N = grpo.compute_advantages(
+        rewards_PG, task_rewards_PG, tokens, counted_B, algo, kl_coef, ctx.mean_and_std)
     tokens.advantages = advantages_N.float()
     tokens.returns = None if returns_N is None else returns_N.float()
     if algo.needs_values:
-        metrics.measure_values(tokens[counted_B[tokens.rollout]], ctx, meter)
+        metrics.add_value_metrics(tokens[counted_B[tokens.rollout]], ctx, meter)
 
 
 def update_policy(
-    models: Models, batch: Batch, cfg: Config, state: State, ctx: Context, meter: Meter, skipped: Skipped
+    models: Models,
+    batch: TrainBatch,
+    cfg: Config,
+    state: TrainState,
+    ctx: DistContext,
+    meter: Meter,
+    skipped: SkippedUpdates,
 ) -> None:
     """6. The optimizer steps of one rollout step, of the policy and of its critic: a head on the policy, or a model of
     its own. During the critic's warm-up only values are learnt."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     if models.reference:
-        meter.set("kl/coef", state.kl_coef)
-    for update in range(algo.epochs * algo.minibatches):
+        meter.set_replicated("kl/coef", state.kl_coef)
+    for update in range(algo.update_epochs * algo.minibatches):
         epoch, number = divmod(update, algo.minibatches)
         micros = batch.minibatches[number]
         models.zero_grad()
@@ -250,24 +256,24 @@ def update_policy(
             batch.tokens.fill(rows, logps=logps, entropies=entropies)
             # log-probabilities of weights that no update has changed yet: known for all, or those of the first update
             before = epoch == 0 and (algo.needs_old_logps or number == 0)
-            metrics.measure_tokens(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
+            metrics.add_token_metrics(batch.tokens[batch.rows(number)], loss, meter, first_pass=before)
         if state.step < algo.critic_warmup_steps:
             models.policy.hf.zero_grad()
-        norm, stepped = clipped_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
+        norm, stepped = clip_and_step(models.policy, models.optimizer, cfg.optim.max_grad_norm)
         # A norm of 0: nothing had a gradient, so there is no loss either. A mean over updates, of sums over ranks
-        meter.add("loss/policy", policy_total, (norm != 0) / ctx.data_world)
-        meter.add("policy/grad_norm", norm, norm != 0)
+        meter.add_mean("loss/policy", policy_total, (norm != 0) / ctx.data_world)
+        meter.add_mean("policy/grad_norm", norm, norm != 0)
         skipped.after_update(norm, stepped, policy_total, batch.uids(number), meter)
         if models.critic:
-            norm, _ = clipped_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
-            meter.add("value/grad_norm", norm, norm != 0)
+            norm, _ = clip_and_step(models.critic, models.critic_optimizer, cfg.optim.max_grad_norm)
+            meter.add_mean("value/grad_norm", norm, norm != 0)
             skipped.after_critic_update(norm, value_total, batch.uids(number), meter)
         if algo.needs_values:
-            meter.add("loss/value", value_total, (norm != 0) / ctx.data_world)
+            meter.add_mean("loss/value", value_total, (norm != 0) / ctx.data_world)
 
 
 @torch.no_grad()
-def compute_tangents(models: Models, batch: Batch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
+def compute_tangents(models: Models, batch: TrainBatch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
     """Set what kernels.TangentLoss reads. If micro-batches hold parts of rollouts, a loss that couples the tokens of a
     rollout needs a forward over all micro-batches before the first backward."""
     tokens = batch.tokens
@@ -290,11 +296,11 @@ def weighted_value_loss(
         return tokens.weights.new_zeros(())
     loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.value_clip)
     real = tokens.weights > 0
-    meter.add("value/clipped", clipped_K[real].sum(), real.sum())
+    meter.add_mean("value/clipped", clipped_K[real].sum(), real.sum())
     return (tokens.weights * loss_K).sum()
 
 
-def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
+def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
     """The global gradient norm before clipping, and whether there was a step. A norm of 0 means that nothing had a
     gradient; stepping would move the weights by momentum and decay alone. All ranks see the same norm."""
     norm = sharding.clip_gradients(model, max_norm)
@@ -304,15 +310,17 @@ def clipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_n
     return norm, good
 
 
-def next_state(state: State, pool: GroupPool, curriculum: DataOrder, row: dict[str, float], cfg: Config) -> State:
+def next_state(
+    state: TrainState, pool: GroupPool, curriculum: DataOrder, row: dict[str, float], cfg: Config
+) -> TrainState:
     """Return the state after a step with these metrics. A KL coefficient that adapts does so if the policy moved."""
     algo, kl_coef, infinite = cfg.algo, state.kl_coef, float("inf")
     moved = row.get("update/steps", 0) > 0 and state.step >= algo.critic_warmup_steps
     if algo.kl_target is not None and moved and abs(row.get("policy/kl_ref", infinite)) < infinite:
         samples = cfg.rollout.prompts_per_step * algo.group_size
-        kl_coef = grpo.adapt_kl(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
-    memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.solved)
-    return State(state.step + 1, pool.position, kl_coef, curriculum=memory)
+        kl_coef = grpo.adapt_kl_coef(kl_coef, row["policy/kl_ref"], algo.kl_target, samples, algo.kl_horizon)
+    memory = curriculum.after_step(state.curriculum, state.step, pool.position, pool.mean_accuracy)
+    return TrainState(state.step + 1, pool.position, kl_coef, curriculum=memory)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,37 +332,39 @@ def set_up(cfg: Config) -> Run:
     ctx, interrupt, timer = watch.start_processes(cfg.run, cfg.parallel.tp)
 
     # 2. settings
-    cfg = resolve(cfg, ctx.device)
-    nodes.check_settings(cfg.flat(), ctx)
-    check(cfg, ctx.world)
+    cfg = resolve_auto_settings(cfg, ctx.device)
+    nodes.check_same_settings(cfg.to_flags(), ctx)
+    check_config(cfg, ctx.world)
 
     # 3. processor, environment and rewards
     processor = Processor(cfg.model.model, cfg.model.min_pixels, cfg.model.max_pixels)
-    env = load_environments(cfg.env)
-    start_of = env.start_of if env else as_given
-    grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, played=env is not None)
+    env = make_env_factory(cfg.env)
+    start_of = env.reset_example if env else identity
+    grader = Grader(cfg.reward, cfg.run.folder, ctx.rank, ctx.world, has_environment=env is not None)
 
     # 4. data
     train_set = load_examples(cfg.data.data, cfg.data, [processor], grader, start_of)
     asked = cfg.data.eval_data
-    eval_set = load_examples(asked, cfg.data, [processor], grader, start_of) if asked else Examples()
+    eval_set = load_examples(asked, cfg.data, [processor], grader, start_of) if asked else ExampleList()
     cfg.rollout.check_data(train_set, cfg.data.data, cfg.optim.micro_tokens)
 
     # 5. curriculum, and a trial of the rewards in each of its stages
     curriculum = make_order(cfg.reward.curriculum, train_set, cfg.rollout.prompts_per_step, cfg.run.seed)
-    _, last = last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
+    _, last = load_last_stage(cfg.reward.curriculum, eval_set)  # by the data it is for, as eval.py has it
     batches = Batches(cfg, curriculum, processor, start_of, ctx)
-    grader.try_out(ctx.main, curriculum.stages())
+    grader.dry_run(ctx.is_main, curriculum.stages())
 
     # 6. run directory, and the checkpoint to continue from
-    lock = lock_folder(cfg.run.folder) if ctx.main else None
-    nodes.check_shared(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
-    start = resume.find_start(cfg.run.folder, cfg.run.resume, cfg.flat(), saved_parts(cfg.model, cfg.algo))
+    lock = lock_folder(cfg.run.folder) if ctx.is_main else None
+    nodes.check_shared_storage(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
+    start = resume.find_resume_checkpoint(
+        cfg.run.folder, cfg.run.resume, cfg.to_flags(), checkpoint_parts(cfg.model, cfg.algo)
+    )
 
     # 7. models and where the run stands
     models = build_models(cfg, processor, ctx)
-    state = State.of(load_checkpoint(start, models.saved) if start else {}, cfg.algo)
-    rates = flop_rates(models.policy.hf.config, models.vision_share)
+    state = TrainState.of(load_checkpoint(start, models.checkpointed) if start else {}, cfg.algo)
+    rates = flop_rates(models.policy.hf.config, models.vision_flop_factor)
     packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, cfg, start_of)
@@ -363,21 +373,23 @@ def set_up(cfg: Config) -> Run:
     engine = start_sampling(cfg, models, processor, packer, [train_set, eval_set], env, batches, interrupt, ctx)
 
     # 9. checkpoints and logs
-    saver = resume.Saver(cfg.run, models, start, state)
-    changed = resume.changed_settings(cfg.run.folder, cfg.flat()) if start else []
+    saver = resume.CheckpointSaver(cfg.run, models, start, state)
+    changed = resume.format_setting_changes(cfg.run.folder, cfg.to_flags()) if start else []
     log = RunLog(cfg, ctx, start, state.step)
-    log.introduce(models, len(train_set), changed)
-    interrupt.arm(saver.save_and_tell, log.end)
+    log.log_header(models, len(train_set), changed)
+    interrupt.enable_saving(saver.save_and_describe, log.finish)
 
     # 10. evaluation
-    greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+    greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = Evaluation(
-        engine, eval_set, processor, grader, ctx, greedy, stage=last, step=cfg.run.steps, stop=interrupt.agreed,
+        engine, eval_set, processor, grader, ctx, greedy, stage=last, step=cfg.run.steps, should_stop=interrupt.reduce_signal,
         start_of=start_of)  # fmt: skip
     if eval_set and state.eval_due == state.step:  # before the first step, or cut short by what ended the run
-        log.evaluation(state.step, evaluation.run(log, timer, state.step) | timer.pop())
+        log.log_extra_evaluation(
+            state.step, evaluation.run_during_training(log, timer, state.step) | timer.pop_metrics()
+        )
 
-    skipped, steps_per_epoch = Skipped(cfg.run.folder, ctx), len(train_set) // cfg.rollout.prompts_per_step
+    skipped, steps_per_epoch = SkippedUpdates(cfg.run.folder, ctx), len(train_set) // cfg.rollout.prompts_per_step
     return Run(
         cfg, ctx, timer, interrupt, state, models, packer, batches, engine, grader, evaluation, log, saver, skipped,
         steps_per_epoch, lock,
@@ -394,7 +406,7 @@ def main(cfg: Config) -> None:
         pool = GroupPool(algo, cfg.rollout, state.position, ctx)
 
         # 1. rollout and 2. reward: one batch, or (dynamic sampling) batches until enough groups have unequal rewards
-        while not pool.full():
+        while not pool.is_full():
             prompts = batches.next(state, pool.position)
             with timer("rollout"), progress.sampling(lambda: engine.finished, len(prompts) * algo.group_size):
                 rollouts = engine.generate(prompts, algo.group_size, prompts.sampling, on_rollout=grader.submit)
@@ -406,17 +418,21 @@ def main(cfg: Config) -> None:
 
         # 3. pack: whole groups, evened in FLOPs over ranks; a prompt and its images once for all of its responses
         with timer("pack"):
-            batch = make_batch(pool, cfg, run.packer, ctx, meter)
+            batch = pack_batch(pool, cfg, run.packer, ctx, meter)
 
         # 4. log-probabilities and values under the weights before the update, where the algorithm compares with them
-        with timer("logprobs", timed=algo.needs_forward), progress.comparing(batch):
-            compute_before_update(batch, models, cfg)
+        with timer("logprobs", timed=algo.needs_forward), progress.logprob_progress(batch):
+            compute_logprobs_and_values(batch, models, cfg)
 
         # 5. advantage: one function of the rewards and of what was just computed
         set_advantages(batch, algo, state.kl_coef, ctx, meter)
 
         # 6. update
-        with timer("update"), progress.training(batch, algo.epochs, meter), peak_memory(meter, engine.asleep_bytes):
+        with (
+            timer("update"),
+            progress.update_progress(batch, algo.update_epochs, meter),
+            peak_memory(meter, engine.asleep_bytes),
+        ):
             lr = models.set_learning_rates(cfg.optim, step, cfg.run.steps)
             update_policy(models, batch, cfg, state, ctx, meter, run.skipped)
             models.zero_grad()  # the engine needs the gradients' memory when it wakes
@@ -430,23 +446,23 @@ def main(cfg: Config) -> None:
         row |= {"lr": lr, "progress/epoch": pool.position / run.steps_per_epoch}
         state = run.saver.reached(next_state(state, pool, batches.curriculum, row, cfg))
         row |= batches.curriculum.metrics(step, state.curriculum) | engine.step_metrics(batch)
-        models.after_step(state.step, algo.ref_every)
-        if run.evaluation.due(cfg.run, state.step):
-            row |= run.evaluation.run(run.log, timer, state.step)
-            state = run.saver.reached(replace(state, eval_due=run.evaluation.cut_at))
-        run.log.step(state.step, row | timer.pop())
+        models.refresh_reference(state.step, algo.ref_every)
+        if run.evaluation.is_due(cfg.run, state.step):
+            row |= run.evaluation.run_during_training(run.log, timer, state.step)
+            state = run.saver.reached(replace(state, eval_due=run.evaluation.interrupted_at_step))
+        run.log.log_step(state.step, row | timer.pop_metrics())
         run.skipped.report(state.step, run.saver.save)
-        run.saver.after_step()
+        run.saver.save_if_due()
         run.log.report(state.step, batch, row)
 
     run.interrupt.check()
     run.log.close()
 
 
-def run(cfg: Config) -> None:
-    with naming_origins(cfg.flat(), cfg.run.origin):
+def run_training(cfg: Config) -> None:
+    with naming_origins(cfg.to_flags(), cfg.run.origin):
         main(cfg)
 
 
 if __name__ == "__main__":
-    run_script(run, parse_args)
+    run_script(run_training, parse_args)

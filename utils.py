@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from errors import Interrupted, Note, UserError, keep_printing, printable
+from errors import ErrorContext, Interrupted, UserError, keep_printing, printable
 
 # How torch allocates memory, unless the user sets it. Segments that grow leave fewer gaps between tensors of changing
 # sizes: without recomputation 7B on 8 GPUs reserves 76 GiB for a peak of 72, not 85. Blocks of pinned host memory above
@@ -39,7 +39,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]  # by their Hugging Face names
 
 
 @dataclass(frozen=True)
-class Context:
+class DistContext:
     """Where this process stands: under torchrun or alone, the same. Neighbouring processes make a tensor-parallel group
     of `tp`, and train on the same data: there are world / tp data ranks."""
 
@@ -49,7 +49,7 @@ class Context:
     tp: int = 1
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     @property
@@ -64,9 +64,9 @@ class Context:
         """Every process's item, in rank order, on all of them."""
         return gather(item)
 
-    def gather_main(self, items: list) -> list:
+    def gather_to_main(self, items: list) -> list:
         """The lists of all data ranks, joined in rank order, on rank 0; empty elsewhere."""
-        everyone = [None] * self.world if self.main else None
+        everyone = [None] * self.world if self.is_main else None
         dist.gather_object(items if self.rank % self.tp == 0 else [], everyone)
         return list(chain.from_iterable(everyone or []))
 
@@ -90,7 +90,7 @@ class Context:
     def max(self, value: int) -> int:
         return max(self.gather(value))
 
-    def moments(self, x: torch.Tensor) -> tuple[float, float]:
+    def mean_and_std(self, x: torch.Tensor) -> tuple[float, float]:
         """Mean and standard deviation (Bessel's correction) of the entries of all data ranks, in float64."""
         x = x.double()
         total = self.sum({"n": float(x.numel()), "sum": x.sum().item()})
@@ -137,7 +137,7 @@ class Meter:
         self.counts: dict[str, float | torch.Tensor] = defaultdict(float)
         self.values: dict[str, float] = {}
 
-    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
+    def add_mean(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1) -> None:
         """A mean, of this total over so many."""
         self.sum(name, total)
         self.counts[name] += torch.as_tensor(count, dtype=torch.float64)
@@ -148,14 +148,14 @@ class Meter:
     def max(self, name: str, value: torch.Tensor | float) -> None:
         self.values[name] = max(self.values.get(name, -math.inf), float(value))
 
-    def set(self, name: str, value: float) -> None:
+    def set_replicated(self, name: str, value: float) -> None:
         """The same on all ranks already; so is what `count` counts."""
         self.values[name] = float(value)
 
-    def count(self, name: str, n: int = 1) -> None:
+    def count_replicated(self, name: str, n: int = 1) -> None:
         self.values[name] = self.values.get(name, 0.0) + n
 
-    def reduce(self, ctx: Context) -> dict[str, float]:
+    def reduce(self, ctx: DistContext) -> dict[str, float]:
         """Over the data ranks, on all of them."""
         read = ({name: float(x) for name, x in of.items()} for of in (self.totals, self.counts, self.values))
         totals, counts, values = zip(*ctx.gather(tuple(read))[:: ctx.tp], strict=True)
@@ -183,7 +183,7 @@ def _rendezvous() -> dict:
     return {"store": own, "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
-def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
+def setup_distributed(timeout_minutes: float = 30.0, tp: int = 1) -> DistContext:
     """Join the process group torchrun started, or make one of size 1, so that there is a single code path. What one
     rank waits for longer than that is an error."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
@@ -193,7 +193,7 @@ def dist_setup(timeout_minutes: float = 30.0, tp: int = 1) -> Context:
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cuda:nccl,cpu:gloo"
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **_rendezvous())
-    return Context(dist.get_rank(), dist.get_world_size(), device, tp)
+    return DistContext(dist.get_rank(), dist.get_world_size(), device, tp)
 
 
 RANK_HINT = (
@@ -208,13 +208,13 @@ def run_script(main: Callable, parse_args: Callable) -> None:
     keep_printing()
     code = 0
     try:
-        with Note(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
+        with ErrorContext(RANK_HINT.format(**os.environ) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""):
             main(parse_args())
     except UserError as error:
         code = tell_once("error: " + printable(error, 100_000, keep="\n"))
     except Interrupted as stop:
         print0(stop, file=sys.stderr)
-        code = 128 + stop.number
+        code = 128 + stop.signal_number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130  # 128 + SIGINT
@@ -250,12 +250,12 @@ def tell_once(text: str) -> int:
     return 1
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel send this process SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG, Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def in_thread(work: Callable[[], Any], name: str) -> Future:
+def run_in_thread(work: Callable[[], Any], name: str) -> Future:
     """Its result, or what it raised. Nothing waits for the thread when the process ends, as it would for a pool's."""
     future: Future = Future()
 
@@ -281,15 +281,15 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Stages:
+class StepTimer:
     """`with stage("rollout"):` adds up seconds per name; `pop()` returns them as time/* and starts afresh. On entering
     a stage `check` is called, which may raise: a run that was asked to end does so between stages."""
 
     def __init__(self, check: Callable[[], None] = lambda: None):
         self.check = check
         self.seconds: dict[str, float] = {}
-        self.stage = "set-up"  # where the run is, and how often that has changed: what parallel/watch.py tells
-        self.entered = 0
+        self.current_phase = "set-up"  # where the run is, and how often that has changed: what parallel/watch.py tells
+        self.phase_count = 0
 
     @contextmanager
     def __call__(self, name: str, interruptible: bool = True, timed: bool = True) -> Iterator[None]:
@@ -305,9 +305,9 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def _enter(self, name: str) -> None:
-        self.stage = name
-        self.entered += 1
+        self.current_phase = name
+        self.phase_count += 1
 
-    def pop(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, {}
         return {f"time/{name}": s for name, s in seconds.items()}

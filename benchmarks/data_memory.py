@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from prepare_data import Example, ReadingConfig, read_examples, write_examples  # noqa: E402
+from prepare_data import DataFormatConfig, Example, read_examples, write_examples  # noqa: E402
 
 
 def noise(rng: np.random.Generator, name: str) -> bytes:
@@ -60,7 +60,7 @@ def peak() -> float:
 def measure(file: Path, batches: int) -> dict[str, float]:
     facts = {"torch": "torch" in sys.modules, "start": peak()}
     began = time.perf_counter()
-    examples, _ = read_examples(file, ReadingConfig())
+    examples, _ = read_examples(file, DataFormatConfig())
     facts |= {"rows": len(examples), "check_s": time.perf_counter() - began, "checked": peak()}
     chosen = random.Random(0).sample(examples, 64 + 16 * batches)
     began = time.perf_counter()

@@ -23,11 +23,11 @@ import demo  # noqa: E402
 import model as M  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from envs import Environment, Observation  # noqa: E402
-from envs._load import Environments  # noqa: E402
-from envs._play import Episodes  # noqa: E402
+from envs._load import EnvFactory  # noqa: E402
+from envs._play import EpisodeEngine  # noqa: E402
 from prepare_data import Example  # noqa: E402
-from rollout import EnvConfig, Sampling, make_prompts  # noqa: E402
-from tasks.shapes import png  # noqa: E402
+from rollout import EnvConfig, SamplingParams, make_prompts  # noqa: E402
+from tasks.shapes import encode_png  # noqa: E402
 
 TURNS, ASLEEP = 4, "u0"
 SHORT = "--episodes 4 --sleep 0.1 --repeats 1"
@@ -49,11 +49,13 @@ class Sleeper(Environment):
         return Observation("look", [Image.new("RGB", (84, 84), (len(response) % 250, 40 * self.turn, 9))])
 
 
-def seconds_of(episodes: Episodes, prompts: list, max_tokens: int) -> tuple[float, float]:
+def seconds_of(episodes: EpisodeEngine, prompts: list, max_tokens: int) -> tuple[float, float]:
     """Until all but the one that sleeps are over, and until all are."""
     over: dict[str, float] = {}
     began = time.perf_counter()
-    episodes.generate(prompts, 1, Sampling(max_tokens), lambda r: over.update({r.prompt.uid: time.perf_counter()}))
+    episodes.generate(
+        prompts, 1, SamplingParams(max_tokens), lambda r: over.update({r.prompt.uid: time.perf_counter()})
+    )
     total = time.perf_counter() - began
     over.pop(ASLEEP)
     return max(over.values()) - began, total
@@ -65,21 +67,21 @@ def main(args: argparse.Namespace) -> None:
         demo.make_model(Path(folder) / "toy", hidden=128, layers=3)
         hf, processor = M.load_hf(f"{folder}/toy").eval(), M.Processor(f"{folder}/toy")
     processor.eos_ids = sorted({*processor.eos_ids, *range(0, 256, 10)})  # so that a random toy ends its responses
-    image = png(Image.new("RGB", (84, 84), "red"))
+    image = encode_png(Image.new("RGB", (84, 84), "red"))
     rows = []
     for i in range(args.episodes):
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
     with patch("envs._load.load_class", return_value=Sleeper):
-        environments = Environments(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
-    prompts = make_prompts(rows, processor, start_of=environments.start_of)
-    episodes = Episodes(HFEngine(hf, processor, torch.device("cpu")), environments, processor)
+        environments = EnvFactory(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
+    prompts = make_prompts(rows, processor, start_of=environments.reset_example)
+    episodes = EpisodeEngine(HFEngine(hf, processor, torch.device("cpu")), environments, processor)
     seconds_of(episodes, prompts, 800)
     episodes.rewritten = lambda said, written: True  # where turns are to be sequences of their own
     found: dict[str, list[tuple[float, float]]] = {"awake": [], "asleep": [], "anew": []}
     for _ in range(args.repeats):
         for name, seconds in (("awake", 0.0), ("asleep", args.sleep), ("anew", 0.0)):
-            Sleeper.seconds, episodes.separate, environments.quick = seconds, name == "anew", True
+            Sleeper.seconds, episodes.separate, environments.all_answered_quickly = seconds, name == "anew", True
             found[name].append(seconds_of(episodes, prompts, 800))
     others, total = (min(times[i] for times in found["awake"]) for i in (0, 1))
     others_beside, total_asleep = (min(times[i] for times in found["asleep"]) for i in (0, 1))

@@ -41,7 +41,7 @@ import prepare_data  # noqa: E402
 import report.log  # noqa: E402
 import train  # noqa: E402
 from model import Policy  # noqa: E402
-from parallel.checkpoint import checksum, complete_checkpoints, read_trainer, step_of  # noqa: E402
+from parallel.checkpoint import checkpoint_step, file_checksum, list_checkpoints, read_trainer_state  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
 from report.files import read_rows  # noqa: E402
 from utils import run_script  # noqa: E402
@@ -232,7 +232,7 @@ class Toy:
             for x in (out, whole)
         ]
         checks = {"metrics are those of the run that nothing happened to": rows[0] == rows[1]}
-        found = [(complete_checkpoints(x) or [None])[-1] for x in (out, whole)]
+        found = [(list_checkpoints(x) or [None])[-1] for x in (out, whole)]
         same = (
             None not in found
             and [f.name for f in found] == [f"step_{STEPS:06d}"] * 2
@@ -299,10 +299,10 @@ class Tally:
 
 def verified(out: Path) -> bool:
     """Is there a checkpoint, and are all of them as they were written?"""
-    found = complete_checkpoints(out)
+    found = list_checkpoints(out)
     for checkpoint in found:
-        written = read_trainer(checkpoint)["files"]
-        if any(checksum(checkpoint / name) != wanted for name, wanted in written.items()):
+        written = read_trainer_state(checkpoint)["files"]
+        if any(file_checksum(checkpoint / name) != wanted for name, wanted in written.items()):
             return False
     return bool(found)
 
@@ -321,7 +321,7 @@ def one_line(run: Run, *texts: object) -> dict[str, bool]:
 
 
 def newest(out: Path) -> int:
-    return step_of((complete_checkpoints(out) or [Path("step_0")])[-1])
+    return checkpoint_step((list_checkpoints(out) or [Path("step_0")])[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -626,7 +626,7 @@ def silence(toy: Toy, ranks: int, tally: Tally) -> str:
 def poison(kind: str, value: float, steps: range) -> None:
     """In this process: the loss, the gradients or a weight becomes `value` in these 0-based steps."""
     at = [-1]
-    clipped_step, forward, factor = train.clipped_step, Policy.forward, OptimConfig.factor
+    clipped_step, forward, factor = train.clip_and_step, Policy.forward, OptimConfig.lr_factor
 
     def noted_factor(self, step: int, steps: int) -> float:
         at[0] = step
@@ -648,11 +648,11 @@ def poison(kind: str, value: float, steps: range) -> None:
             next(p for p in ours if p.to_local().numel()).to_local().view(-1)[0] = value
         return found
 
-    OptimConfig.factor = noted_factor
+    OptimConfig.lr_factor = noted_factor
     if kind == "loss":
         Policy.forward = spoilt_forward
     else:
-        train.clipped_step = spoilt_step
+        train.clip_and_step = spoilt_step
 
 
 def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
@@ -691,7 +691,7 @@ def numbers(toy: Toy, ranks: int, tally: Tally) -> str:
                     tally.case(f"{name}, once", checks | says(run, f"warning: step {BEGUN + 1} skipped 1 update"), run)
                     out = toy.begun(ranks)
                     run = toy.train(out, ranks=ranks, before=functools.partial(spoil, forever, few=True)).wait()
-                    good = complete_checkpoints(out)[-1]
+                    good = list_checkpoints(out)[-1]
                     checks = one_line(run, "2 updates in a row", f"The newest checkpoint is {good}") | {
                         "checkpoints verify": verified(out)
                     }
@@ -746,7 +746,7 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
             )
     if ranks == 1 and not toy.quick:
         out = toy.begun(ranks)
-        for checkpoint in complete_checkpoints(out):
+        for checkpoint in list_checkpoints(out):
             (checkpoint / names[-1]).write_bytes(b"")
         run = toy.train(out).wait()
         tally.case("both checkpoints damaged", one_line(run, "no intact checkpoint", names[-1]), run)

@@ -41,7 +41,7 @@ from prepare_data import Example  # noqa: E402
 from report.log import RunLog  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
 from rollout import GroupPool, Prompt, Rollout, make_prompts  # noqa: E402
-from utils import Context, Meter, dist_setup  # noqa: E402
+from utils import DistContext, Meter, setup_distributed  # noqa: E402
 
 TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagoras **side** is $\\sqrt{3}$ cm\n"
 
@@ -80,7 +80,7 @@ def make_rollouts(prompts: list[Prompt], group: int, n_tokens: int) -> list[Roll
 class Timer:
     """A timer of CPU seconds: each call records, under a name, the slowest rank's since the call before."""
 
-    def __init__(self, ctx: Context):
+    def __init__(self, ctx: DistContext):
         self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
 
     def __call__(self, name: str) -> None:
@@ -91,7 +91,7 @@ class Timer:
 
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ctx = dist_setup()
+    ctx = setup_distributed()
     flags = f"--model {args.model} --data - --out {args.out} --steps 1000 --micro-tokens 32768"
     flags += f" --prompts-per-step {args.prompts} --group-size {args.group}"
     cfg = train.parse_args(flags.split())
@@ -101,14 +101,14 @@ def measure(args: argparse.Namespace) -> None:
     log = RunLog(cfg, ctx, None, 0)
     pool = GroupPool(cfg.algo, cfg.rollout, 0, ctx)
     timer = Timer(ctx)
-    prompts = make_prompts([examples[i] for i in range(ctx.rank, pool.wanted, ctx.world)], processor)
+    prompts = make_prompts([examples[i] for i in range(ctx.rank, pool.target_groups, ctx.world)], processor)
     timer("prompts")
     assert prompts[0].images[0].n_tokens == 600
     rollouts = make_rollouts(prompts, args.group, args.tokens)
     pool.add(rollouts, [r.rewards for r in rollouts])
     timer("(made up)")
     meter = Meter()
-    batch = train.make_batch(pool, cfg, packer, ctx, meter)
+    batch = train.pack_batch(pool, cfg, packer, ctx, meter)
     timer("balance")
     for micro in chain.from_iterable(batch.minibatches):
         for image in {image.key: image for image in micro.images}.values():
@@ -118,12 +118,12 @@ def measure(args: argparse.Namespace) -> None:
     train.set_advantages(batch, cfg.algo, 0.0, ctx, meter)
     timer("columns")
     began = time.perf_counter()
-    log.step(1, metrics)
+    log.log_step(1, metrics)
     log.report(1, batch, metrics)
     waits = time.perf_counter() - began
     log.close()
     timer("report")
-    if ctx.main:
+    if ctx.is_main:
         timer.seconds.pop("(made up)")
         shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timer.seconds.items())
         print(f"{ctx.world} rank(s), {args.prompts} prompts x {args.group} x {args.tokens} tokens: {shown}; "

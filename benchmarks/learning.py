@@ -48,12 +48,12 @@ from engines.hf import HFEngine  # noqa: E402
 from errors import need  # noqa: E402
 from grpo import PRESETS  # noqa: E402
 from model import Processor, VisionCache, load_hf  # noqa: E402
-from prepare_data import ReadingConfig, read_examples  # noqa: E402
+from prepare_data import DataFormatConfig, read_examples  # noqa: E402
 from report.files import read_rows, write_text  # noqa: E402
-from rewards.grade import Grader, score  # noqa: E402
+from rewards.grade import Grader, grade  # noqa: E402
 from rewards.order import make_order  # noqa: E402
-from rollout import Prompt, Sampling, response_text  # noqa: E402
-from utils import Stages, dist_setup, run_script  # noqa: E402
+from rollout import Prompt, SamplingParams, response_text  # noqa: E402
+from utils import StepTimer, run_script, setup_distributed  # noqa: E402
 
 T = TypeVar("T")
 PER_ROUND = 256  # samples, with the demo's settings
@@ -116,9 +116,15 @@ def make_start(folder: Path, task: str, seed: int, short: bool) -> None:
 
 def settings(folder: Path, task: str, seed: int, more: Sequence[str]) -> list[str]:
     """Flags of train.py but for --out: those of the demo's RL stage, without files on the way."""
-    plan = demo.plan_of(task)
+    plan = demo.load_demo_config(task)
     flags = ["--model", folder / "start", "--data", folder / "train.parquet", "--eval-data", folder / "test.parquet"]
-    flags += [*demo.TRAINING.split(), "--max-new-tokens", demo.longest_reply(folder / "base", task), "--seed", seed]
+    flags += [
+        *demo.TRAIN_FLAGS.split(),
+        "--max-new-tokens",
+        demo.max_reply_tokens(folder / "base", task),
+        "--seed",
+        seed,
+    ]
     flags += ["--steps", plan.steps, "--save-every", 1000, "--reward-workers", 0, *more]
     return list(map(str, flags))
 
@@ -178,9 +184,9 @@ def elapsed(since: tuple[float, float]) -> list[float]:
 
 def our_side(cfg: train.Config, recorder: Recorder) -> None:
     """train.py itself, watched."""
-    evaluate, make_prompts, log_step = train.Evaluation.run, rollout.make_prompts, train.RunLog.step
+    evaluate, make_prompts, log_step = train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step
 
-    def evaluated(self, log: train.RunLog, stage: Stages, step: int) -> dict[str, float]:
+    def evaluated(self, log: train.RunLog, stage: StepTimer, step: int) -> dict[str, float]:
         return recorder.evaluate(step, lambda: evaluate(self, log, stage, step))
 
     def prompts_made(examples: Sequence, *more: object, **named: object) -> list[Prompt]:
@@ -192,7 +198,7 @@ def our_side(cfg: train.Config, recorder: Recorder) -> None:
         recorder.step(step, metrics["lr"])
         recorder.uncounted(lambda: log_step(self, step, metrics))  # it draws curves; TRL does not log
 
-    train.Evaluation.run, rollout.make_prompts, train.RunLog.step = evaluated, prompts_made, logged
+    train.Evaluation.run_during_training, rollout.make_prompts, train.RunLog.log_step = evaluated, prompts_made, logged
     train.main(cfg)
 
 
@@ -201,10 +207,10 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
 
     out, n_samples = Path(cfg.run.out), cfg.algo.group_size
     processor = Processor(cfg.model.model)
-    examples, test = (read_examples(file, ReadingConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
+    examples, test = (read_examples(file, DataFormatConfig())[0] for file in (cfg.data.data, cfg.data.eval_data))
     by_uid = {example.uid: example for example in examples}
     curriculum = make_order(None, examples, cfg.rollout.prompts_per_step, cfg.run.seed)
-    batches = [curriculum.batch(step, step, 0, {}) for step in range(cfg.run.steps)]
+    batches = [curriculum.select_batch(step, step, 0, {}) for step in range(cfg.run.steps)]
     asked: list[list[int]] = []
 
     def graded(completion_ids: list[list[int]], uid: list[str], **_: object) -> list[float]:
@@ -212,9 +218,9 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         texts = [response_text(processor, ids) for ids in completion_ids]
         ends = ["stop" if ids[-1] in processor.eos_ids else "length" for ids in completion_ids]
         responses = zip(texts, uid, ends, strict=True)
-        return [score(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in responses]
+        return [grade(text, by_uid[of], finish_reason=end)["reward"] for text, of, end in responses]
 
-    banned = processor.banned(load_hf(cfg.model.model).config.text_config.vocab_size)
+    banned = processor.banned_token_ids(load_hf(cfg.model.model).config.text_config.vocab_size)
     told = {"max_steps": cfg.run.steps, "max_grad_norm": cfg.optim.max_grad_norm, "seed": cfg.run.seed}
     told |= {"num_generations": n_samples, "per_device_train_batch_size": cfg.rollout.prompts_per_step * n_samples}
     told |= {"max_completion_length": cfg.rollout.max_new_tokens, "loss_type": "dapo"}  # every token counts the same
@@ -223,7 +229,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     adamw = {"lr": cfg.optim.lr, "betas": (0.9, 0.999), "weight_decay": cfg.optim.weight_decay, "fused": True}
     trainer.optimizer = torch.optim.AdamW(trained, **adamw)
-    schedule = partial(cfg.optim.factor, steps=cfg.run.steps)
+    schedule = partial(cfg.optim.lr_factor, steps=cfg.run.steps)
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, schedule)
     tokenize = trainer._tokenize_prompts
 
@@ -233,9 +239,9 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         return found
 
     trainer._tokenize_prompts = tokenized
-    ctx = dist_setup()
+    ctx = setup_distributed()
     engine = HFEngine(load_hf(cfg.model.model), processor, ctx.device, VisionCache(2**31))
-    greedy = Sampling(cfg.rollout.max_new_tokens, temperature=0.0)
+    greedy = SamplingParams(cfg.rollout.max_new_tokens, temperature=0.0)
     evaluation = train.Evaluation(engine, test, processor, Grader(cfg.reward), ctx, greedy)
     log = SimpleNamespace(evaluated=lambda *of: None)  # nothing is drawn
 
@@ -243,7 +249,7 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         """The learning rate before the scheduler's step, then the step, then perhaps an evaluation."""
 
         def on_train_begin(self, *_: object, **__: object) -> None:
-            recorder.evaluate(0, lambda: evaluation.run(log, Stages(), 0))
+            recorder.evaluate(0, lambda: evaluation.run_during_training(log, StepTimer(), 0))
 
         def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
             self.lr = trainer.optimizer.param_groups[0]["lr"]
@@ -251,12 +257,12 @@ def their_side(cfg: train.Config, recorder: Recorder) -> None:
         def on_step_end(self, args: object, state: transformers.TrainerState, *_: object, **__: object) -> None:
             step = state.global_step
             recorder.step(step, self.lr)
-            if evaluation.due(cfg.run, step):
+            if evaluation.is_due(cfg.run, step):
                 recorder.evaluate(step, self.evaluated)
 
         def evaluated(self) -> dict[str, float]:
             engine.load_weights(trainer.model.named_parameters())
-            return evaluation.run(log, Stages(), trainer.state.global_step)
+            return evaluation.run_during_training(log, StepTimer(), trainer.state.global_step)
 
     trainer.add_callback(Watch())
     trainer.train()

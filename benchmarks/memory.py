@@ -105,18 +105,18 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import train
-    from layers.lora import Lora
+    from layers.lora import LoraConfig
     from parallel.models import Models
     from parallel.sharding import ParallelConfig, make_optimizer
-    from report.log import Skipped
-    from utils import ALLOC_CONF, Context, Meter
+    from report.log import SkippedUpdates
+    from utils import ALLOC_CONF, DistContext, Meter
 
     os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOC_CONF)  # as dist_setup does
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.gpus)
-    ctx = Context(0, 1, device)  # sums over ranks include this rank alone
-    lora = Lora(row.lora_rank, 32.0) if row.lora_rank else None
+    ctx = DistContext(0, 1, device)  # sums over ranks include this rank alone
+    lora = LoraConfig(row.lora_rank, 32.0) if row.lora_rank else None
     parallel, master = ParallelConfig(replicate=row.replicate), getattr(torch, row.master_dtype)
     policy, _ = gpu.build(row.size, ctx, lora, recompute, parallel, master)
     policy.attention = "flex" if cuda else "sdpa"
@@ -143,7 +143,7 @@ def measure(row: Row, tokens: int, recompute: bool, single: bool) -> dict[str, f
         torch.cuda.reset_peak_memory_stats()
     rest = memory()["allocated"]
     models = Models(policy, optimizer)
-    train.update_policy(models, batch, cfg, train.State(), ctx, Meter(), Skipped(Path("."), ctx))
+    train.update_policy(models, batch, cfg, train.TrainState(), ctx, Meter(), SkippedUpdates(Path("."), ctx))
     after = memory()
     n_tokens = max(micro.n_tokens for micro in batch.minibatches[0])
     return {"tokens": n_tokens, "at rest": rest, "with gradients": after["allocated"],
@@ -225,7 +225,9 @@ if __name__ == "__main__":
     p.add_argument("--rows", nargs="*", default=[], help="names of rows (default: all)")
     p.add_argument("--tokens", nargs="*", type=int, help="tokens of a micro-batch (default: 8192 16384)")
     p.add_argument("--no-longest", action="store_true", help="do not search for the longest micro-batch")
-    p.add_argument("--only-recomputed", action="store_true", help="measure only with --grad-checkpointing, not without")
+    p.add_argument(
+        "--only-recomputed", action="store_true", help="measure only with --gradient-checkpointing, not without"
+    )
     p.add_argument("--null-gpu", action="store_true", help="use a GPU that does not exist (tests/null_gpu)")
     p.add_argument("--gib", type=float, default=400, help="memory of that GPU in GiB (default: 400)")
     p.add_argument("--single", action="store_true", help="micro-batches of one sequence each")

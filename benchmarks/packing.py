@@ -68,8 +68,8 @@ def main() -> None:
     rollouts = []
     for p in range(args.prompts):
         noise = torch.randint(0, 256, (args.image, args.image, 3), generator=generator, dtype=torch.uint8)
-        image = processor.image(str(p), Image.fromarray(noise.numpy()))
-        prompt = processor.encode([{"role": "user", "content": "<image>"}], [image])
+        image = processor.image_to_patches(str(p), Image.fromarray(noise.numpy()))
+        prompt = processor.tokenize_prompt([{"role": "user", "content": "<image>"}], [image])
         prompt += [draw(0, 250) for _ in range(args.prompt - len(prompt))]
         for _ in range(args.group):
             response = [draw(0, 250) for _ in range(draw(args.response // 2, args.response))]

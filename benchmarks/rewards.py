@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reward import RewardConfig  # noqa: E402
-from rewards.grade import Grader, response_to  # noqa: E402
+from rewards.grade import Grader, make_rollout_stub  # noqa: E402
 
 THINKING = "By the law of sines the side that is asked for is such, as the two angles are known. " * 6
 FORMS = (  # response, truth; N is a number
@@ -39,7 +39,7 @@ def geometry(n: int) -> list[SimpleNamespace]:
         truth = truth.replace("N", number)
         example = SimpleNamespace(data_source="geo3k", ground_truth=truth, extra={}, uid=str(i // 8))
         text = f"<think>{THINKING}</think> \\boxed{{{form.replace('N', number)}}}"
-        rollouts.append(response_to(example, text))
+        rollouts.append(make_rollout_stub(example, text))
     return rollouts
 
 

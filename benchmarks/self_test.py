@@ -33,15 +33,15 @@ import transformers  # noqa: E402
 
 import demo  # noqa: E402
 import train  # noqa: E402
-from engines.launch import start_engine  # noqa: E402
+from engines.launch import make_training_engine  # noqa: E402
 from engines.self_test import self_test  # noqa: E402
 from errors import UserError  # noqa: E402
 from model import FAMILIES, Processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from parallel.models import build_models  # noqa: E402
-from parallel.sharding import full_parameters  # noqa: E402
-from rollout import Engine, Examples, Sampling, make_prompts, never  # noqa: E402
-from utils import NamedTensors, derive_seed, dist_setup  # noqa: E402
+from parallel.sharding import FullParameters  # noqa: E402
+from rollout import Engine, ExampleList, SamplingParams, make_prompts, never  # noqa: E402
+from utils import NamedTensors, derive_seed, setup_distributed  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
 USED = re.compile(r"under new weights (?:differ by )?([0-9.e+-]+)(?: \(limit | nats.*?where )([0-9.e+-]+)")
@@ -63,17 +63,17 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     words += ["--rollout", args.rollout, "--max-new-tokens", "16", "--lora-rank", str(args.lora_rank)]
     words += ["--train-vision", args.train_vision or ("tower" if args.lora_rank else "all")]
     words += ["--vllm", *args.vllm] if args.vllm else []
-    cfg = train.resolve(train.parse_args(words), ctx.device)
+    cfg = train.resolve_auto_settings(train.parse_args(words), ctx.device)
     processor = Processor(folder)
-    scenes = demo.with_scenes()[args.task].scenes("test", 0)
-    examples = [example for example, _ in zip(demo.examples_of(args.task, scenes), range(60), strict=False)]
-    examples = Examples(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
+    scenes = demo.find_demo_tasks()[args.task].scenes("test", 0)
+    examples = [example for example, _ in zip(demo.scenes_to_examples(args.task, scenes), range(60), strict=False)]
+    examples = ExampleList(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
     more = {"interrupted": never, "give_up": print}
-    engine = start_engine(cfg, models, processor, [examples], ctx, **more)
+    engine = make_training_engine(cfg, models, processor, [examples], ctx, **more)
     KEPT.append(engine)
-    weights = full_parameters(models.policy, True)
+    weights = FullParameters(models.policy, True)
     names, tower = [name for name, *_ in weights.shapes()], models.policy.hf.family.vision
     layers = sorted({name.partition(".experts.")[0] for name in names if ".experts." in name})
     load = engine.load_weights
@@ -85,17 +85,17 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
             lost, layer = chosen if fault in ("tensor", "tower") else "", chosen if fault == "experts" else ""
             engine.load_weights = lambda named, lost=lost, layer=layer: load(spoil(named, lost, layer))
             try:
-                line = self_test(models.policy, engine, examples, processor, packer, Sampling(16, seed=seed))
+                line = self_test(models.policy, engine, examples, processor, packer, SamplingParams(16, seed=seed))
             except UserError as error:
                 line = str(error)
                 if "under new weights differ" not in line:  # refused for another reason, which is no fault of the sync
                     raise
             new, limit = map(float, USED.search(line).groups())
             shares.setdefault(fault, []).append(new / limit)
-            if (new > limit) == (fault == "sound") and ctx.main:
+            if (new > limit) == (fault == "sound") and ctx.is_main:
                 print(f"wrong, seed {seed}: {fault} {lost or layer}: {line}", flush=True)
             engine.load_weights = load
-            engine.sync(partial(full_parameters, models.policy, dtype=engine.dtype))
+            engine.sync(partial(FullParameters, models.policy, dtype=engine.dtype))
     return shares
 
 
@@ -129,14 +129,14 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     transformers.utils.logging.set_verbosity_error()
-    ctx = dist_setup()
-    root = [tempfile.mkdtemp() if ctx.main else ""]
+    ctx = setup_distributed()
+    root = [tempfile.mkdtemp() if ctx.is_main else ""]
     dist.broadcast_object_list(root)
     scratch = Path(root[0])
     folders = args.models
     if not folders:
         folders = [str(scratch / family) for family in args.families]
-        for folder in folders if ctx.main else ():
+        for folder in folders if ctx.is_main else ():
             demo.make_model(Path(folder), Path(folder).name, hidden=args.hidden, layers=2, vocab=448)
     dist.barrier()
     lines = ["| model | dtype | false refusals | missed: tensor | tower | experts |", "|---|---|--:|--:|--:|--:|"]
@@ -145,9 +145,9 @@ def main() -> None:
             shares = measure(folder, dtype, args, scratch / "out", ctx)
             cells = [cell(fault, shares.get(fault, ())) for fault in FAULTS]
             lines.append(f"| {'/'.join(Path(folder).parts[-2:])} | {dtype} | {' | '.join(cells)} |")
-            if ctx.main:
+            if ctx.is_main:
                 print(lines[-1], flush=True)
-    if ctx.main:
+    if ctx.is_main:
         print("\n" + "\n".join(lines))
         shutil.rmtree(scratch)
 

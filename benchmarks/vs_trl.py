@@ -59,15 +59,15 @@ import grpo  # noqa: E402
 import train  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from model import ImageInput, Policy, Processor, VisionCache, load_hf  # noqa: E402
-from packing import Packer, flop_rates, group_flops, token_batch  # noqa: E402
+from packing import Packer, flop_rates, group_flops, make_token_batch  # noqa: E402
 from parallel.models import Models  # noqa: E402
-from parallel.sharding import full_parameters, make_optimizer, shard  # noqa: E402
+from parallel.sharding import FullParameters, apply_fsdp, make_optimizer  # noqa: E402
 from prepare_data import Example  # noqa: E402
-from report.log import Skipped  # noqa: E402
+from report.log import SkippedUpdates  # noqa: E402
 from report.metrics import rollout_metrics  # noqa: E402
-from rollout import GroupPool, Prompt, Rollout, Sampling, make_prompts  # noqa: E402
-from tasks.shapes import png, shapes_rows  # noqa: E402
-from utils import Meter, dist_setup  # noqa: E402
+from rollout import GroupPool, Prompt, Rollout, SamplingParams, make_prompts  # noqa: E402
+from tasks.shapes import encode_png, shapes_rows  # noqa: E402
+from utils import Meter, setup_distributed  # noqa: E402
 
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 TOWERS = ("frozen", "trained")
@@ -160,7 +160,7 @@ def examples(n: int, pixels: int) -> list[Example]:
     for row in shapes_rows(n, "train", seed=0):
         image = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB").resize((pixels, pixels))
         extra, truth = row["extra_info"], row["reward_model"]["ground_truth"]
-        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [png(image)], truth, extra))
+        found.append(Example(extra["uid"], row["data_source"], row["prompt"], [encode_png(image)], truth, extra))
     return found
 
 
@@ -392,7 +392,7 @@ def our_settings(config: Config, more: str = "") -> train.Config:
 
 def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    ctx = dist_setup()
+    ctx = setup_distributed()
     cfg = our_settings(config)
     algo = cfg.algo
     processor = Processor(str(model))
@@ -401,12 +401,12 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
     policy = Policy(load_hf(str(model)), processor, cache=cache)
     policy.banned = torch.tensor(silent_ids(processor))
     policy.train()
-    shard(policy, ctx.device, torch.float32)
+    apply_fsdp(policy, ctx.device, torch.float32)
     models = Models(policy, make_optimizer(policy, cfg.optim.lr, cfg.optim.weight_decay))
     engine = HFEngine(load_hf(str(model)), processor, ctx.device, vision_cache=cache)
     engine.banned = policy.banned
     packer = Packer(config.micro_tokens, processor.image_token_id, flop_rates(policy.hf.config))
-    skipped = Skipped(model, ctx)
+    skipped = SkippedUpdates(model, ctx)
     clock, counter = Clock(), TokenCounter(policy.hf, engine.hf)
 
     def step(number: int) -> dict:
@@ -417,17 +417,17 @@ def our_worker(pipe, model: Path, config: Config, args: argparse.Namespace) -> N
             prompts = make_prompts(rows[number * config.prompts : (number + 1) * config.prompts], processor)
         with clock("generate"):
             engine.wake()
-            rollouts = engine.generate(prompts, algo.group_size, Sampling(config.new_tokens, seed=number))
+            rollouts = engine.generate(prompts, algo.group_size, SamplingParams(config.new_tokens, seed=number))
             engine.sleep()
         pool.add(rollouts, [{"reward": reward} for reward in rewards(len(rollouts))])
         with clock("pack"):
-            batch = train.make_batch(pool, cfg, packer, ctx, meter)
-        train.compute_before_update(batch, models, cfg)
+            batch = train.pack_batch(pool, cfg, packer, ctx, meter)
+        train.compute_logprobs_and_values(batch, models, cfg)
         train.set_advantages(batch, algo, algo.kl_coef, ctx, meter)
         with clock("train"):
-            train.update_policy(models, batch, cfg, train.State(step=number), ctx, meter, skipped)
+            train.update_policy(models, batch, cfg, train.TrainState(step=number), ctx, meter, skipped)
         with clock("sync"):
-            engine.load_weights(full_parameters(policy, trainable_only=True))
+            engine.load_weights(FullParameters(policy, trainable_only=True))
         metrics = rollout_metrics(pool, {}) | meter.reduce(ctx)
         assert metrics["update/tokens"] == metrics["rollout/tokens"], "a rollout without a gradient costs us no forward"
         work = arithmetic(
@@ -611,7 +611,7 @@ def their_gradients(model: Path, out: Path, name: str, train_vision: bool) -> tu
 def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
     """Largest differences of log-probabilities, per-token losses and gradients between TRL and us on TRL's batch."""
     if not torch.distributed.is_initialized():
-        dist_setup()
+        setup_distributed()
     with tempfile.TemporaryDirectory() as out:
         theirs, their_grads = their_gradients(model, Path(out), name, train_vision)
     processor = Processor(str(model))
@@ -633,10 +633,10 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         rollouts.append(Rollout(asked, 0, response, sampled, [0.0] * len(sampled), "stop"))
         places += range(b * width, b * width + len(response))
     # micro-batches so small that prompts are spread over several; of two updates, or nothing would be clipped
-    cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--epochs 2 {LOSS_TYPES[name][0]}")
+    cfg = our_settings(Config(0, 1, 0, 4, 4, 12, 150, 0, None), f"--update-epochs 2 {LOSS_TYPES[name][0]}")
     n_tokens = [len(r.response) for r in rollouts]
     weights = grpo.token_weights(n_tokens, [True] * n, cfg.algo.loss_agg, cfg.rollout.max_new_tokens)
-    tokens = token_batch(rollouts, weights)
+    tokens = make_token_batch(rollouts, weights)
     place_N = torch.tensor(places)
     tokens.advantages = theirs["advantages"].detach().flatten()[place_N]
     tokens.old_logps = theirs["old_per_token_logps"].flatten()[place_N]
@@ -648,7 +648,7 @@ def compare(model: Path, name: str, train_vision: bool) -> dict[str, float]:
         0, dtype=torch.long
     )  # TRL bans tokens from sampling, but not from its loss's normaliser
     policy.train()
-    shard(policy, torch.device("cpu"), torch.float32)
+    apply_fsdp(policy, torch.device("cpu"), torch.float32)
     ours = {name: torch.zeros(n * width) for name in ("logp", "entropy", "per_token_loss")}
     loss = 0.0
     clipped = 0.0

@@ -17,19 +17,19 @@ from itertools import chain, count
 
 import torch
 
-from packing import Batch
+from packing import TrainBatch
 from rollout import (
     Batches,
     Engine,
     EngineWrapper,
-    OnRollout,
     Prompt,
     PromptBatch,
     Rollout,
+    RolloutCallback,
     RolloutCounter,
-    Sampling,
+    SamplingParams,
 )
-from utils import Meter, in_thread
+from utils import Meter, run_in_thread
 
 
 class Ahead(EngineWrapper):
@@ -40,33 +40,33 @@ class Ahead(EngineWrapper):
         super().__init__(engine)
         self.batches = batches
         self.max_age = batches.cfg.servers.async_steps  # syncs since a token was sampled, and batches ahead
-        self.begun: dict[int, tuple[RolloutCounter, Future]] = {}  # by position
+        self.pending: dict[int, tuple[RolloutCounter, Future]] = {}  # by position
         self.finished = RolloutCounter()
         self.trained_version = 0  # of the weights that the step's tokens are compared with
         self.meter = Meter()
         self.since = time.monotonic()
 
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, on_rollout: OnRollout | None = None
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
         if not isinstance(prompts, PromptBatch):
             return self.engine.generate(prompts, n, sampling, on_rollout)
         for batch in (prompts, *self._draw_ahead(prompts.position)):
-            if batch.position not in self.begun:
+            if batch.position not in self.pending:
                 counter = RolloutCounter(on_rollout if batch.context else None)  # else its step is not known yet
                 work = partial(self.engine.generate, batch, n, batch.sampling, counter.add)
-                self.begun[batch.position] = counter, in_thread(work, f"batch {batch.position}")
+                self.pending[batch.position] = counter, run_in_thread(work, f"batch {batch.position}")
         if "async/queue" not in self.meter.totals:  # the step's first batch
-            self.trained_version = self.engine.version
-            counters, futures = zip(*self.begun.values(), strict=True)
-            self.meter.add("async/queue", sum(future.done() for future in futures))
+            self.trained_version = self.engine.weights_version
+            counters, futures = zip(*self.pending.values(), strict=True)
+            self.meter.add_mean("async/queue", sum(future.done() for future in futures))
             self.meter.sum("async/in_flight", sum(n * len(prompts) - counter.rollouts for counter in counters))
-        self.finished, future = self.begun.pop(prompts.position)
+        self.finished, future = self.pending.pop(prompts.position)
         start = time.monotonic()
         rollouts = future.result()
         for prompt in prompts:
             prompt.context = prompts.context
-        self._renew(rollouts, prompts.position, n, on_rollout)
+        self._resample_stale(rollouts, prompts.position, n, on_rollout)
         self.meter.sum("waited", time.monotonic() - start)
         return rollouts
 
@@ -79,15 +79,17 @@ class Ahead(EngineWrapper):
             step = now + ahead
             wanted = step < batches.cfg.run.steps and stage_of(step) == stage_of(now)
             if wanted and position + ahead not in batches.drawn:
-                # With --sample-rounds a step may take several batches, so the step is not known yet
-                known = batches.cfg.algo.sample_rounds == 1
+                # With --max-gen-batches a step may take several batches, so the step is not known yet
+                known = batches.cfg.algo.max_gen_batches == 1
                 drawn.append(batches.draw(step, position + ahead, step_known=known))
         return drawn
 
-    def _renew(self, rollouts: list[Rollout], position: int, n: int, on_rollout: OnRollout | None) -> None:
+    def _resample_stale(
+        self, rollouts: list[Rollout], position: int, n: int, on_rollout: RolloutCallback | None
+    ) -> None:
         """Replace groups with a token that is too old by new ones, sampled with the newest weights."""
         for again in count(1):
-            oldest = self.engine.version - self.max_age
+            oldest = self.engine.weights_version - self.max_age
             versions = {  # of the tokens of each group, by the place of its first rollout
                 i: list(chain.from_iterable(r.versions for r in rollouts[i : i + n]))
                 for i in range(0, len(rollouts), n)
@@ -102,19 +104,19 @@ class Ahead(EngineWrapper):
             for k, i in enumerate(stale):
                 rollouts[i : i + n] = renewed[k * n : (k + 1) * n]
 
-    def step_metrics(self, batch: Batch) -> dict[str, float]:
+    def step_metrics(self, batch: TrainBatch) -> dict[str, float]:
         """Return metrics of a step that trained on this batch, since the last call: docs/metrics.md."""
         meter, self.meter = self.meter, Meter()
         now, since = time.monotonic(), self.since
         self.since = now
-        meter.add("async/trainer_idle", meter.totals.pop("waited") / (now - since))
+        meter.add_mean("async/trainer_idle", meter.totals.pop("waited") / (now - since))
         versions_N = torch.tensor(list(chain.from_iterable(r.versions for r in batch.rollouts)), dtype=torch.float64)
         ages = (self.trained_version - versions_N)[batch.tokens.weights > 0]
-        meter.add("async/staleness", ages.sum(), len(ages))
+        meter.add_mean("async/staleness", ages.sum(), len(ages))
         meter.max("async/staleness_max", ages.max() if len(ages) else 0)
         for r in batch.rollouts:
-            meter.add("async/mixed", len(set(r.versions)) > 1)
+            meter.add_mean("async/mixed", len(set(r.versions)) > 1)
         for name, value in self.engine.metrics().items():
-            meter.add(f"async/{name}", value)
+            meter.add_mean(f"async/{name}", value)
         everyone = replace(self.batches.ctx, tp=1)  # also where some train together, each process samples for itself
         return meter.reduce(everyone)

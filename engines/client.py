@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from errors import UserError, need
 
-MAX_BYTES = 64 << 20  # of an answer: a response of 100,000 tokens takes a fifth of it
+MAX_BODY_BYTES = 64 << 20  # of an answer: a response of 100,000 tokens takes a fifth of it
 # Each request has a connection of its own: one that was kept may just have been closed by the server
 TIMEOUT = httpx2.Timeout(None, connect=30.0)  # the whole answer has a limit of its own
 HTTP_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -35,7 +35,7 @@ class ConnectionLost(ServerUnavailable):
     """A connection that broke: the same request may work a second time."""
 
 
-class Missing(UserError):
+class EndpointNotFound(UserError):
     """What a request names is not there."""
 
 
@@ -45,11 +45,11 @@ class GenerateRequest(NamedTuple):
     uid: str  # of the prompt, for messages
     ids: list[int]  # one placeholder for each image
     images: list[tuple[str, Image.Image]]  # key and pixels, at the size that the model sees
-    room: int  # max new tokens
+    max_tokens: int  # max new tokens
     seed: int
     temperature: float
     top_p: float
-    salt: str  # of the prefix cache: keys and values of other weights are never reused
+    cache_salt: str  # of the prefix cache: keys and values of other weights are never reused
 
 
 class GenerateResult(NamedTuple):
@@ -58,7 +58,7 @@ class GenerateResult(NamedTuple):
     prompt_ids: list[int]  # as the model read them, images expanded
     tokens: list[int]
     logprobs: list[float]
-    finish: str  # stop, length; abort: stopped for a sync, with what there was
+    finish_reason: str  # stop, length; abort: stopped for a sync, with what there was
     labels: list[str]  # of the weights that sampled each token
 
 
@@ -110,7 +110,7 @@ class ServerClient:
         need(longest >= length, f"--servers {self.url} takes sequences of {longest} tokens, and this run needs {length}"
              "; start it with this run's --data and --max-new-tokens")
 
-    async def begin_update(self) -> None:
+    async def start_weight_update(self) -> None:
         try:
             await self.post(self.begin_path)
         except (ServerUnavailable, UserError):  # an update that was given up is still open
@@ -129,8 +129,8 @@ class ServerClient:
             ) as answer:
                 async for piece in answer.aiter_bytes():
                     data += piece
-                    if len(data) > MAX_BYTES:
-                        raise ServerUnavailable(f"{path} answered more than {MAX_BYTES} bytes")
+                    if len(data) > MAX_BODY_BYTES:
+                        raise ServerUnavailable(f"{path} answered more than {MAX_BODY_BYTES} bytes")
         except (httpx2.TimeoutException, TimeoutError) as error:
             raise ServerUnavailable(f"no answer to {path} within {self.timeout:g} s") from error
         except httpx2.HTTPError as error:
@@ -140,7 +140,7 @@ class ServerClient:
         if answer.status_code >= 500:
             raise ServerUnavailable(message)
         if answer.status_code in (404, 405):
-            raise Missing(f"--servers {self.url}: there is no {path}; {self.control}")
+            raise EndpointNotFound(f"--servers {self.url}: there is no {path}; {self.control}")
         if answer.status_code >= 300:
             raise UserError(f"--servers {self.url}: {message}")
         if not answer.headers.get("content-type", "").startswith("application/json"):
@@ -152,10 +152,10 @@ class ServerClient:
 
     async def alive(self, seconds: float = 5.0) -> bool:
         """Return whether the server answers at all."""
-        return await answers(self.http, self.url + self.health, min(seconds, self.timeout))
+        return await is_reachable(self.http, self.url + self.health, min(seconds, self.timeout))
 
 
-async def answers(http: httpx2.AsyncClient, url: str, seconds: float) -> bool:
+async def is_reachable(http: httpx2.AsyncClient, url: str, seconds: float) -> bool:
     """Return whether there is an answer within some seconds, and no error."""
     try:
         async with asyncio.timeout(seconds), http.stream("GET", url, timeout=seconds) as answer:
@@ -164,10 +164,10 @@ async def answers(http: httpx2.AsyncClient, url: str, seconds: float) -> bool:
         return False
 
 
-async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
+async def detect_server_kind(url: str, http: httpx2.AsyncClient) -> str:
     """Return the kind of a server, vllm or sglang, by what it answers. Raise UserError if it is neither."""
     for path, kind in (("/version", "vllm"), ("/get_model_info", "sglang")):
-        if await answers(http, url + path, 10.0):
+        if await is_reachable(http, url + path, 10.0):
             return kind
     raise UserError(f"--servers {url}: no server answers there, or it is neither vLLM's nor SGLang's; `python -m "
                     "engines.serve` starts one")
@@ -176,7 +176,7 @@ async def find_kind(url: str, http: httpx2.AsyncClient) -> str:
 async def find_common_kind(urls: Sequence[str]) -> str:
     """Return the kind of these servers. Raise UserError if one does not answer, or if their kinds differ."""
     async with httpx2.AsyncClient(trust_env=False) as http:
-        kinds = await asyncio.gather(*(find_kind(url, http) for url in urls))
+        kinds = await asyncio.gather(*(detect_server_kind(url, http) for url in urls))
     each = ", ".join(f"{url} is {kind}'s" for url, kind in zip(urls, kinds, strict=True))
     need(len(set(kinds)) == 1, f"--servers must be of one kind: {each}; leave some out")
     return kinds[0]
@@ -193,7 +193,7 @@ def spread_labels(spans: Sequence[dict] | None, default: str, n: int) -> list[st
     return labels
 
 
-def data_uri(image: Image.Image, key: str = "") -> str:
+def image_data_uri(image: Image.Image, key: str = "") -> str:
     """Return an image as a lossless data URI. `key` is written into it, for servers that know images by their files'
     bytes."""
     file, info = io.BytesIO(), PngInfo()
@@ -226,11 +226,11 @@ class Calls:
         """Call all these servers at once. Return the answers, and why the other servers failed, both by URL."""
         futures = {client.url: self.start(call(client)) for client in clients}
         wait(futures.values())
-        failed = errors_of(futures)
+        failed = collect_errors(futures)
         return {url: future.result() for url, future in futures.items() if url not in failed}, failed
 
 
-def errors_of(futures: dict[str, Future]) -> dict[str, str]:
+def collect_errors(futures: dict[str, Future]) -> dict[str, str]:
     """Return what those that are over failed with, by URL."""
     errors = {}
     for url, future in futures.items():

@@ -8,7 +8,7 @@ import torch
 
 from errors import UserError, need
 from model import Processor
-from rollout import NOT_FINITE, Rollout
+from rollout import NOT_FINITE_MESSAGE, Rollout
 from utils import NamedTensors
 
 
@@ -30,7 +30,7 @@ def build_request(rollout: Rollout, room: int, processor: Processor, max_model_l
     have one placeholder for all tokens of an image."""
     prompt = rollout.prompt
     response, images = iter(rollout.response), iter(rollout.images)
-    short = list(prompt.short_ids)
+    short = list(prompt.unexpanded_ids)
     for token in response:
         short.append(token)
         if token == processor.image_token_id:
@@ -39,7 +39,7 @@ def build_request(rollout: Rollout, room: int, processor: Processor, max_model_l
     length = len(prompt.token_ids) + len(rollout.response)
     assert length + room <= max_model_len, "the engine was started for shorter sequences"
     pil_images = [image.image for image in prompt.images + rollout.images]
-    return prompt.uid, rollout.sample, rollout.turns, room, short, pil_images
+    return prompt.uid, rollout.sample_index, rollout.n_turns, room, short, pil_images
 
 
 def check_answer(engine: str, theirs: Sequence[int], ours: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -52,4 +52,4 @@ def check_answer(engine: str, theirs: Sequence[int], ours: Sequence[int], logpro
             f"{at} ({engine}): another prompt would be trained on than answered; check --min-pixels, --max-pixels and "
             "preprocessor_config.json, also where servers run"
         )
-    need(all(map(math.isfinite, logprobs)), NOT_FINITE.format(what=f"log-probabilities of {engine}'s answer"))
+    need(all(map(math.isfinite, logprobs)), NOT_FINITE_MESSAGE.format(what=f"log-probabilities of {engine}'s answer"))

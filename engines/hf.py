@@ -22,8 +22,18 @@ from transformers import TopPLogitsWarper
 
 from errors import need
 from layers.recurrent import RecurrentState
-from model import ImageInput, Processor, VisionCache, embed, language_hidden, mrope_positions, vision_features
-from rollout import NOT_FINITE, WAIT, Engine, Prompt, Responses, Rollout, Sampling, add_response, never
+from model import ImageInput, Processor, VisionCache, embed_inputs, mrope_positions, run_language_model, vision_features
+from rollout import (
+    IDLE_POLL_SECONDS,
+    NOT_FINITE_MESSAGE,
+    Engine,
+    Prompt,
+    Rollout,
+    RolloutQueue,
+    SamplingParams,
+    add_response,
+    never,
+)
 from utils import derive_seed
 
 
@@ -42,7 +52,7 @@ class PromptCache:
         return 0
 
 
-def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row by inverting the cumulative distribution at uniform_B in [0, 1); returns ids and logprobs (B,).
 
     Logprobs are those of the distribution sampled from: after temperature and top-p. UserError for logits that are no
@@ -51,7 +61,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     greedy = sampling.temperature == 0
     logp_BV = (logits_BV if greedy else logits_BV / sampling.temperature).log_softmax(dim=-1)
     bad = int(logp_BV[:, 0].isnan().sum())  # a row that is no distribution is NaN throughout
-    need(not bad, NOT_FINITE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
+    need(not bad, NOT_FINITE_MESSAGE.format(what=f"logits of {bad} of {len(logits_BV)} rows"))
     if greedy:
         token_B = logits_BV.argmax(dim=-1)
     else:
@@ -66,7 +76,7 @@ def sample_tokens(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> t
     return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
 
 
-def logits_of(hidden_BH: Tensor, head_HV: Tensor) -> Tensor:
+def compute_logits(hidden_BH: Tensor, head_HV: Tensor) -> Tensor:
     """(B, V) fp32, summed in fp32 whatever the inputs are in, as the trainer's are (kernels.py)."""
     if head_HV.dtype == torch.float32:
         return hidden_BH.float() @ head_HV
@@ -74,7 +84,7 @@ def logits_of(hidden_BH: Tensor, head_HV: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Row:
+class DecodeRow:
     """A rollout that is being sampled, or waits for its environment."""
 
     rollout: Rollout
@@ -87,7 +97,7 @@ class Row:
     active: bool = True  # is it being sampled?
 
 
-class Decoding:
+class DecodeBatch:
     """Rows whose prompts went through the model together, what it has computed of them, and their attention (a plan of
     layers/attention.py).
 
@@ -96,17 +106,19 @@ class Decoding:
     in which a row sees its own tokens up to the one that asks.
     """
 
-    def __init__(self, rows: list[Row], prompt_B: Tensor, hidden_PH: Tensor, valid_PL: Tensor, prompts: PromptCache):
+    def __init__(
+        self, rows: list[DecodeRow], prompt_B: Tensor, hidden_PH: Tensor, valid_PL: Tensor, prompts: PromptCache
+    ):
         self.rows = rows
         self.hidden_BH = hidden_PH[prompt_B]  # which the next token is sampled from
         self.prompts = prompts.layers
         self.bias_P11L = torch.where(valid_PL, 0.0, -torch.inf)[:, None, None]
         self.own: dict[int, list[Tensor]] = {}  # layer -> [keys, values], (B, key heads, capacity, D)
-        self.recurrent = {layer: state.take(prompt_B) for layer, state in prompts.recurrent.items()}
+        self.recurrent = {layer: state.select_rows(prompt_B) for layer, state in prompts.recurrent.items()}
         self._place(prompt_B, prompt_B.bincount())
 
     @property
-    def active(self) -> list[int]:
+    def active_rows(self) -> list[int]:
         return [b for b, row in enumerate(self.rows) if row.active]
 
     def _place(self, prompt_B: Tensor, count_P: Tensor) -> None:
@@ -114,14 +126,14 @@ class Decoding:
         first_P = count_P.cumsum(0) - count_P
         self.slot_B = prompt_B * self.width + torch.arange(len(prompt_B), device=prompt_B.device) - first_P[prompt_B]
 
-    def drop_ended(self) -> None:
+    def drop_finished(self) -> None:
         """Keep the rows whose rollout is not over; prompts without any are dropped, too."""
         keep = [b for b, row in enumerate(self.rows) if not row.rollout.ended_by]
         if 0 < len(keep) < len(self.rows):
             index = torch.tensor(keep, device=self.hidden_BH.device)
             self.hidden_BH = self.hidden_BH[index]
             self.own = {i: [b.index_select(0, index) for b in buffers] for i, buffers in self.own.items()}
-            self.recurrent = {layer: state.take(index) for layer, state in self.recurrent.items()}
+            self.recurrent = {layer: state.select_rows(index) for layer, state in self.recurrent.items()}
             prompt_B = (self.slot_B // self.width)[index]
             kept_P, prompt_B, count_P = prompt_B.unique_consecutive(return_inverse=True, return_counts=True)
             if len(kept_P) < len(self.bias_P11L):
@@ -158,14 +170,14 @@ class Decoding:
                 buffers[i][self.rows_R[:, None], :, self.at_RM] = x.transpose(1, 2)
         return [b[:, :, : self.end] if self.all_rows else b[self.rows_R, :, : self.end] for b in buffers]
 
-    def by_prompt(self, x_R: Tensor) -> Tensor:
+    def to_prompt_layout(self, x_R: Tensor) -> Tensor:
         """(R, key heads, repeat * M, D) -> (P, key heads, width * repeat * M, D), with zeros in slots without a row."""
         slots = len(self.bias_P11L) * self.width
         if len(x_R) < slots:
             x_R = x_R.new_zeros(slots, *x_R.shape[1:]).index_copy_(0, self.slot_R, x_R)
         return x_R.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
-    def by_row(self, x_P: Tensor) -> Tensor:
+    def to_row_layout(self, x_P: Tensor) -> Tensor:
         """The inverse: (P, key heads, width * repeat * M, D) -> (R, key heads, repeat * M, D)."""
         x_R = x_P.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
         return x_R if len(x_R) == len(self.slot_R) else x_R[self.slot_R]
@@ -175,13 +187,15 @@ class Decoding:
         prompt_key, prompt_value = self.prompts[layer]
         key, value = self.append(layer, (key, value))
         grouped = (query * scale).reshape(len(query), key.shape[1], -1, query.shape[3])
-        to_prompt = self.by_row(self.by_prompt(grouped) @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype))
+        to_prompt = self.to_row_layout(
+            self.to_prompt_layout(grouped) @ prompt_key.transpose(2, 3) + self.bias_P11L.to(query.dtype)
+        )
         to_own = grouped @ key.transpose(2, 3)
         if self.bias_R11ML is not None:
             to_own = (to_own.unflatten(2, (-1, query.shape[2])) + self.bias_R11ML.to(query.dtype)).flatten(2, 3)
         weights = torch.cat([to_prompt, to_own], dim=-1).float().softmax(dim=-1).to(query.dtype)
         on_prompt, on_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
-        out = on_own @ value + self.by_row(self.by_prompt(on_prompt) @ prompt_value)
+        out = on_own @ value + self.to_row_layout(self.to_prompt_layout(on_prompt) @ prompt_value)
         return out.reshape(query.shape)
 
 
@@ -207,39 +221,39 @@ class HFEngine(Engine):
         self.processor = processor
         self.device = device
         self.vision_cache = vision_cache
-        self.banned = processor.banned(hf.config.text_config.vocab_size).to(device)
+        self.banned = processor.banned_token_ids(hf.config.text_config.vocab_size).to(device)
         self.dtype = hf.dtype
 
     @torch.no_grad()
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
+    def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
         """Prompts of similar lengths go through the model together, as many as max_rows allows, once all those before
         are sampled or wait for their environments."""
         head_HV = self.hf.get_output_embeddings().weight.t()
         if head_HV.device.type == "cpu":
             head_HV = head_HV.float()  # once: a CPU has no product of 16-bit numbers with sums of 32 bits
         waiting: list[Rollout] = []  # whose prompts did not go through the model yet
-        batches: list[Decoding] = []
+        batches: list[DecodeBatch] = []
         while True:
-            busy = any(batch.active for batch in batches)
-            over = responses.over  # before taking: what comes in between is taken the next time
-            came = responses.take(0.0 if busy or waiting else WAIT)
+            busy = any(batch.active_rows for batch in batches)
+            over = responses.exhausted  # before taking: what comes in between is taken the next time
+            came = responses.poll(0.0 if busy or waiting else IDLE_POLL_SECONDS)
             for batch in batches:
-                batch.drop_ended()
-                came = self._go_on(batch, came)
+                batch.drop_finished()
+                came = self._resume_rows(batch, came)
             batches = [batch for batch in batches if batch.rows]
             waiting += came
-            busy = any(batch.active for batch in batches)
-            if starting := self._starting(waiting, busy):
+            busy = any(batch.active_rows for batch in batches)
+            if starting := self._select_next(waiting, busy):
                 waiting = [r for r in waiting if r not in starting]
-                batches.append(self._begin(starting, sampling))
+                batches.append(self._prefill_batch(starting, sampling))
             elif over and not busy and not waiting:
                 return
             for batch in batches:
-                self._step(batch, responses, sampling, head_HV)
+                self._decode_step(batch, responses, sampling, head_HV)
 
-    def _starting(self, waiting: Sequence[Rollout], busy: bool) -> list[Rollout]:
+    def _select_next(self, waiting: Sequence[Rollout], busy: bool) -> list[Rollout]:
         """Which of them to begin with. A later turn that is a prompt of its own (Rollout.separate) does not wait."""
-        if later := [r for r in waiting if r.turns > 1]:
+        if later := [r for r in waiting if r.n_turns > 1]:
             return later
         starting: list[Rollout] = []
         groups: dict[Prompt, list[Rollout]] = {}
@@ -262,8 +276,8 @@ class HFEngine(Engine):
             own[name].copy_(tensor)
             seen.add(name)
             n_bytes += tensor.nbytes
-        self.complete |= seen == own.keys()
-        self.version += 1
+        self.has_all_weights |= seen == own.keys()
+        self.weights_version += 1
         return {"sync/calls": float(len(seen) > 0), "sync/bytes": float(n_bytes)}
 
     def _positions(self, ids: Sequence[int], images: Sequence[ImageInput]) -> Tensor:
@@ -275,10 +289,10 @@ class HFEngine(Engine):
         """Return the hidden states of each row's last token. ids (B, M), positions (3, B, M)."""
         features, deep = vision_features(self.hf, images, self.vision_cache) if images else (None, [])
         ids, token = ids.to(self.device), self.processor.image_token_id
-        embeds, positions = embed(self.hf, ids, features, token), positions.to(self.device)
-        return language_hidden(self.hf, embeds, positions, deep=deep, image_mask=ids == token, **attention)[:, -1]
+        embeds, positions = embed_inputs(self.hf, ids, features, token), positions.to(self.device)
+        return run_language_model(self.hf, embeds, positions, deep=deep, image_mask=ids == token, **attention)[:, -1]
 
-    def _begin(self, rollouts: Sequence[Rollout], sampling: Sampling) -> Decoding:
+    def _prefill_batch(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> DecodeBatch:
         """Their prompts through the model, each once, left-padded."""
         prompts = list(dict.fromkeys(r.prompt for r in rollouts))
         ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
@@ -296,13 +310,13 @@ class HFEngine(Engine):
         next_P = (positions_3PL.amax(dim=(0, 2)) + 1).tolist()
         rows = []
         for r in sorted(rollouts, key=lambda r: number[r.prompt]):
-            generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample))
+            generator = torch.Generator().manual_seed(derive_seed(sampling.seed, r.prompt.uid, r.sample_index))
             uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-            rows.append(Row(r, iter(uniform.tolist()), next_P[number[r.prompt]]))
+            rows.append(DecodeRow(r, iter(uniform.tolist()), next_P[number[r.prompt]]))
         prompt_B = torch.tensor([number[row.rollout.prompt] for row in rows], device=self.device)
-        return Decoding(rows, prompt_B, hidden_PH, valid_PL, cache)
+        return DecodeBatch(rows, prompt_B, hidden_PH, valid_PL, cache)
 
-    def _go_on(self, batch: Decoding, came: Sequence[Rollout]) -> list[Rollout]:
+    def _resume_rows(self, batch: DecodeBatch, came: Sequence[Rollout]) -> list[Rollout]:
         """The last token that was sampled and what the environment said after it, through the model; returns those that
         are no rows of the batch. Rows with as many new tokens go together."""
         number = {id(row.rollout): b for b, row in enumerate(batch.rows)}
@@ -316,30 +330,32 @@ class HFEngine(Engine):
                 batch.rows[b].active = True
         return [r for r in came if id(r) not in number]
 
-    def _step(self, batch: Decoding, responses: Responses, sampling: Sampling, head_HV: Tensor) -> None:
+    def _decode_step(
+        self, batch: DecodeBatch, responses: RolloutQueue, sampling: SamplingParams, head_HV: Tensor
+    ) -> None:
         """A token of each row that is being sampled."""
-        rows = [batch.rows[b] for b in batch.active]
+        rows = [batch.rows[b] for b in batch.active_rows]
         if not rows:
             return
-        logits_RV = logits_of(batch.hidden_BH[batch.active], head_HV)
+        logits_RV = compute_logits(batch.hidden_BH[batch.active_rows], head_HV)
         logits_RV[:, self.banned] = -torch.inf
         uniform = torch.tensor([next(row.uniform) for row in rows], dtype=torch.float64)
         token_R, logp_R = sample_tokens(logits_RV, sampling, uniform.to(self.device))
         for row, token, logp in zip(rows, token_R.tolist(), logp_R.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logp)
-            full = len(row.tokens) == responses.room(row.rollout)
-            if token in self.processor.eos_ids or full or self.interrupted():
-                versions = [self.version] * len(row.tokens)
+            full = len(row.tokens) == responses.remaining_tokens(row.rollout)
+            if token in self.processor.eos_ids or full or self.should_stop():
+                versions = [self.weights_version] * len(row.tokens)
                 add_response(row.rollout, row.tokens, row.logprobs, self.processor, versions)
                 row.active, row.tokens, row.logprobs = False, [], []
-                responses.added(row.rollout)
-        batch.drop_ended()
-        if batch.active:
-            self._forward(batch, batch.active)
+                responses.mark_sampled(row.rollout)
+        batch.drop_finished()
+        if batch.active_rows:
+            self._forward(batch, batch.active_rows)
 
     @torch.inference_mode()  # faster than no_grad, as it checks less; nothing trains on its outputs
-    def _forward(self, batch: Decoding, numbers: list[int]) -> None:
+    def _forward(self, batch: DecodeBatch, numbers: list[int]) -> None:
         """All tokens of these rows that did not go through the model yet, as many of each."""
         rows = [batch.rows[b] for b in numbers]
         ids, images = [row.tokens[-1:] or row.rollout.response[row.n_seen :] for row in rows], []
@@ -351,12 +367,12 @@ class HFEngine(Engine):
         batch.prepare(numbers, len(ids[0]))
         states = batch.recurrent
         if not batch.all_rows:
-            batch.recurrent = {layer: state.take(batch.rows_R) for layer, state in states.items()}
+            batch.recurrent = {layer: state.select_rows(batch.rows_R) for layer, state in states.items()}
         hidden_RH = self._hidden(torch.tensor(ids), positions_3RM, images, plan=batch)
         batch.hidden_BH = batch.hidden_BH.index_copy(0, batch.rows_R, hidden_RH)
         if not batch.all_rows:
             for layer, state in states.items():
-                state.put(batch.rows_R, batch.recurrent[layer])
+                state.update_rows(batch.rows_R, batch.recurrent[layer])
             batch.recurrent = states
         for row, last in zip(rows, positions_3RM.amax(dim=(0, 2)).tolist(), strict=True):
             row.position = last + 1

@@ -22,13 +22,13 @@ from engines.self_test import self_test
 from errors import in_copy, need, plug_in
 from model import ModelConfig, Processor, VisionCache, load_hf
 from packing import Packer
-from parallel.checkpoint import on_rank0
+from parallel.checkpoint import run_on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
-from rollout import Batches, Engine, Examples, as_given
+from rollout import Batches, Engine, ExampleList, identity
 from rollout import never as never_interrupted
-from settings import flag_text, never, setting
-from utils import Context, print0
+from settings import flag_field, format_flag, never
+from utils import DistContext, print0
 
 VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.md, On a CPU)"
 
@@ -37,30 +37,35 @@ VLLM_INSTALL_HINT = "pip install -r requirements-gpu.txt (on a CPU: docs/scale.m
 class ConnectionConfig:
     """Connection to rollout servers"""
 
-    servers: tuple[str, ...] = setting((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
+    servers: tuple[str, ...] = flag_field((), "URLs of vLLM or SGLang servers, which `python -m engines.serve` starts",
                                        metavar="URL", from_run=never)
-    sync: str = setting("auto", "weight sync: broadcast (nccl, gloo), or through --out on a shared disk: all weights "
-                        "(disk) or the LoRA adapter; auto: nccl on a GPU, else gloo",
-                        choices=("auto", "nccl", "gloo", "disk", "adapter"))
-    server_timeout: float = setting(600.0, "seconds a server may take for one response or one weight update", above=0)
+    sync: str = flag_field(
+        "auto",
+        "weight sync: broadcast (nccl, gloo), or through --out on a shared disk: all weights "
+        "(disk) or the LoRA adapter; auto: nccl on a GPU, else gloo",
+        choices=("auto", "nccl", "gloo", "disk", "adapter"),
+    )
+    server_timeout: float = flag_field(
+        600.0, "seconds a server may take for one response or one weight update", above=0
+    )
 
 
 @dataclass(frozen=True)
-class ServerConfig(ConnectionConfig):
+class RolloutServerConfig(ConnectionConfig):
     """Rollout servers (--rollout server; docs/scale.md)"""
 
-    serve: int = setting(0, "number of vLLM servers to run on this machine during training; not with --servers",
+    serve: int = flag_field(0, "number of vLLM servers to run on this machine during training; not with --servers",
                          least=0)
-    async_steps: int = setting(0, "sample up to K batches ahead, with weights at most K updates old; 0: synchronous",
+    async_steps: int = flag_field(0, "sample up to K batches ahead, with weights at most K updates old; 0: synchronous",
                                least=0)
-    in_flight: str = setting("abort", "requests in flight at a weight sync: keep their KV cache; abort, then resume "
+    in_flight: str = flag_field("abort", "requests in flight at a weight sync: keep their KV cache; abort, then resume "
                              "with the new weights; or wait for them", choices=("keep", "abort", "wait"))
 
     def check(self, engine: str, vllm: tuple[str, ...], model: ModelConfig) -> None:
         """Raise UserError for settings that contradict each other, --rollout, --vllm or the model's."""
         if engine != "server":
             given = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
-            flags = " ".join(flag_text(name, value) for name, value in given.items())
+            flags = " ".join(format_flag(name, value) for name, value in given.items())
             need(not given, f"{flags}: for servers, but the engine is --rollout {engine}; use --rollout server")
             return
         given = "both" if self.servers else "neither"
@@ -87,7 +92,7 @@ def vllm_is_installed() -> bool:
 
 
 def check_engine(
-    engine: str, vllm: tuple[str, ...], servers: ServerConfig, model: ModelConfig, world: int
+    engine: str, vllm: tuple[str, ...], servers: RolloutServerConfig, model: ModelConfig, world: int
 ) -> None:
     """Raise UserError for settings of --rollout that contradict each other, and unless what it needs is there: files of
     ours, an installed vLLM, servers that answer. Call it before a model loads."""
@@ -119,14 +124,14 @@ def resolve_engine(choice: str, device: torch.device) -> str:
 
 def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
     """Return --vllm KEY=VALUE ... as arguments of vLLM's LLM (engines/vllm.py has the same function)."""
-    return plug_in("engines.vllm", "--vllm").vllm_settings(pairs, engine, world) if pairs else {}
+    return plug_in("engines.vllm", "--vllm").parse_vllm_args(pairs, engine, world) if pairs else {}
 
 
-ImageLimits = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many images, and how large
+ImageLimitsFn = Callable[[], tuple[int, tuple[int, int]]]  # of episodes: how many images, and how large
 
 
 def size_limits(
-    sets: Sequence[Examples], processor: Processor, max_new_tokens: int, of_episodes: ImageLimits | None = None
+    sets: Sequence[ExampleList], processor: Processor, max_new_tokens: int, of_episodes: ImageLimitsFn | None = None
 ) -> dict[str, Any]:
     """Return the arguments of vLLM by which it reserves memory: the longest sequence; the most images in a prompt, or
     an episode, and the size of the largest, as the model sees it."""
@@ -136,7 +141,7 @@ def size_limits(
     if of_episodes:
         count, largest = of_episodes()
         sizes += [size for size in [largest] if 0 not in size]
-    width, height = max((processor.final_size(*size) for size in sizes), key=math.prod, default=(448, 448))
+    width, height = max((processor.resized_size(*size) for size in sizes), key=math.prod, default=(448, 448))
     image = {"count": count, "width": width, "height": height} if count else 0
     return {"max_model_len": length, "limit_mm_per_prompt": {"image": image, "video": 0}}
 
@@ -145,11 +150,11 @@ def make_engine(
     choice: str,
     path: str,
     processor: Processor,
-    ctx: Context,
+    ctx: DistContext,
     dtype: torch.dtype,
     sizes: dict[str, Any],
     vllm: Sequence[str] = (),
-    servers: ServerConfig | None = None,
+    servers: RolloutServerConfig | None = None,
     *,
     family_paths: tuple[str, ...] = (),
     cache: VisionCache | None = None,
@@ -168,13 +173,13 @@ def make_engine(
     return kind(path, processor, ctx.device, dtype, interrupted, **settings)
 
 
-def start_engine(
+def make_training_engine(
     cfg: Any,
     models: Models,
     processor: Processor,
-    sets: list[Examples],
-    ctx: Context,
-    of_episodes: ImageLimits | None = None,
+    sets: list[ExampleList],
+    ctx: DistContext,
+    of_episodes: ImageLimitsFn | None = None,
     **ends: Callable,
 ) -> Engine:
     """Return the engine of a run (`cfg` is train.Config), for prompts made of these sets of examples, with all of the
@@ -187,7 +192,7 @@ def start_engine(
         rank = model.lora_rank if servers.sync == "adapter" else 0
         settings = vllm_settings(vllm, "server", ctx.world) | sizes
         asked = (servers.serve, model.model, processor, models.dtype, settings, out, rank)
-        servers = replace(servers, servers=on_rank0(lambda: launch(*asked)))
+        servers = replace(servers, servers=run_on_rank0(lambda: launch(*asked)))
     engine = make_engine(
         cfg.rollout.rollout,
         model.model,
@@ -210,18 +215,18 @@ def start_engine(
 
 
 def start_sampling(
-    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[Examples], env: Any, batches: Batches,
-    interrupt: Any, ctx: Context,
+    cfg: Any, models: Models, processor: Processor, packer: Packer, sets: list[ExampleList], env: Any, batches: Batches,
+    interrupt: Any, ctx: DistContext,
 ) -> Engine:  # fmt: skip
     """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
     episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
     ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
-    engine = start_engine(cfg, models, processor, sets, ctx, env.image_limits if env else None, **ends)
+    engine = make_training_engine(cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **ends)
     if cfg.run.self_test:
-        sampling, start_of = batches.sampling(0), env.start_of if env else as_given
+        sampling, start_of = batches.sampling(0), env.reset_example if env else identity
         print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
     if env:
-        engine = plug_in("envs._play", "--env").Episodes(engine, env, processor)
+        engine = plug_in("envs._play", "--env").EpisodeEngine(engine, env, processor)
     if cfg.servers.async_steps:
         engine = plug_in("engines.ahead", "--async-steps").Ahead(engine, batches)
     return engine

@@ -17,10 +17,10 @@ import httpx2
 import torch
 
 from engines.sync import free_port
-from engines.vllm_client import POLICY
+from engines.vllm_client import POLICY_MODEL_NAME
 from errors import UserError, need, plug_in
 from model import Processor
-from utils import end_with_parent
+from utils import die_with_parent
 
 START_MINUTES = 20  # until a server must answer
 # Names that torchrun gives to its own processes, and that a server must not take for its own
@@ -37,22 +37,22 @@ def server_command(
         command, environment = sglang_command(path, dtype, settings)
     else:
         vllm = plug_in("engines.vllm", "--engine vllm")
-        arguments = vllm.engine_arguments(path, processor, dtype, torch.cuda.is_available(), settings)
+        arguments = vllm.llm_arguments(path, processor, dtype, torch.cuda.is_available(), settings)
         command, environment = vllm_command(arguments, lora_rank)
     return [sys.executable, "-m", *command, "--host", host, "--port", str(port)], environment
 
 
 # Our own --vllm settings; the rest of LLM's arguments are flags of `vllm serve`
-NO_FLAGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
+NON_FLAG_ARGS = ("model", "distributed_executor_backend", "enable_sleep_mode", "sleep_level")
 VLLM_ARGS = (
-    "--enable-scale-out --disable-uvicorn-access-log --worker-extension-cls engines.worker.Extension "
-    f"--served-model-name {POLICY}"
+    "--enable-scale-out --disable-uvicorn-access-log --worker-extension-cls engines.worker.WorkerExtension "
+    f"--served-model-name {POLICY_MODEL_NAME}"
 ).split()
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
 
 
 def vllm_command(arguments: dict[str, Any], lora_rank: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a vLLM server with these arguments (vllm.engine_arguments), and its environment. With
+    """Return the command of a vLLM server with these arguments (vllm.llm_arguments), and its environment. With
     `lora_rank` it takes adapters (--sync adapter)."""
     root = str(Path(__file__).parent.parent)
     paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -61,7 +61,7 @@ def vllm_command(arguments: dict[str, Any], lora_rank: int) -> tuple[list[str], 
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
     }
-    flags = {key: value for key, value in arguments.items() if key not in NO_FLAGS}
+    flags = {key: value for key, value in arguments.items() if key not in NON_FLAG_ARGS}
     flags["weight_transfer_config"] = {"backend": "trainer"}  # engines/worker.py
     if lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -132,7 +132,7 @@ class LocalServers:
         with log.open("w") as out:
             self.processes[log] = subprocess.Popen(
                 command, env=own | environment, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, preexec_fn=end_with_parent,
+                start_new_session=True, preexec_fn=die_with_parent,
             )
 
     def wait_until_healthy(self, urls: Sequence[str]) -> None:

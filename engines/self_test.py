@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 
 import model
 from errors import need
-from layers.lora import lora_layers
+from layers.lora import find_lora_layers
 from model import Policy, Processor
 from packing import Packer
-from parallel.sharding import full_parameters, local, reshard
+from parallel.sharding import FullParameters, local_shard, reshard
 from prepare_data import Example
-from rollout import Engine, Examples, Prompt, Rollout, Sampling, StartOf, as_given, make_prompts
+from rollout import Engine, ExampleList, Prompt, ResetFn, Rollout, SamplingParams, identity, make_prompts
 from utils import derive_seed, gather
 
 # Mean |difference| of a token's log-probability between engine and trainer, in nats. In fp32 it is rounding, some 1e-7,
@@ -36,7 +36,7 @@ from utils import derive_seed, gather
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 LIMIT = 2.2
 FLOOR = 1e-4  # nats: smaller differences do not matter
-SAMPLES = 4
+SAMPLES_PER_PROMPT = 4
 NEW_TOKENS = 16  # per sample; if --max-new-tokens is lower, there are more samples
 # The nudge adds noise to every STRIDE-th element of a tensor (a prime: no row or column is left out), so that the
 # tensor changes by a fraction NUDGE of its norm. What is very small, such as a bias of zeros, an adapter at its start
@@ -45,15 +45,15 @@ NEW_TOKENS = 16  # per sample; if --max-new-tokens is lower, there are more samp
 # only attend to its tokens; 4 NUDGE for adapters, whose low rank changes few directions; 3 NUDGE for adapters in the
 # tower. With less, a trained policy stays sure of its answers. With more, the tower becomes chaotic: rounding changes
 # as much as a missing tensor does. What is kept to undo the nudge is 1 / STRIDE of what is trained.
-NUDGE = 0.5
+PERTURBATION = 0.5
 STRIDE = 31
 
-OTHER_ENGINE = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
+ENGINE_HINT = "try --rollout hf, another --attn, --dtype float32, or the versions of requirements.txt"
 NOT_SENT = "a sync does not bring all weights to their places, or the engine computes another function"
-NO_FAMILY = "this model is no such family as model.FAMILIES lists"
+UNKNOWN_FAMILY = "this model is no such family as model.FAMILIES lists"
 
 
-def choose(examples: Examples, room: int, copies: int) -> list[Example]:
+def select_prompts(examples: ExampleList, room: int, copies: int) -> list[Example]:
     """A few unlike prompts that fit into one micro-batch together: the one with the most images, one without, the
     shortest, the longest."""
     lengths = examples.lengths
@@ -62,7 +62,7 @@ def choose(examples: Examples, room: int, copies: int) -> list[Example]:
     wanted += [i for i in order if not examples[i].images][:1] + [order[0], order[-1]]
     chosen = []
     for i in dict.fromkeys(wanted):
-        cost = copies * lengths[i] + SAMPLES * NEW_TOKENS
+        cost = copies * lengths[i] + SAMPLES_PER_PROMPT * NEW_TOKENS
         if not chosen or cost <= room:
             chosen.append(examples[i])
             room -= cost
@@ -77,7 +77,7 @@ def trainer_logprobs(policy: Policy, packer: Packer, rollouts: Sequence[Rollout]
     return logp_N
 
 
-def shard_of(parameter: torch.Tensor) -> list[int]:
+def shard_index(parameter: torch.Tensor) -> list[int]:
     """The number of this process's shard, along each dimension of the mesh that divides the tensor."""
     if not isinstance(parameter, DTensor):
         return []
@@ -86,26 +86,26 @@ def shard_of(parameter: torch.Tensor) -> list[int]:
 
 
 @contextmanager
-def nudged(policy: Policy) -> Iterator[None]:
+def perturb_weights(policy: Policy) -> Iterator[None]:
     """Every trained tensor changed a little, each in its own way, and put back to the last bit. What several processes
     hold they all change the same: the change is a function of the tensor's name and of which shard it is."""
     reshard(policy)
     kept, tower = [], f"hf.{policy.hf.family.vision}."
-    scales = {f"{name}.lora_B": layer.scale for name, layer in lora_layers(policy).items()}
+    scales = {f"{name}.lora_B": layer.scale for name, layer in find_lora_layers(policy).items()}
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad and not name.startswith("value_head."):  # which no engine has
-            values = local(parameter.detach())
+            values = local_shard(parameter.detach())
             stride = STRIDE if values.numel() > 100 * STRIDE else 1
             some = values.view(-1)[::stride]
             kept.append((some, some.clone()))
-            seed = derive_seed("nudge", name, *shard_of(parameter))
+            seed = derive_seed("nudge", name, *shard_index(parameter))
             noise = torch.randn(len(some), generator=torch.Generator().manual_seed(seed))
             table = name.endswith("pos_embed.weight")
             least = 1.0 if parameter.dim() == 1 else 2.0 if table else parameter.shape[-1] ** -0.5
             size = max(least, some.float().square().mean().sqrt().item())
             size /= max(1.0, scales.get(name, 0.0))  # what an adapter gives is multiplied by its scale
             in_tower, adapter = name.startswith(tower), ".lora_" in name
-            fraction = NUDGE * ((3 if in_tower else 4) if adapter else 2 if in_tower else 1)
+            fraction = PERTURBATION * ((3 if in_tower else 4) if adapter else 2 if in_tower else 1)
             some += (fraction * stride**0.5 * size * noise).to(some)
     try:
         yield
@@ -128,7 +128,7 @@ def rounded(policy: Policy) -> Iterator[None]:
 
     blocks = [*policy.hf.get_submodule(f"{family.language}.{family.blocks}")]
     blocks += policy.visual[0].get_submodule(family.vision_blocks)
-    blocks += lora_layers(policy.hf).values()  # which engines have merged, and rounded
+    blocks += find_lora_layers(policy.hf).values()  # which engines have merged, and rounded
     hooks = [block.register_forward_hook(round_again) for block in blocks]
     cache, policy.cache = policy.cache, None  # of features that were rounded without
     try:
@@ -139,7 +139,7 @@ def rounded(policy: Policy) -> Iterator[None]:
             hook.remove()
 
 
-def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
+def check_mrope_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
     """Are the positions that we give to a prompt's tokens those that transformers gives them? Of text they are a
     count."""
     with_images = [prompt for prompt in prompts if prompt.images and hasattr(policy.hf.model, "get_rope_index")]
@@ -151,7 +151,7 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
         wrong = (ours != theirs[:, 0].to(ours)).any(0)
         if wrong.any():
             differ = f"differ from transformers' from token {int(wrong.int().argmax())} on"
-            return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {NO_FAMILY}"]
+            return [f"positions (t, h, w) of example {prompt.uid!r} {differ}; {UNKNOWN_FAMILY}"]
     return []
 
 
@@ -159,23 +159,23 @@ def check_positions(policy: Policy, prompts: Sequence[Prompt]) -> list[str]:
 def self_test(
     policy: Policy,
     engine: Engine,
-    examples: Examples,
+    examples: ExampleList,
     processor: Processor,
     packer: Packer,
-    sampling: Sampling,
-    start_of: StartOf = as_given,
+    sampling: SamplingParams,
+    start_of: ResetFn = identity,
 ) -> str:
     """Compare engine and trainer; a line of what was measured. UserError, on all ranks, with all that disagrees. Every
     rank does the same work on the same prompts, so that collectives match."""
     new_tokens, seed = min(NEW_TOKENS, sampling.max_new_tokens), derive_seed(sampling.seed, "self-test")
-    samples = SAMPLES * (NEW_TOKENS // new_tokens)  # a mean over few tokens would be chance
-    chosen = choose(examples, packer.max_tokens, 1 if packer.share else samples)
+    samples = SAMPLES_PER_PROMPT * (NEW_TOKENS // new_tokens)  # a mean over few tokens would be chance
+    chosen = select_prompts(examples, packer.max_tokens, 1 if packer.share else samples)
     prompts = make_prompts(chosen, processor, start_of=start_of)
     sampling = replace(sampling, max_new_tokens=new_tokens, seed=seed)
     compute = partial(trainer_logprobs, policy, packer, temperature=sampling.temperature)
 
     def sync() -> None:
-        engine.sync(partial(full_parameters, policy, dtype=engine.dtype))
+        engine.sync(partial(FullParameters, policy, dtype=engine.dtype))
 
     def sample() -> tuple[list[Rollout], torch.Tensor, torch.Tensor]:
         """Rollouts, and the log-probabilities of their tokens by the engine and by the trainer, one at a time."""
@@ -187,11 +187,11 @@ def self_test(
 
     rollouts, theirs, ours = sample()
     both = (theirs - ours).abs()
-    with nudged(policy):
+    with perturb_weights(policy):
         engine.sleep()  # as before each update: the test below finds what sleep makes it forget
         sync()
         rollouts, theirs, ours = sample()
-        plain = [policy.plain_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
+        plain = [policy.unpacked_logprobs(r.prompt, r.response, sampling.temperature).cpu() for r in rollouts]
         together = compute(rollouts)
         with rounded(policy):
             rounding = (compute(rollouts) - together).abs()
@@ -202,12 +202,12 @@ def self_test(
 
     limit = FLOOR + LIMIT * rounding.mean().item()
     checks = (
-        (f"engine ({type(engine).__name__}) and trainer", both, TOLERANCE[engine.dtype], OTHER_ENGINE),
-        ("the trainer and transformers' own forward", plain, limit, NO_FAMILY),
+        (f"engine ({type(engine).__name__}) and trainer", both, TOLERANCE[engine.dtype], ENGINE_HINT),
+        ("the trainer and transformers' own forward", plain, limit, UNKNOWN_FAMILY),
         ("packed and separate samples", packed, limit, f"try another --attn than {policy.attention}"),
-        ("engine and trainer under new weights", synced, limit, f"{NOT_SENT}; {OTHER_ENGINE}"),
+        ("engine and trainer under new weights", synced, limit, f"{NOT_SENT}; {ENGINE_HINT}"),
     )
-    failures = check_positions(policy, prompts)
+    failures = check_mrope_positions(policy, prompts)
     for what, gap, tolerated, advice in checks:
         if not gap.mean() <= tolerated:  # a NaN is not
             differ = f"differ by {gap.mean():.2e} nats a token on average, {gap.max():.2e} at most"

@@ -20,37 +20,37 @@ from typing import Any
 
 import torch
 
-from engines.launch import ServerConfig, size_limits, vllm_settings
+from engines.launch import RolloutServerConfig, size_limits, vllm_settings
 from engines.local import server_command
-from errors import need, refusing
+from errors import as_user_error, need
 from model import ModelConfig, Processor, resolve_dtype
 from prepare_data import DataConfig
-from rollout import EnvConfig, RolloutConfig, as_given, load_environments, load_examples
-from settings import Parser, add_settings, check_given, read_settings, setting
+from rollout import EnvConfig, RolloutConfig, identity, load_examples, make_env_factory
+from settings import FlagParser, add_flags, build_config, check_given, flag_field
 from utils import run_script
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeCommandConfig:
     """Server"""
 
-    engine: str = setting("vllm", "server software", choices=("vllm", "sglang"))
-    host: str = setting("127.0.0.1", "address to listen on; other than this machine's own, it lets others in")
-    port: int = setting(8000, "HTTP port", least=1, most=65535)
-    gpus: int = setting(1, "GPUs of the server, which split the model (tensor parallelism)", least=1)
-    print: bool = setting(False, "print the command and exit")
+    engine: str = flag_field("vllm", "server software", choices=("vllm", "sglang"))
+    host: str = flag_field("127.0.0.1", "address to listen on; other than this machine's own, it lets others in")
+    port: int = flag_field(8000, "HTTP port", least=1, most=65535)
+    gpus: int = flag_field(1, "GPUs of the server, which split the model (tensor parallelism)", least=1)
+    print: bool = flag_field(False, "print the command and exit")
 
 
-GROUPS = (ServeConfig, ModelConfig, DataConfig, RolloutConfig, ServerConfig, EnvConfig)
+CONFIG_SECTIONS = (ServeCommandConfig, ModelConfig, DataConfig, RolloutConfig, RolloutServerConfig, EnvConfig)
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[Any, ...]:
-    parser = Parser(__doc__, prog="python -m engines.serve")
-    for group in GROUPS:
-        add_settings(parser, group)
+    parser = FlagParser(__doc__, prog="python -m engines.serve")
+    for group in CONFIG_SECTIONS:
+        add_flags(parser, group)
     given = vars(parser.parse_args(argv))
-    check_given(given, *GROUPS)
-    return tuple(read_settings(group, given) for group in GROUPS)
+    check_given(given, *CONFIG_SECTIONS)
+    return tuple(build_config(group, given) for group in CONFIG_SECTIONS)
 
 
 def main(configs: tuple[Any, ...]) -> None:
@@ -61,14 +61,14 @@ def main(configs: tuple[Any, ...]) -> None:
     need("tensor_parallel_size" not in settings, "--vllm tensor_parallel_size: give --gpus instead")
     settings["tensor_parallel_size"] = serve.gpus
     processor = Processor(model.model, model.min_pixels, model.max_pixels)
-    environments = load_environments(env)
-    start_of = environments.start_of if environments else as_given
+    environments = make_env_factory(env)
+    start_of = environments.reset_example if environments else identity
     with redirect_stdout(sys.stderr):  # only the command is for stdout
         paths = filter(None, (data.data, data.eval_data))
         sets = [load_examples(path, data, [processor], start_of=start_of) for path in paths]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(model.dtype, device)
-    of_episodes = environments.image_limits if environments else None
+    of_episodes = environments.episode_image_limits if environments else None
     settings |= size_limits(sets, processor, rollout.max_new_tokens, of_episodes)
     adapter = model.lora_rank if servers.sync == "adapter" else 0
     command, environment = server_command(
@@ -77,7 +77,7 @@ def main(configs: tuple[Any, ...]) -> None:
         print(shlex.join([*(f"{key}={value}" for key, value in environment.items()), *command]))
         return
     told = f"--port {serve.port} at --host {serve.host} cannot be used, give another"
-    with socket.socket() as probe, refusing(OSError, told):
+    with socket.socket() as probe, as_user_error(OSError, told):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((serve.host, serve.port))
     os.execvpe(command[0], command, os.environ | environment)

@@ -38,26 +38,26 @@ from engines.vllm_client import VLLMClient
 from errors import UserError, describe_error
 from model import Processor
 from rollout import (
-    WAIT,
+    IDLE_POLL_SECONDS,
     Engine,
-    Responses,
+    GetWeights,
     Rollout,
-    Sampling,
-    Weights,
+    RolloutQueue,
+    SamplingParams,
     add_response,
     never,
 )
-from utils import Context, NamedTensors, derive_seed
+from utils import DistContext, NamedTensors, derive_seed
 
 # What reading JSON of another form raises
-NOT_AS_EXPECTED = (AttributeError, LookupError, TypeError, ValueError, OverflowError)
-MOST_FRUITLESS = 6  # answers in a row without a token, before their server is left out
-FIRST_PAUSE = 0.1  # seconds after the first of them; each further pause is about twice as long
+MISMATCH_MESSAGE = (AttributeError, LookupError, TypeError, ValueError, OverflowError)
+MAX_FRUITLESS_REQUESTS = 6  # answers in a row without a token, before their server is left out
+INITIAL_PAUSE_SECONDS = 0.1  # seconds after the first of them; each further pause is about twice as long
 
 CLIENTS = {client.kind: client for client in (VLLMClient, SGLangClient)}
 
 
-def refuse(why: str) -> None:
+def raise_mismatch(why: str) -> None:
     raise UserError(why)
 
 
@@ -73,7 +73,7 @@ class ServerEngine(Engine):
         cfg: Any,
         processor: Processor,
         dtype: torch.dtype,
-        ctx: Context,
+        ctx: DistContext,
         *,
         out: Path,
         vocab_size: int,
@@ -81,7 +81,7 @@ class ServerEngine(Engine):
         trained_tower: bool = False,
         save_adapter: Callable[[Path], None] | None = None,
         interrupted: Callable[[], bool] = never,
-        give_up: Callable[[str], None] = refuse,
+        request_stop: Callable[[str], None] = raise_mismatch,
     ):
         super().__init__(interrupted)
         self.processor = processor
@@ -90,7 +90,7 @@ class ServerEngine(Engine):
         self.max_model_len = max_model_len
         self.in_flight = cfg.in_flight
         self.trained_tower = trained_tower
-        self.give_up = give_up
+        self.request_stop = request_stop
         self.run_id = ctx.gather(os.urandom(4).hex())[0]  # tells this run's weights from those of others
         self.requests_allowed = asyncio.Event()  # not while weights change
         self.pending: dict[asyncio.Task, ServerClient] = {}  # requests without an answer yet
@@ -102,7 +102,7 @@ class ServerEngine(Engine):
         self.synced_urls: list[str] = []  # servers that rank 0 is connected with, and that have all weights
 
         self.calls = Calls()
-        urls, banned = [url.rstrip("/") for url in cfg.servers], processor.banned(vocab_size).tolist()
+        urls, banned = [url.rstrip("/") for url in cfg.servers], processor.banned_token_ids(vocab_size).tolist()
         self.ids = set(range(vocab_size)).difference(banned)  # that may be sampled
         [kind] = self.calls.run_all([find_common_kind(urls)])
         more = (self.calls.http, cfg.server_timeout, processor.eos_ids, banned)
@@ -111,7 +111,7 @@ class ServerEngine(Engine):
         how = auto if cfg.sync == "auto" else cfg.sync
         self.calls.run_all([server.check(how, max_model_len) for server in self.servers.values()])
         folder = out.absolute() / "sync"  # where --sync disk and adapter write; all servers must see it
-        if ctx.main:  # left by a run that was killed in the middle of a sync
+        if ctx.is_main:  # left by a run that was killed in the middle of a sync
             shutil.rmtree(folder, ignore_errors=True)
         self.sender = make_sender(how, kind, self.calls, cfg.server_timeout, folder, save_adapter)
 
@@ -120,22 +120,24 @@ class ServerEngine(Engine):
     def healthy_servers(self) -> list[ServerClient]:
         return [server for url, server in self.servers.items() if url not in self.unavailable]
 
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
+    def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
         """Send a request for each response. May be called from several threads at once."""
         done: queue.SimpleQueue = queue.SimpleQueue()
         servers: dict[str, ServerClient] = {}  # of each prompt
         running: dict[Future, Rollout] = {}
         try:
             while True:
-                over = responses.over  # before taking: what comes in between is taken the next time
-                for rollout in responses.take(0.0 if running else WAIT):
-                    future = self.calls.start(self._generate(rollout, responses.room(rollout), sampling, servers))
+                over = responses.exhausted  # before taking: what comes in between is taken the next time
+                for rollout in responses.poll(0.0 if running else IDLE_POLL_SECONDS):
+                    future = self.calls.start(
+                        self._generate(rollout, responses.remaining_tokens(rollout), sampling, servers)
+                    )
                     running[future] = rollout
                     future.add_done_callback(done.put)
-                if self.interrupted() or (over and not running):
+                if self.should_stop() or (over and not running):
                     return
                 try:
-                    finished = [done.get(timeout=WAIT)] if running else []
+                    finished = [done.get(timeout=IDLE_POLL_SECONDS)] if running else []
                 except queue.Empty:
                     continue
                 while not done.empty():
@@ -144,13 +146,13 @@ class ServerEngine(Engine):
                     rollout = running.pop(future)
                     tokens, logprobs, versions = future.result()
                     add_response(rollout, tokens, logprobs, self.processor, versions)
-                    responses.added(rollout)
+                    responses.mark_sampled(rollout)
         finally:
             for future in running:
                 future.cancel()
 
     async def _generate(
-        self, rollout: Rollout, room: int, sampling: Sampling, servers: dict[str, ServerClient]
+        self, rollout: Rollout, room: int, sampling: SamplingParams, servers: dict[str, ServerClient]
     ) -> tuple[list[int], list[float], list[int]]:
         """Return tokens, their log-probabilities, and the versions of the weights that sampled them. A response that a
         sync interrupts (--in-flight abort) is continued from what there is, under the new weights."""
@@ -178,19 +180,19 @@ class ServerEngine(Engine):
                     self._mark_unavailable(server, str(error))
                 lost_once.add(server)
                 continue
-            if result and (self.in_flight == "keep" or set(result.labels) <= {request.salt}):
+            if result and (self.in_flight == "keep" or set(result.labels) <= {request.cache_salt}):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 versions += map(self._parse_version, result.labels)
-                if result.finish != "abort" or len(tokens) == room:  # or it was aborted with its last token
+                if result.finish_reason != "abort" or len(tokens) == room:  # or it was aborted with its last token
                     return tokens, logprobs, versions
             # A sync aborts requests once. A server that keeps doing so is asked more and more slowly, then left out
-            synced = request.salt != self.weights_label or not self.requests_allowed.is_set()
+            synced = request.cache_salt != self.weights_label or not self.requests_allowed.is_set()
             fruitless = 0 if synced or len(request.ids) < len(short + tokens) else fruitless + 1
-            if fruitless == MOST_FRUITLESS:
+            if fruitless == MAX_FRUITLESS_REQUESTS:
                 self._mark_unavailable(server, f"{fruitless} answers in a row held no token of the newest weights")
                 fruitless = 0
-            await asyncio.sleep(FIRST_PAUSE * (2**fruitless - 1))
+            await asyncio.sleep(INITIAL_PAUSE_SECONDS * (2**fruitless - 1))
 
     async def _send_request(
         self, server: ServerClient, request: GenerateRequest, so_far: Sequence[int]
@@ -204,7 +206,7 @@ class ServerEngine(Engine):
         try:
             result = await task
             validate_result(result, request, so_far, server.url, self.ids)
-            if max(map(self._parse_version, result.labels), default=math.inf) < self._parse_version(request.salt):
+            if max(map(self._parse_version, result.labels), default=math.inf) < self._parse_version(request.cache_salt):
                 raise ServerUnavailable("it still has the weights of an earlier sync")
             return result
         except asyncio.CancelledError:
@@ -213,7 +215,7 @@ class ServerEngine(Engine):
             return None
         except UserError as error:
             raise UserError(f"example {request.uid!r}: {error}") from error
-        except NOT_AS_EXPECTED as error:
+        except MISMATCH_MESSAGE as error:
             raise ServerUnavailable(f"its answer cannot be read: {describe_error(error)}") from error
         finally:
             del self.pending[task]
@@ -257,19 +259,19 @@ class ServerEngine(Engine):
 
     def _fail_run(self, what: str) -> None:
         why = "; ".join(f"{url}: {why}" for url, why in self.unavailable.items())
-        if not self.interrupted():
-            self.give_up(f"--servers: {what} ({why}); start them again, then repeat the command (in training with "
+        if not self.should_stop():
+            self.request_stop(f"--servers: {what} ({why}); start them again, then repeat the command (in training with "
                          "--resume auto)")
 
     # --- new weights ---
 
-    def sync(self, weights: Weights) -> dict[str, float]:
+    def sync(self, weights: GetWeights) -> dict[str, float]:
         """Bring servers what they lack, on all ranks: all weights to one that is new or back, else what is trained. A
         server that fails is unavailable, and the others get all weights. If none is left the run is asked to end."""
         self.calls.run_all([self._pause_requests()])
         for theirs in self.ctx.gather(dict(self.unavailable)):  # all have stopped sending requests
             self.unavailable = theirs | self.unavailable
-        label = f"{self.run_id}-{self.version + 1}"
+        label = f"{self.run_id}-{self.weights_version + 1}"
         failed: dict[str, str] = {}
         while True:
             targets, whole = self._from_rank0(partial(self._sync_targets, failed))
@@ -292,8 +294,8 @@ class ServerEngine(Engine):
             failed |= lost
         if (targets and whole) or self.trained_tower:
             self.tower = label
-        self.complete = True
-        self.version += 1
+        self.has_all_weights = True
+        self.weights_version += 1
         self.weights_label = label
         self.calls.loop.call_soon_threadsafe(self._resume_requests)
         counts = {"sync/calls": self.sender.n_calls, "sync/bytes": self.sender.n_bytes} if targets else {}
@@ -302,7 +304,7 @@ class ServerEngine(Engine):
     def _from_rank0(self, work: Callable[[], Any], tensors: NamedTensors = ()) -> Any:
         """Return on all ranks what rank 0 computes. All iterate over the tensors to their end, as they gather them
         together."""
-        result = work() if self.ctx.main else None
+        result = work() if self.ctx.is_main else None
         for _ in tensors:
             pass
         return self.ctx.gather(result)[0]
@@ -313,8 +315,8 @@ class ServerEngine(Engine):
         self.synced_urls = []
         _, failed = self.calls.each(servers, lambda server: server.pause(self.in_flight))
         if whole and not failed:
-            failed = self.sender.open(servers)
-        failed = failed or self.sender.send(tensors, whole, label)
+            failed = self.sender.connect_senders(servers)
+        failed = failed or self.sender.sync_weights(tensors, whole, label)
         if not failed:
             _, failed = self.calls.each(servers, lambda server: server.resume())
         if failed:
@@ -329,7 +331,7 @@ class ServerEngine(Engine):
         urls = [url for url in self.servers if url not in failed]
         alive = self.calls.run_all([self._is_alive(self.servers[url]) for url in urls])
         targets = [url for url, answers in zip(urls, alive, strict=True) if answers]
-        return targets, not self.complete or set(targets) != set(self.synced_urls)
+        return targets, not self.has_all_weights or set(targets) != set(self.synced_urls)
 
     async def _is_alive(self, server: ServerClient) -> bool:
         """An unavailable server is not waited for; another may be busy, or drop a connection."""
@@ -367,10 +369,14 @@ def validate_result(
     """Raise ServerUnavailable unless the tokens of an answer are of `ids`, and each has one log-probability; and what
     check_answer raises."""
     n = len(result.tokens)
-    sizes = n == len(result.logprobs) == len(result.labels) and (result.finish != "abort") <= n <= request.room
-    if not sizes or result.finish not in ("stop", "length", "abort"):
-        raise ServerUnavailable(f"it answered {n} tokens of {request.room}, {len(result.logprobs)} log-probabilities, "
-                                f"{len(result.labels)} versions, finish reason {result.finish!r}")
+    sizes = (
+        n == len(result.logprobs) == len(result.labels) and (result.finish_reason != "abort") <= n <= request.max_tokens
+    )
+    if not sizes or result.finish_reason not in ("stop", "length", "abort"):
+        raise ServerUnavailable(
+            f"it answered {n} tokens of {request.max_tokens}, {len(result.logprobs)} log-probabilities, "
+            f"{len(result.labels)} versions, finish reason {result.finish_reason!r}"
+        )
     for token in result.tokens:
         if type(token) is not int or token not in ids:
             raise ServerUnavailable(

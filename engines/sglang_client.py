@@ -17,7 +17,14 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from engines.client import GenerateRequest, GenerateResult, ServerClient, ServerUnavailable, data_uri, spread_labels
+from engines.client import (
+    GenerateRequest,
+    GenerateResult,
+    ServerClient,
+    ServerUnavailable,
+    image_data_uri,
+    spread_labels,
+)
 from engines.sync import TensorMeta, read_safetensors
 from errors import UserError, need
 
@@ -78,13 +85,13 @@ class SGLangClient(ServerClient):
              f"--top-p {request.top_p:g}: SGLang tells log-probabilities before top-p; use --top-p 1")
         body: dict[str, Any] = {
             "input_ids": request.ids,
-            "cache_salt": request.salt,
+            "cache_salt": request.cache_salt,
             "sampling_params": {
                 "temperature": request.temperature,
                 "top_k": -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
-                "max_new_tokens": request.room,
+                "max_new_tokens": request.max_tokens,
                 "stop_token_ids": self.eos,
                 "ignore_eos": False,  # or it ignores stop_token_ids, too
                 "sampling_seed": request.seed,  # heeded with --enable-deterministic-inference, which CPUs have not
@@ -96,11 +103,11 @@ class SGLangClient(ServerClient):
             "return_prompt_token_ids": True,
         }
         if request.images:
-            body["image_data"] = [data_uri(image, key) for key, image in request.images]
+            body["image_data"] = [image_data_uri(image, key) for key, image in request.images]
             if self.takes_hashes:
                 body["mm_hashes"] = [hashlib.sha256(key.encode()).hexdigest() for key, _ in request.images]
         answer = await self.post("/generate", body)
-        return parse_answer(answer, self.eos, request)
+        return parse_response(answer, self.eos, request)
 
     async def pause(self, mode: str) -> None:
         if mode != "keep":
@@ -122,7 +129,7 @@ class SGLangClient(ServerClient):
     async def resume(self) -> None:
         await self.post("/continue_generation")
 
-    async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
+    async def init_weight_transfer(self, how: str, group: dict | None, rank_offset: int) -> None:
         if self.group:
             await self.post("/destroy_weights_update_group", {"group_name": self.group})
             self.group = ""
@@ -189,7 +196,7 @@ class SGLangClient(ServerClient):
         return {name: "-".join(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def parse_answer(answer: dict, eos: Sequence[int], request: GenerateRequest) -> GenerateResult:
+def parse_response(answer: dict, eos: Sequence[int], request: GenerateRequest) -> GenerateResult:
     """Return the result of an answer of /generate."""
     info, tokens = answer["meta_info"], answer["output_ids"]
     finish = info["finish_reason"]["type"]

@@ -28,15 +28,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
-from engines.client import Calls, ServerClient, ServerUnavailable, errors_of
+from engines.client import Calls, ServerClient, ServerUnavailable, collect_errors
 from engines.common import iter_buckets
-from errors import need, writing
-from rollout import Weights
-from utils import NamedTensors, in_thread
+from errors import need, report_write_errors
+from rollout import GetWeights
+from utils import NamedTensors, run_in_thread
 
 BUCKET_BYTES = 512 << 20  # sent at once
 Clients = Sequence[ServerClient]
-Failed = dict[str, str]  # URL of a server -> why it failed
+FailedServers = dict[str, str]  # URL of a server -> why it failed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Sender:
     """A way to bring weights to servers (--sync). All ranks call `collect`, rank 0 alone the rest. `timeout`: seconds
     that a server may take for an answer. `save_adapter(folder)`, collective, writes the policy's adapter."""
 
-    how: str  # --sync, as resolved
+    method: str  # --sync, as resolved
     calls: Calls
     timeout: float
     folder: Path  # which all servers see, with --sync disk and adapter
@@ -96,25 +96,25 @@ class Sender:
     clients: Clients = ()  # servers that `open` has connected with
     n_calls = n_bytes = 0  # of the last update
 
-    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+    def collect(self, weights: GetWeights, whole: bool, label: str) -> NamedTensors:
         """Return the tensors of an update: all (`whole`), or what is trained. All ranks iterate over them together."""
         return weights(not whole)
 
-    def open(self, clients: Clients) -> Failed:
+    def connect_senders(self, clients: Clients) -> FailedServers:
         """Connect with these servers instead of those before. Return which failed. They get all weights next."""
         self.clients = clients
         return self.connect()
 
-    def connect(self) -> Failed:
+    def connect(self) -> FailedServers:
         return {}
 
     def close(self) -> None:
         """Drop the connection, after a failure too."""
 
-    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+    def sync_weights(self, tensors: NamedTensors, whole: bool, label: str) -> FailedServers:
         """Bring tensors to the servers, which have stopped sampling, and give these weights their label."""
         self.n_calls = self.n_bytes = 0
-        failed = self.each(lambda client: client.begin_update())
+        failed = self.each(lambda client: client.start_weight_update())
         for bucket in () if failed else iter_buckets(tensors, BUCKET_BYTES):
             failed = self.send_bucket(bucket, whole)
             self.n_calls += 1
@@ -123,14 +123,14 @@ class Sender:
                 break
         return failed or self.finish(whole, lambda client: client.end_update(label))
 
-    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> FailedServers:
         raise NotImplementedError
 
-    def each(self, call: Callable[[Any], Coroutine]) -> Failed:
+    def each(self, call: Callable[[Any], Coroutine]) -> FailedServers:
         """Call all servers at once. Return which failed."""
         return self.calls.each(self.clients, call)[1]
 
-    def finish(self, whole: bool, name_weights: Callable[[Any], Coroutine]) -> Failed:
+    def finish(self, whole: bool, name_weights: Callable[[Any], Coroutine]) -> FailedServers:
         """Name the weights that servers have now; of all weights, compare what they hold. Raise UserError if servers
         that were sent the same hold different weights."""
         failed = self.each(name_weights)
@@ -171,7 +171,7 @@ def local_address(clients: Clients) -> str:
     return min(seen, key=lambda address: (address.startswith("127."), address))
 
 
-def ranks_of(clients: Clients) -> tuple[dict[str, int], int]:
+def server_ranks(clients: Clients) -> tuple[dict[str, int], int]:
     """Return the first rank of each server's workers, by URL, and the number of all ranks. The trainer has rank 0."""
     *first, world = accumulate((client.workers for client in clients), initial=1)
     return dict(zip([client.url for client in clients], first, strict=True)), world
@@ -180,51 +180,53 @@ def ranks_of(clients: Clients) -> tuple[dict[str, int], int]:
 class GroupSender(Sender):
     """Weights by broadcast in a torch process group of this process and all workers of the servers, over gloo or NCCL.
 
-    If one member fails, all others wait for it. They do so for `patience`, a quarter of `timeout`, so that they can
+    If one member fails, all others wait for it. They do so for `wait_seconds`, a quarter of `timeout`, so that they can
     still say so, and only those to blame are left out."""
 
     group: dist.ProcessGroup | None = None
 
     @property
-    def patience(self) -> float:
+    def wait_seconds(self) -> float:
         return max(self.timeout / 4, min(self.timeout, 5.0))
 
-    def connect(self) -> Failed:
+    def connect(self) -> FailedServers:
         self.close()
-        ranks, world = ranks_of(self.clients)
+        ranks, world = server_ranks(self.clients)
         where = {"address": local_address(self.clients), "port": free_port(), "world": world}
-        where |= {"name": f"trainer-{os.urandom(8).hex()}", "seconds": self.patience}
-        theirs = {client.url: self.calls.start(client.join(self.how, where, ranks[client.url]))
+        where |= {"name": f"trainer-{os.urandom(8).hex()}", "seconds": self.wait_seconds}
+        theirs = {client.url: self.calls.start(client.init_weight_transfer(self.method, where, ranks[client.url]))
                   for client in self.clients}  # fmt: skip
-        ours = in_thread(partial(join_process_group, self.how, rank=0, **where), "transfer")
+        ours = run_in_thread(partial(join_process_group, self.method, rank=0, **where), "transfer")
         failed = self.wait_for_members(theirs, ours)
         self.group = None if failed else ours.result()
         return failed
 
     def close(self) -> None:
         if self.group is not None:  # in a thread: it may wait for servers that are gone
-            in_thread(partial(dist.destroy_process_group, self.group), "transfer")
+            run_in_thread(partial(dist.destroy_process_group, self.group), "transfer")
         self.group = None
 
-    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> FailedServers:
         """Tell each server what comes. It receives while this process sends."""
         metas = [tensor_meta(name, tensor) for name, tensor in bucket]
         crc = [tensor_checksum(tensor) for _, tensor in bucket] if whole else None
         theirs = {client.url: self.calls.start(client.update(metas, crc)) for client in self.clients}
-        ours = in_thread(partial(broadcast_tensors, self.group, self.how, [tensor for _, tensor in bucket]), "transfer")
+        ours = run_in_thread(
+            partial(broadcast_tensors, self.group, self.method, [tensor for _, tensor in bucket]), "transfer"
+        )
         return self.wait_for_members(theirs, ours)
 
-    def wait_for_members(self, theirs: dict[str, Future], ours: Future) -> Failed:
+    def wait_for_members(self, theirs: dict[str, Future], ours: Future) -> FailedServers:
         """Wait until the servers' parts and this process's part of a collective are over. If any failed, return which
-        servers are to blame: those that say nothing or are gone, else those that failed before their patience was
+        servers are to blame: those that say nothing or are gone, else those that failed before that time was
         over."""
         parts = (ours, *theirs.values())
-        end = time.monotonic() + self.patience
-        wait(parts, self.patience, FIRST_EXCEPTION)
+        end = time.monotonic() + self.wait_seconds
+        wait(parts, self.wait_seconds, FIRST_EXCEPTION)
         left = end - time.monotonic()
-        first = errors_of(theirs) if left > 0 else {}
-        wait(parts, max(left, 0.0) + self.patience / 2)  # those that wait in vain may say so
-        errors = errors_of(theirs)
+        first = collect_errors(theirs) if left > 0 else {}
+        wait(parts, max(left, 0.0) + self.wait_seconds / 2)  # those that wait in vain may say so
+        errors = collect_errors(theirs)
         why = ours.exception() if ours.done() else "it is not over"
         silent = {url: "no answer while weights came" for url, future in theirs.items() if not future.done()}
         if not errors and not silent and why is None:
@@ -245,7 +247,7 @@ def broadcast_tensors(group: dist.ProcessGroup, backend: str, tensors: Sequence[
 def temporary_folder(folder: Path, what: str) -> Iterator[Path]:
     """A folder that servers read from, removed afterwards."""
     try:
-        with writing(folder.parent, what):
+        with report_write_errors(folder.parent, what):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -254,10 +256,10 @@ def temporary_folder(folder: Path, what: str) -> Iterator[Path]:
 class DiskSender(Sender):
     """Weights through a folder that all servers see, as safetensors files."""
 
-    def connect(self) -> Failed:
-        return self.each(lambda client: client.join("disk", None, 0))
+    def connect(self) -> FailedServers:
+        return self.each(lambda client: client.init_weight_transfer("disk", None, 0))
 
-    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> Failed:
+    def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], whole: bool) -> FailedServers:
         # under a new name each: a network file system may still show the content of an older file
         with temporary_folder(self.folder / os.urandom(8).hex(), "--sync disk") as where:
             where.mkdir(parents=True)
@@ -269,16 +271,16 @@ class DiskSender(Sender):
 class AdapterSender(Sender):
     """The adapter alone, in PEFT's format. The weights below it are --model's, which the servers were started with."""
 
-    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+    def collect(self, weights: GetWeights, whole: bool, label: str) -> NamedTensors:
         """Write the adapter, on all ranks together. There are no tensors to send."""
-        with writing(self.folder, "--sync adapter"):
+        with report_write_errors(self.folder, "--sync adapter"):
             self.save_adapter(self.folder / label)
         return ()
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> FailedServers:
         with temporary_folder(self.folder / label, "--sync adapter") as where:
             self.n_calls, self.n_bytes = 1, sum(file.stat().st_size for file in where.iterdir())
             return self.each(lambda client: client.load_adapter(str(where), label))
@@ -290,13 +292,13 @@ class VLLMSender(Sender):
 
     native: Any = None
 
-    def connect(self) -> Failed:
+    def connect(self) -> FailedServers:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         def start() -> None:
             self.close()
-            info = NCCLTrainerInitInfo(local_address(self.clients), free_port(), ranks_of(self.clients)[1], rank=0)
+            info = NCCLTrainerInitInfo(local_address(self.clients), free_port(), server_ranks(self.clients)[1], rank=0)
             self.native = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
 
         return self.attempt(start)
@@ -306,18 +308,20 @@ class VLLMSender(Sender):
             self.native.shutdown()
         self.native = None
 
-    def collect(self, weights: Weights, whole: bool, label: str) -> NamedTensors:
+    def collect(self, weights: GetWeights, whole: bool, label: str) -> NamedTensors:
         tensors = weights(not whole)
         self.metadata = tensors.shapes  # vLLM calls it for names, dtypes and shapes; it gathers nothing
         return tensors
 
-    def send(self, tensors: NamedTensors, whole: bool, label: str) -> Failed:
+    def send(self, tensors: NamedTensors, whole: bool, label: str) -> FailedServers:
         self.n_calls, self.n_bytes, self.tensors = 1, 0, tensors
-        return self.attempt(self.native.send_weights) or self.finish(whole, lambda client: client.name_weights(label))
+        return self.attempt(self.native.send_weights) or self.finish(
+            whole, lambda client: client.set_weights_label(label)
+        )
 
-    def attempt(self, work: Callable[[], None]) -> Failed:
+    def attempt(self, work: Callable[[], None]) -> FailedServers:
         """Do a part of the transfer, in which all servers fail together unless some said why."""
-        self.failed: Failed = {}
+        self.failed: FailedServers = {}
         try:
             work()
         except (RuntimeError, ServerUnavailable) as error:
@@ -331,12 +335,12 @@ class VLLMSender(Sender):
             yield name, tensor
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        ranks, _ = ranks_of(self.clients)
+        ranks, _ = server_ranks(self.clients)
         info = {url: init_info | {"rank_offset": rank} for url, rank in ranks.items()}
         self._all(lambda client: client.start_transfer({"how": "nccl", "info": info[client.url]}))
 
     def start_weight_update(self) -> None:
-        self._all(lambda client: client.begin_update())
+        self._all(lambda client: client.start_weight_update())
 
     def update_weights(self, update_info: dict) -> None:
         self._all(lambda client: client.send_update(update_info))

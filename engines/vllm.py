@@ -14,16 +14,16 @@ import torch.distributed as dist
 import transformers
 
 from engines.common import build_request, check_answer, iter_buckets
-from engines.vllm_cpu import CPU_SETTINGS, drop_shared_memory, leave_weights_alone
-from engines.vllm_weights import Loader
-from errors import Note, UserError, nearest, need, refusing
+from engines.vllm_cpu import CPU_SETTINGS, disable_weight_packing, remove_stale_shared_memory
+from engines.vllm_weights import WeightLoader
+from errors import ErrorContext, UserError, as_user_error, nearest, need
 from model import Processor
-from rollout import WAIT, Engine, Responses, Rollout, Sampling, add_response, never
+from rollout import IDLE_POLL_SECONDS, Engine, Rollout, RolloutQueue, SamplingParams, add_response, never
 from settings import parse_pairs
 from utils import NamedTensors, derive_seed
 
 # What --vllm may not set: what has a flag of its own, and what the trainer relies on
-FLAGS = {
+ARGS_WITH_FLAGS = {
     "model": "--model",
     "tokenizer": "--model",
     "dtype": "--dtype",
@@ -32,17 +32,17 @@ FLAGS = {
     "enable_sleep_mode": "sleep_level",
     "mm_processor_kwargs": "--max-pixels",
 }
-OURS = (
+MANAGED_ARGS = (
     "limit_mm_per_prompt logprobs_mode logits_processors generation_config distributed_executor_backend enable_lora "
     "quantization runner trust_remote_code skip_tokenizer_init"
 ).split()
 
-FAILED = Note("vLLM failed while generating; --resume auto goes on; if memory ran out, lower --vllm max_num_seqs or "
+GENERATE_FAILED_NOTE = ErrorContext("vLLM failed while generating; --resume auto goes on; if memory ran out, lower --vllm max_num_seqs or "
               "gpu_memory_utilization")  # fmt: skip
-GPU_SETTINGS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
+GPU_DEFAULTS = {"gpu_memory_utilization": 0.6, "enable_chunked_prefill": True}
 
 
-def set_environment() -> None:
+def set_env_vars() -> None:
     """Before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -50,21 +50,21 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # training touches no network
 
 
-def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
+def parse_vllm_args(pairs: Sequence[str], engine: str, world: int) -> dict[str, object]:
     """--vllm KEY=VALUE ... as arguments of vLLM's LLM: values as JSON, or text where they are none. UserError for a key
     that vLLM does not know or that is ours to set."""
     need(engine in ("vllm", "server"), f"--vllm {' '.join(pairs)}: the engine is {engine}; leave it out")
     settings = parse_pairs("--vllm", pairs)
     for key, value in settings.items():
-        need(key not in FLAGS, f"--vllm {key}={value}: use {FLAGS.get(key)}")
-        need(key not in OURS, f"--vllm {key}={value}: the trainer relies on its own value")
+        need(key not in ARGS_WITH_FLAGS, f"--vllm {key}={value}: use {ARGS_WITH_FLAGS.get(key)}")
+        need(key not in MANAGED_ARGS, f"--vllm {key}={value}: the trainer relies on its own value")
     tp, level = settings.get("tensor_parallel_size", 1), settings.get("sleep_level", 1)
     need(isinstance(tp, int) and tp > 0 and (world % tp == 0 or engine == "server"),
          f"--vllm tensor_parallel_size={tp} does not divide {world} processes; use a divisor")
     need(level in (0, 1, 2), f"--vllm sleep_level={level}: must be 0, 1 or 2")
     if importlib.util.find_spec("vllm") is None:  # not installed here: the server checks them
         return settings
-    set_environment()
+    set_env_vars()
     from vllm import EngineArgs
 
     known = [*(field.name for field in fields(EngineArgs)), "sleep_level"]
@@ -73,7 +73,7 @@ def vllm_settings(pairs: Sequence[str], engine: str, world: int) -> dict[str, ob
     return settings
 
 
-def engine_arguments(
+def llm_arguments(
     path: str, processor: Processor, dtype: torch.dtype, cuda: bool, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What vLLM's LLM, or its server, is started with. `settings`: max_model_len, limit_mm_per_prompt (see
@@ -91,8 +91,8 @@ def engine_arguments(
         # states are cached by chunks of prefills, which a CPU has not
         enable_prefix_caching=cuda or not recurrent,
         logprobs_mode="processed_logprobs",
-        logits_processors=["engines.vllm_ban:Ban"],
-        additional_config={"banned": processor.banned(text.vocab_size).tolist()},
+        logits_processors=["engines.vllm_ban:BannedTokensProcessor"],
+        additional_config={"banned": processor.banned_token_ids(text.vocab_size).tolist()},
         mm_processor_kwargs={"size": {key: size[key] for key in ("shortest_edge", "longest_edge")}},
         mm_encoder_tp_mode="data",  # the tower is small: whole on each process, the images shared out
         mm_processor_cache_gb=1.0,
@@ -102,22 +102,22 @@ def engine_arguments(
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # logits in fp32, as the trainer computes them
     if cuda and getattr(text, "num_experts", 0):
         arguments["moe_backend"] = "triton"  # it leaves weights in the order in which new ones come
-    arguments |= (GPU_SETTINGS if cuda else CPU_SETTINGS) | settings
+    arguments |= (GPU_DEFAULTS if cuda else CPU_SETTINGS) | settings
     if not arguments["enable_chunked_prefill"]:
         arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
     return arguments
 
 
-def start(cuda: bool, tp: int, arguments: dict) -> object:
+def start_llm(cuda: bool, tp: int, arguments: dict) -> object:
     """vLLM's LLM, started; it begins with the weights of the folder."""
     from vllm import LLM
 
     if cuda:
         return LLM(**arguments)
-    leave_weights_alone()
-    drop_shared_memory(tp)
+    disable_weight_packing()
+    remove_stale_shared_memory(tp)
     llm = LLM(**arguments)
-    drop_shared_memory(tp)
+    remove_stale_shared_memory(tp)
     return llm
 
 
@@ -150,14 +150,14 @@ class VLLMEngine(Engine):
         **settings: Any,
     ):
         super().__init__(interrupted)
-        set_environment()
+        set_env_vars()
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
-        arguments = engine_arguments(path, processor, dtype, cuda, settings)
+        arguments = llm_arguments(path, processor, dtype, cuda, settings)
         arguments["distributed_executor_backend"] = "external_launcher" if "RANK" in os.environ else "uni"
         arguments["enable_sleep_mode"] = cuda and sleep_level > 0
         self.tp = arguments.get("tensor_parallel_size", 1)
         try:
-            self.llm = start(cuda, self.tp, arguments)
+            self.llm = start_llm(cuda, self.tp, arguments)
         except (ValueError, RuntimeError) as e:
             raise UserError(
                 f"--rollout vllm: the engine did not start ({(str(e).strip() or repr(e)).splitlines()[0]}); "
@@ -166,7 +166,7 @@ class VLLMEngine(Engine):
             ) from e
         self.executor = self.llm.llm_engine.model_executor
         runner = self.executor.driver_worker.model_runner
-        self.loader = Loader(runner.model, runner.model_config.hf_config)
+        self.loader = WeightLoader(runner.model, runner.model_config.hf_config)
         self.processor = processor
         self.dtype = dtype
         self.max_model_len = arguments["max_model_len"]
@@ -174,10 +174,12 @@ class VLLMEngine(Engine):
         self.tp_rank = dist.get_rank(self.tp_group) if self.tp > 1 else 0
         self.sleep_level = sleep_level if cuda else 0
 
-    def sample(self, responses: Responses, sampling: Sampling) -> None:
+    def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
         """Each response is a request of its own, begun as soon as it is asked for: what an episode has said so far is
         in the prefix cache. The processes that share the model begin the same requests, in the same order."""
-        assert self.complete or self.sleep_level < 2, "vLLM forgot its weights in its sleep; call load_weights first"
+        assert self.has_all_weights or self.sleep_level < 2, (
+            "vLLM forgot its weights in its sleep; call load_weights first"
+        )
         self.wake()
         own: dict[str, Rollout] = {}  # by the name of their request
         running: set[str] = set()  # requests of all processes
@@ -185,39 +187,42 @@ class VLLMEngine(Engine):
         try:
             while True:
                 if more:
-                    over = responses.over  # before taking: what comes in between is taken the next time
-                    came = responses.take(0.0 if running else WAIT)
-                    wanted = [build_request(r, responses.room(r), self.processor, self.max_model_len) for r in came]
-                    asked = self._of_all((wanted, over))
+                    over = responses.exhausted  # before taking: what comes in between is taken the next time
+                    came = responses.poll(0.0 if running else IDLE_POLL_SECONDS)
+                    wanted = [
+                        build_request(r, responses.remaining_tokens(r), self.processor, self.max_model_len)
+                        for r in came
+                    ]
+                    asked = self._gather_from_peers((wanted, over))
                     more = not all(over for _, over in asked)
                     for rank, (wanted, _) in enumerate(asked):
-                        with FAILED:
-                            names = self._begin(wanted, sampling)
+                        with GENERATE_FAILED_NOTE:
+                            names = self._add_requests(wanted, sampling)
                         running |= set(names)
                         if rank == self.tp_rank:
                             own |= dict(zip(names, came, strict=True))
                 if not running and not more:
                     return
-                with FAILED:
+                with GENERATE_FAILED_NOTE:
                     outputs = self.llm.llm_engine.step() if running else ()
                 for output in outputs:
                     running.discard(output.request_id)
                     if (rollout := own.pop(output.request_id, None)) is not None:
-                        sample = checked(output, rollout)
+                        sample = validate_output(output, rollout)
                         tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
-                        add_response(rollout, tokens, logprobs, self.processor, [self.version] * len(tokens))
-                        responses.added(rollout)
+                        add_response(rollout, tokens, logprobs, self.processor, [self.weights_version] * len(tokens))
+                        responses.mark_sampled(rollout)
         finally:
             self.llm.llm_engine.abort_request(list(running), internal=False)
 
-    def _of_all(self, mine: Any) -> list[Any]:
+    def _gather_from_peers(self, mine: Any) -> list[Any]:
         """What each process of those that share the model has, in their order."""
         everywhere: list = [mine] * self.tp
         if self.tp > 1:
             dist.all_gather_object(everywhere, mine, group=self.tp_group)
         return everywhere
 
-    def _begin(self, wanted: list[tuple], sampling: Sampling) -> list[str]:
+    def _add_requests(self, wanted: list[tuple], sampling: SamplingParams) -> list[str]:
         """Names of the requests for a response to each (uid, sample, turn, room, short ids, images)."""
         from vllm import SamplingParams
 
@@ -248,15 +253,15 @@ class VLLMEngine(Engine):
 
         Until every parameter has come (at the start, and after sleep level 2) a set that leaves one out is an error."""
         self.wake(["weights"])
-        self.loader.begin()
+        self.loader.start_update()
         calls, n_bytes = 0, 0
         for bucket in iter_buckets(named_tensors, self.bucket_bytes):
             self.loader.load(bucket)
             n_bytes += sum(tensor.nbytes for _, tensor in bucket)
             calls += 1
-        self.loader.finish(whole=not self.complete)
-        self.complete = True
-        self.version += 1
+        self.loader.finish_update(whole=not self.has_all_weights)
+        self.has_all_weights = True
+        self.weights_version += 1
         self.reset_caches()
         return {"sync/calls": float(calls), "sync/bytes": float(n_bytes)}
 
@@ -266,7 +271,7 @@ class VLLMEngine(Engine):
             self.reset_caches()
             return
         self.llm.sleep(level=self.sleep_level)  # empties the caches too
-        self.complete &= self.sleep_level < 2
+        self.has_all_weights &= self.sleep_level < 2
 
     def asleep_bytes(self) -> int:
         if not self.executor.sleeping_tags:
@@ -288,10 +293,10 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.reset_encoder_cache()
 
 
-def checked(output: Any, rollout: Rollout) -> Any:
+def validate_output(output: Any, rollout: Rollout) -> Any:
     """The sample of one of vLLM's outputs, if it answers what was said so far and has finite log-probabilities."""
     sample, prompt = output.outputs[0], rollout.prompt
-    with refusing(UserError, f"example {prompt.uid!r}"):
+    with as_user_error(UserError, f"example {prompt.uid!r}"):
         so_far = prompt.token_ids + rollout.response
         check_answer("vLLM", output.prompt_token_ids, so_far, sample.logprobs.logprobs)
     assert sample.finish_reason in ("stop", "length"), f"vLLM ended {prompt.uid!r} with {sample.finish_reason!r}"

@@ -6,7 +6,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 
-class Ban(LogitsProcessor, LogitsProcessorV2):
+class BannedTokensProcessor(LogitsProcessor, LogitsProcessorV2):
     """A logits processor that takes placeholders and padding ids out of the softmax, as the trainer does. A logit_bias
     would not: it is finite, and so the probability is not exactly zero.
 

@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from engines.client import (
+    EndpointNotFound,
     GenerateRequest,
     GenerateResult,
-    Missing,
     ServerClient,
     ServerUnavailable,
-    data_uri,
+    image_data_uri,
     spread_labels,
 )
 from engines.sync import TensorMeta
 from errors import UserError, need
 
-POLICY = "policy"  # what the model is called in requests
-NO_NUMBER = -9999.0  # what this endpoint says in place of NaN and -inf, which JSON has not
+POLICY_MODEL_NAME = "policy"  # what the model is called in requests
+NON_FINITE_LOGPROB = -9999.0  # what this endpoint says in place of NaN and -inf, which JSON has not
 
 
-def parse_answer(answer: dict, model: str) -> GenerateResult:
+def parse_completion(answer: dict, model: str) -> GenerateResult:
     """Parse the answer of /inference/v1/generate. `model` is what was asked: the policy, or an adapter, whose name then
     says which weights."""
     [choice] = answer["choices"]
     tokens, content = choice["token_ids"], choice["logprobs"]["content"]
     if [entry["token_id"] for entry in content] != tokens:
         raise ValueError("log-probabilities are of other tokens")
-    labels = spread_labels(choice["weight_versions"] if model == POLICY else None, model, len(tokens))
+    labels = spread_labels(choice["weight_versions"] if model == POLICY_MODEL_NAME else None, model, len(tokens))
     logprobs = [entry["logprob"] for entry in content]
-    logprobs = [math.nan if logprob <= NO_NUMBER else logprob for logprob in logprobs]
+    logprobs = [math.nan if logprob <= NON_FINITE_LOGPROB else logprob for logprob in logprobs]
     return GenerateResult(answer["prompt_token_ids"], tokens, logprobs, choice["finish_reason"], labels)
 
 
@@ -46,7 +46,7 @@ class VLLMClient(ServerClient):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.model = POLICY  # or the newest adapter
+        self.model = POLICY_MODEL_NAME  # or the newest adapter
         self.adapters: list[str] = []
         self.names: dict[str, str] = {}  # of images that it holds, by their keys
         self.numbers = itertools.count()  # a part of the names
@@ -69,9 +69,9 @@ class VLLMClient(ServerClient):
         model = self.model
         for _ in range(3):
             try:
-                await self._introduce(request, model)
+                await self._upload_images(request, model)
                 named = [{"type": "image_url", "uuid": self.names[key]} for key, _ in request.images]
-                return parse_answer(await self._generate(request, model, named), model)
+                return parse_completion(await self._generate(request, model, named), model)
             except (ServerUnavailable, UserError) as error:
                 # Of a request that was given up the server may believe that its engine has the image. It then fails
                 # whoever names it; under another name the image is sent anew
@@ -81,16 +81,20 @@ class VLLMClient(ServerClient):
                     self.names.pop(key, None)
         # it drops images faster than they are asked for
         parts = await asyncio.to_thread(self._image_parts, request)
-        return parse_answer(await self._generate(request, model, parts), model)
+        return parse_completion(await self._generate(request, model, parts), model)
 
     def _image_parts(self, request: GenerateRequest) -> list[dict]:
         """Return the images of a request with their data, under new names where the server does not hold them."""
         return [
-            {"type": "image_url", "uuid": self.names.get(key, f"{key}-{next(self.numbers)}"), "url": data_uri(image)}
+            {
+                "type": "image_url",
+                "uuid": self.names.get(key, f"{key}-{next(self.numbers)}"),
+                "url": image_data_uri(image),
+            }
             for key, image in request.images
         ]
 
-    async def _introduce(self, request: GenerateRequest, model: str) -> None:
+    async def _upload_images(self, request: GenerateRequest, model: str) -> None:
         """Send the images that it lacks, once for all samples of a prompt, with a request for a single token; the
         prompt is then in its prefix cache, too."""
         keys = tuple(key for key, _ in request.images)
@@ -106,7 +110,7 @@ class VLLMClient(ServerClient):
             "temperature": request.temperature,
             "top_p": request.top_p,
             "seed": request.seed,
-            "max_tokens": request.room,
+            "max_tokens": request.max_tokens,
             "stop_token_ids": self.eos,
             "ignore_eos": True,  # the model's own: these are all
             "logprobs": 0,
@@ -116,15 +120,15 @@ class VLLMClient(ServerClient):
             "model": model,
             "token_ids": request.ids,
             "return_token_ids": True,
-            "cache_salt": request.salt,
+            "cache_salt": request.cache_salt,
             "sampling_params": sampling,
         }
         if parts:
             body["content_parts"] = parts
         try:
             return await self.post("/inference/v1/generate", body)
-        except Missing as error:
-            if model == POLICY:
+        except EndpointNotFound as error:
+            if model == POLICY_MODEL_NAME:
                 raise
             raise ServerUnavailable(f"it has no adapter {model!r}: it was started again") from error
 
@@ -135,7 +139,7 @@ class VLLMClient(ServerClient):
     async def resume(self) -> None:
         await self.post("/resume")
 
-    async def join(self, how: str, group: dict | None, rank_offset: int) -> None:
+    async def init_weight_transfer(self, how: str, group: dict | None, rank_offset: int) -> None:
         await self.start_transfer({"how": how, "info": {"group": group, "rank_offset": rank_offset}})
 
     async def start_transfer(self, info: dict) -> None:
@@ -155,7 +159,7 @@ class VLLMClient(ServerClient):
         await self.send_update({"check": True})  # vLLM could not go on after an error in what follows
         await self.post(self.end_path, {"weight_version": label} if label else {})
 
-    async def name_weights(self, label: str) -> None:
+    async def set_weights_label(self, label: str) -> None:
         await self.post("/update_weight_version", {"new_version": label})
 
     async def load_adapter(self, folder: str, label: str) -> None:
@@ -164,7 +168,7 @@ class VLLMClient(ServerClient):
             self.adapters.append(label)
         self.model = label
         while len(self.adapters) > 2:  # the one before may still be sampled from
-            with suppress(Missing):  # of a server that was started again
+            with suppress(EndpointNotFound):  # of a server that was started again
                 await self.post("/v1/unload_lora_adapter", {"lora_name": self.adapters.pop(0)})
 
     async def checksums(self) -> dict[str, str]:

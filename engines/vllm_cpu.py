@@ -22,7 +22,7 @@ CPU_SETTINGS = {
 
 
 @functools.cache
-def leave_weights_alone() -> None:
+def disable_weight_packing() -> None:
     """For a CPU vLLM packs weights once they are loaded, and new ones would never reach what is computed with. Linear
     layers and the convolutions of recurrent layers do without; experts, whose kernel wants them packed, are when they
     are used."""
@@ -48,7 +48,7 @@ def leave_weights_alone() -> None:
     experts.cpu_fused_moe = packed
 
 
-def drop_shared_memory(tp: int) -> None:
+def remove_stale_shared_memory(tp: int) -> None:
     """Processes that share a model on a CPU talk through files that vLLM leaves behind, and the next start trips over
     them. Once all have them open, or before, their names can go."""
     if tp > 1:

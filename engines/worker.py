@@ -17,13 +17,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from engines.sync import join_process_group, read_safetensors, tensor_checksum
-from engines.vllm_cpu import leave_weights_alone
-from engines.vllm_weights import Loader
+from engines.vllm_cpu import disable_weight_packing
+from engines.vllm_weights import WeightLoader
 from utils import NamedTensors
 
 
 @dataclass
-class Init(WeightTransferInitInfo):
+class TransferInitInfo(WeightTransferInitInfo):
     """The start of a transfer. `how`: gloo, nccl or disk; `info`: what that needs."""
 
     how: str
@@ -31,7 +31,7 @@ class Init(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class TransferUpdateInfo(WeightTransferUpdateInfo):
     """An update: tensors that the trainer broadcasts, in this order; or a file of them; or `check`, which fails unless
     all that should come have come. `crc`: checksum of each tensor."""
 
@@ -43,20 +43,20 @@ class Update(WeightTransferUpdateInfo):
     check: bool = False
 
 
-class Receiver(WeightTransferEngine):
+class WeightReceiver(WeightTransferEngine):
     """Copies received tensors into the live parameters. vLLM's own engines load layer by layer from scratch, which
     leaves garbage where a part of a fused module comes alone (an adapter on q and v), and a dead server if an update
     fails. With this one the server stays alive, with a mixture of weights: do not use it before the next update."""
 
-    init_info_cls, update_info_cls = Init, Update
+    init_info_cls, update_info_cls = TransferInitInfo, TransferUpdateInfo
 
-    def init_transfer_engine(self, info: Init) -> None:
+    def init_transfer_engine(self, info: TransferInitInfo) -> None:
         self.shutdown()
-        self.loader = Loader(self.model, self.model_config.hf_config)
+        self.loader = WeightLoader(self.model, self.model_config.hf_config)
         self.whole = True  # what comes first must be all
-        if info.how == "nccl":
+        if info.method == "nccl":
             self.native = self._native(info.info)
-        elif info.how == "gloo":
+        elif info.method == "gloo":
             parallel = self.parallel_config
             own = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self.group = join_process_group("gloo", rank=info.info["rank_offset"] + own, **info.info["group"])
@@ -71,7 +71,7 @@ class Receiver(WeightTransferEngine):
         return engine
 
     def start_weight_update(self) -> None:
-        self.loader.begin()
+        self.loader.start_update()
 
     def update_weights(self, update_info: dict) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -79,9 +79,9 @@ class Receiver(WeightTransferEngine):
             torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
-    def receive_weights(self, info: Update) -> None:
+    def receive_weights(self, info: TransferUpdateInfo) -> None:
         if info.check:
-            self.loader.finish(self.whole)
+            self.loader.finish_update(self.whole)
             self.whole = False
         elif info.path is not None:
             self.loader.load(read_safetensors(info.path))
@@ -91,7 +91,7 @@ class Receiver(WeightTransferEngine):
         else:
             self.loader.load(self._broadcast(info))
 
-    def _broadcast(self, info: Update) -> NamedTensors:
+    def _broadcast(self, info: TransferUpdateInfo) -> NamedTensors:
         """Receive all tensors, then compare checksums: after an early error the other members would hang."""
         received = []
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
@@ -117,10 +117,10 @@ class Receiver(WeightTransferEngine):
         self.group = self.native = None
 
 
-class Extension:
+class WorkerExtension:
     """What --worker-extension-cls names; importing this file is what matters."""
 
 
-WeightTransferEngineFactory.register_engine("trainer", Receiver)
+WeightTransferEngineFactory.register_engine("trainer", WeightReceiver)
 if not torch.cuda.is_available():
-    leave_weights_alone()
+    disable_weight_packing()

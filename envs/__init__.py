@@ -45,7 +45,7 @@ def need_number(name: str, value: object, most: float) -> None:
          f"--env-settings {name}={value}: give a number from 0 to {most:g}")
 
 
-def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
+def append_instruction(messages: Sequence[Mapping[str, str]], instruction: str, unless: str) -> list[dict[str, str]]:
     """Messages with an instruction behind the last one, the user's, unless it has the text `unless` already."""
     *before, last = map(dict, messages)
     if unless not in last["content"]:
@@ -53,7 +53,7 @@ def with_instruction(messages: Sequence[Mapping[str, str]], instruction: str, un
     return [*before, last]
 
 
-def call_in(response: str, tag: str) -> str | None:
+def parse_tool_call(response: str, tag: str) -> str | None:
     """Return what stands in the last `<tag>...</tag>` of a response, or None. UserError if it does not end."""
     *_, call = re.split(f"<{tag}>", response, flags=re.IGNORECASE)
     if call == response:

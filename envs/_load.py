@@ -15,21 +15,21 @@ from typing import Any
 from PIL import Image
 
 from envs import Environment
-from envs._threads import as_coroutine, close, event_loop
-from errors import Note, UserError, need, refusing
-from model import IMAGE_MARK
+from envs._threads import close_environment, event_loop, to_coroutine
+from errors import ErrorContext, UserError, as_user_error, need
+from model import IMAGE_PLACEHOLDER
 from prepare_data import Example, decode_image
-from rewards.functions import load_file
+from rewards.functions import import_file
 from rollout import EnvConfig
 from settings import parse_pairs
-from sources.content import place_images
+from sources.content import insert_image_placeholders
 from sources.images import IMAGE_ERRORS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Which environment
 
 
-class Environments:
+class EnvFactory:
     """What --env names: makes one for each episode."""
 
     def __init__(self, cfg: EnvConfig):
@@ -50,27 +50,27 @@ class Environments:
              f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number")
         self.most_at_start = 0  # images that an episode began with
         self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
-        self.quick = True  # has every environment answered within PATIENCE so far?
+        self.all_answered_quickly = True  # has every environment answered within PATIENCE so far?
         self.told_kinds: set[str] = set()  # of failures, told in full
 
-    def start_of(self, example: Example) -> Example:
+    def reset_example(self, example: Example) -> Example:
         """An example with the messages and images that its episodes begin with."""
         where = f"{self.flag}: row {example.uid!r}: reset"
         env = self.make()
-        with Note(f"raised by {where}"):
-            said = env.reset(copied(example))
+        with ErrorContext(f"raised by {where}"):
+            said = env.reset(copy_example(example))
             if inspect.isawaitable(said):
-                said = asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop()).result(self.cfg.env_timeout)
-        with refusing(UserError, where):
-            start = start_as(said, example)
+                said = asyncio.run_coroutine_threadsafe(to_coroutine(said), event_loop()).result(self.cfg.env_timeout)
+        with as_user_error(UserError, where):
+            start = make_start(said, example)
             same = start.images is example.images
-            sizes = example.image_sizes if same else [decoded(data).size for data in start.images]
-        close(env, self.flag)
+            sizes = example.image_sizes if same else [decode_env_image(data).size for data in start.images]
+        close_environment(env, self.flag)
         self.most_at_start = max(self.most_at_start, len(sizes))
         self.largest = max([self.largest, *sizes], key=math.prod)
         return start
 
-    def image_limits(self) -> tuple[int, tuple[int, int]]:
+    def episode_image_limits(self) -> tuple[int, tuple[int, int]]:
         """The most images of an episode, and the size of the largest that one began with, of all examples so far."""
         return self.most_at_start + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
 
@@ -78,7 +78,7 @@ class Environments:
 def load_class(name: str) -> type:
     if ":" in name:
         path, _, attribute = name.rpartition(":")
-        module = load_file(path, f"--env {name}")
+        module = import_file(path, f"--env {name}")
         kind = getattr(module, attribute, None)
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
         need(inspect.isclass(kind),
@@ -86,7 +86,7 @@ def load_class(name: str) -> type:
         return kind
     known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
     need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
-    with refusing(ModuleNotFoundError, f"--env {name} builds on a file that is not in this copy"):
+    with as_user_error(ModuleNotFoundError, f"--env {name} builds on a file that is not in this copy"):
         module = importlib.import_module(f"envs.{name}")
     [kind] = [kind for kind in Environment.__subclasses__() if kind.__module__ == module.__name__]
     return kind
@@ -95,41 +95,41 @@ def load_class(name: str) -> type:
 # ----------------------------------------------------------------------------------------------------------------------
 # What environments say, checked
 
-def start_as(said: Any, example: Example) -> Example:
+def make_start(said: Any, example: Example) -> Example:
     """Return an example with what `reset` returned for it: messages and images."""
     need(isinstance(said, tuple | list) and len(said) == 2,
          f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
-    messages, images = checked_messages(*said)
-    check_marks(messages, images)
-    images = images if images is example.images else list(map(encoded, images))
+    messages, images = validate_messages(*said)
+    check_placeholders(messages, images)
+    images = images if images is example.images else list(map(to_image_bytes, images))
     return replace(example, messages=messages, images=images)
 
 
-def check_marks(messages: Sequence[dict], images: Sequence[Any]) -> None:
-    n_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
-    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_MARK} marks; give one for each")
+def check_placeholders(messages: Sequence[dict], images: Sequence[Any]) -> None:
+    n_marks = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages)
+    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_PLACEHOLDER} marks; give one for each")
 
 
-def copied(example: Example) -> Example:
+def copy_example(example: Example) -> Example:
     """An environment may change what it is given."""
     return replace(example, messages=[dict(message) for message in example.messages], extra=dict(example.extra))
 
 
-def decoded(data: bytes) -> Image.Image:
-    with refusing(IMAGE_ERRORS, "an image cannot be read"):
+def decode_env_image(data: bytes) -> Image.Image:
+    with as_user_error(IMAGE_ERRORS, "an image cannot be read"):
         return decode_image(data)
 
 
-def checked_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
+def validate_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
     """Return (messages, images) of what an environment said: a text, or a list of {role, content} whose contents may be
     lists of parts, as in rows, becomes messages whose contents are texts with <image> marks."""
     need(isinstance(images, Sequence) and not isinstance(images, str | bytes),
          f"images are {type(images).__name__}; expected a list of images")
     told = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
-    with refusing((TypeError, LookupError), told):
+    with as_user_error((TypeError, LookupError), told):
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         if any(isinstance(message["content"], list) for message in said):
-            said, images = place_images(said, list(images))
+            said, images = insert_image_placeholders(said, list(images))
         # plain texts: those of a class in the user's file could not be sent to other processes
         said = [{name: str.__str__(value) for name, value in dict(message).items()} for message in said]
     need(said and all(message.keys() == {"role", "content"} for message in said), told)
@@ -141,7 +141,7 @@ def check_image(image: Any) -> None:
          f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
 
 
-def encoded(image: Any) -> bytes:
+def to_image_bytes(image: Any) -> bytes:
     """An image as a file."""
     check_image(image)
     if isinstance(image, bytes):

@@ -13,31 +13,31 @@ from typing import Any
 
 from errors import describe_error
 
-THREADS = 32
-CAUGHT = BaseException  # an environment may fail in any way in its thread, and the run goes on
+MAX_THREADS = 32
+ENV_EXCEPTIONS = BaseException  # an environment may fail in any way in its thread, and the run goes on
 
 
 @dataclass(eq=False)
-class Job:
+class ThreadJob:
     run: Callable[[], None]
     given_up: bool = False
 
 
-class Threads:
+class ThreadPool:
     """Of a process, at most so many. They end with it; one that hangs is replaced."""
 
     def __init__(self, most: int):
         self.missing = most  # threads that may still be started
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[ThreadJob] = queue.SimpleQueue()
         self.lock = threading.Lock()
 
-    def submit(self, run: Callable[[], None]) -> Job:
-        job = Job(run)
+    def submit(self, run: Callable[[], None]) -> ThreadJob:
+        job = ThreadJob(run)
         self.jobs.put(job)
         self._start()
         return job
 
-    def give_up(self, job: Job) -> None:
+    def abandon(self, job: ThreadJob) -> None:
         """Replace its thread, which ends should it ever come back."""
         job.given_up = True
         self._start(replace=1)
@@ -57,13 +57,13 @@ class Threads:
                 return
 
 
-ANSWERING = Threads(THREADS)
-CLOSING = Threads(4)  # for `close` of environments, which may hang: nobody waits for it
+ENV_POOL = ThreadPool(MAX_THREADS)
+CLOSE_POOL = ThreadPool(4)  # for `close` of environments, which may hang: nobody waits for it
 LOCK = threading.Lock()
 
 
 @functools.cache
-def started_loop() -> asyncio.AbstractEventLoop:
+def start_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop
@@ -72,26 +72,26 @@ def started_loop() -> asyncio.AbstractEventLoop:
 def event_loop() -> asyncio.AbstractEventLoop:
     """The one of all environments."""
     with LOCK:
-        return started_loop()
+        return start_event_loop()
 
 
-async def as_coroutine(awaitable: Awaitable) -> Any:
+async def to_coroutine(awaitable: Awaitable) -> Any:
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop
         raise RuntimeError(f"raised {error!r}") from error
 
 
-def close(env: Any, told: str) -> None:
+def close_environment(env: Any, told: str) -> None:
     """An environment may have a `close`, plain or async. Nobody waits for it."""
 
     def work() -> None:
         try:
             said = env.close()
             if inspect.isawaitable(said):
-                asyncio.run_coroutine_threadsafe(as_coroutine(said), event_loop())
-        except CAUGHT as error:
+                asyncio.run_coroutine_threadsafe(to_coroutine(said), event_loop())
+        except ENV_EXCEPTIONS as error:
             print(f"{told}, close, raised {describe_error(error)}", file=sys.stderr)
 
     if hasattr(env, "close"):
-        CLOSING.submit(work)
+        CLOSE_POOL.submit(work)

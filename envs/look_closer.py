@@ -18,16 +18,16 @@ from typing import Any
 
 from PIL import Image
 
-from envs import Environment, Observation, call_in, need_number, with_instruction
+from envs import Environment, Observation, append_instruction, need_number, parse_tool_call
 from errors import UserError, need
-from prepare_data import MARK, Example, decode_image
+from prepare_data import IMAGE_PLACEHOLDER, Example, decode_image
 from reward import register
 from sources.images import MAX_ASPECT
-from tasks.shapes import COLOURS, Scene, boxed, in_one_split, png, toy_of
+from tasks.shapes import COLOURS, Scene, encode_png, in_one_split, make_boxed_response, toy_of
 from tasks.vqa import answerable, vqa
 
 
-def instruction(scale: int) -> str:
+def make_instruction(scale: int) -> str:
     """`scale`: see LookCloser."""
     box = " ".join(f"{scale * tenths / 10:g}" for tenths in (1, 2, 6, 7))
     return (
@@ -37,8 +37,8 @@ def instruction(scale: int) -> str:
     )
 
 
-INSTRUCTION = instruction(1)
-AGAIN = "Look again or answer."
+INSTRUCTION = make_instruction(1)
+LOOK_AGAIN = "Look again or answer."
 
 
 @register("look_closer", answerable=answerable)
@@ -52,12 +52,12 @@ def look_closer(response: str, example: Any, finish_reason: str) -> dict[str, fl
 Box = tuple[Fraction | int, ...]  # left, top, right, bottom, from 0 to 1
 MAX_CALL_CHARS = 200
 HALF = Fraction(1, 2)
-FIRST, SECOND, ALL, MIDDLE = (0, HALF), (HALF, 1), (0, 1), (HALF / 2, 3 * HALF / 2)
-PLACES = {"left": ("across", FIRST), "right": ("across", SECOND), "top": ("down", FIRST), "upper": ("down", FIRST),
-          "bottom": ("down", SECOND), "lower": ("down", SECOND)}  # fmt: skip
-PLACES |= dict.fromkeys(("centre", "center", "middle"), ("centre", MIDDLE))
-FILLERS = "the of image quadrant corner half part side".split()
-NUMBER = re.compile(r"([+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(%?)")
+FIRST_HALF, SECOND_HALF, FULL_RANGE, MIDDLE_HALF = (0, HALF), (HALF, 1), (0, 1), (HALF / 2, 3 * HALF / 2)
+REGION_WORDS = {"left": ("across", FIRST_HALF), "right": ("across", SECOND_HALF), "top": ("down", FIRST_HALF), "upper": ("down", FIRST_HALF),
+          "bottom": ("down", SECOND_HALF), "lower": ("down", SECOND_HALF)}  # fmt: skip
+REGION_WORDS |= dict.fromkeys(("centre", "center", "middle"), ("centre", MIDDLE_HALF))
+FILLER_WORDS = "the of image quadrant corner half part side".split()
+NUMBER_PATTERN = re.compile(r"([+-]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(%?)")
 NO_PLACE = (
     "There is no such place. Name a quadrant such as top left, or a box of four numbers: left, top, right, bottom."
 )
@@ -65,11 +65,11 @@ NO_PLACE = (
 
 def named_box(text: str) -> Box:
     """Of `top left`, `the right half`, `centre`: UserError if it names no place."""
-    words = [word for word in re.split("[ _-]+", text) if word not in FILLERS]
-    named = dict(PLACES.get(word, ("unknown", ALL)) for word in words)
+    words = [word for word in re.split("[ _-]+", text) if word not in FILLER_WORDS]
+    named = dict(REGION_WORDS.get(word, ("unknown", FULL_RANGE)) for word in words)
     once = len(named) == len(words) or "centre" in named  # `middle center`
     need(1 <= len(words) <= 2 and once and "unknown" not in named, NO_PLACE)
-    other = named.get("centre", ALL)  # what is not said is all of it; or its middle half, as in `centre left`
+    other = named.get("centre", FULL_RANGE)  # what is not said is all of it; or its middle half, as in `centre left`
     (left, right), (top, bottom) = named.get("across", other), named.get("down", other)
     return left, top, right, bottom
 
@@ -81,7 +81,7 @@ def read_box(text: str, scale: int) -> Box:
     text = " ".join(text.lower().split())
     if not re.search("[0-9]", text):
         return named_box(text)
-    items = [NUMBER.fullmatch(item) for item in re.split("[ ,;]+", text.strip("()[]{} "))]
+    items = [NUMBER_PATTERN.fullmatch(item) for item in re.split("[ ,;]+", text.strip("()[]{} "))]
     need(all(items) and len(items) == 4, NO_PLACE)
     ends = [Fraction(item[1]) / (100 if item[2] else scale) for item in items]
     left, top, right, bottom = (min(max(end, 0), 1) for end in ends)
@@ -98,7 +98,7 @@ def read_call(text: str, images: int, scale: int) -> tuple[int, Box]:
     return int(number) - 1, read_box(place, scale)
 
 
-def cut(image: Image.Image, box: Box) -> Image.Image:
+def crop_image(image: Image.Image, box: Box) -> Image.Image:
     """The pixels of which a box has some part. UserError if no model could be shown them."""
     (left, top, right, bottom), (width, height) = box, image.size
     edges = int(left * width), int(top * height), math.ceil(right * width), math.ceil(bottom * height)
@@ -107,14 +107,14 @@ def cut(image: Image.Image, box: Box) -> Image.Image:
     return part
 
 
-def fit(image: Image.Image, longest: int) -> Image.Image:
+def downscale(image: Image.Image, longest: int) -> Image.Image:
     """At most so many pixels a side, each the mean of those that it stands for; never larger than it was."""
     long = max(image.size)
     size = tuple(-(-side * longest // long) for side in image.size)  # rounded up: no thinner than the image
     return image if long <= longest else image.resize(size, Image.Resampling.BOX)
 
 
-original = lru_cache(8)(decode_image)  # the samples of a group look at the same images
+decode_image_cached = lru_cache(8)(decode_image)  # the samples of a group look at the same images
 
 
 # --- environment --------------------------------------------------------------------------------------------------
@@ -134,40 +134,40 @@ class LookCloser(Environment):
     def reset(self, example: Example) -> tuple[list[dict[str, str]], list[Image.Image]]:
         need(len(example.images) > 0, f"row {example.uid!r} has no image, and --env look_closer shows images")
         self.images = example.images
-        views = [fit(original(data), self.view) for data in example.images]
-        return with_instruction(example.messages, instruction(self.scale), "<look>"), views
+        views = [downscale(decode_image_cached(data), self.view) for data in example.images]
+        return append_instruction(example.messages, make_instruction(self.scale), "<look>"), views
 
     def step(self, response: str) -> Observation:
         try:
-            call = call_in(response, "look")
+            call = parse_tool_call(response, "look")
             if call is None:
                 return Observation(done=True)
             which, box = read_call(call, len(self.images), self.scale)
-            part = cut(original(self.images[which]), box)
+            part = crop_image(decode_image_cached(self.images[which]), box)
         except UserError as error:
-            return Observation(f"{error} {AGAIN}", reward=-self.cost)
-        return Observation(f"{MARK}{AGAIN}", [fit(part, self.crop)], reward=-self.cost)
+            return Observation(f"{error} {LOOK_AGAIN}", reward=-self.cost)
+        return Observation(f"{IMAGE_PLACEHOLDER}{LOOK_AGAIN}", [downscale(part, self.crop)], reward=-self.cost)
 
 
 # --- toy ----------------------------------------------------------------------------------------------------------
 
 WIDTH = 2  # pixels, of a stripe; the view has one for four
-CELL = 14 * WIDTH  # pixels, four of them in a quadrant: the patterns stand in the order of reading
+PATTERN_CELL = 14 * WIDTH  # pixels, four of them in a quadrant: the patterns stand in the order of reading
 FRAME = 4 * WIDTH  # pixels
 PATTERNS = ("rows", "columns", "diagonals", "checks")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 TOY_INSTRUCTION = r"<look>top left</look> shows a part. Answer in \boxed{}."
 QUESTION = "What is in the coloured frame?"
-GREY = (128, 128, 128)  # the other frames
-USUAL = {"patterns": boxed("rows rows rows rows")}
+FRAME_GREY = (128, 128, 128)  # the other frames
+USUAL = {"patterns": make_boxed_response("rows rows rows rows")}
 ENV = {"max_turns": 2, "env_settings": ("view=28", "crop=56")}  # of demo.py
 DEMO = {"see_steps": 150, "habit_steps": 40, "images": 32, "lazy": 0.9, "steps": 25, "eval_every": 5}
 
 
 @cache
-def ink(pattern: str) -> Image.Image:
+def pattern_mask(pattern: str) -> Image.Image:
     """Where it is black: half of each block of 2 by 2 WIDTHs."""
-    mask = Image.new("1", (CELL - FRAME,) * 2)
+    mask = Image.new("1", (PATTERN_CELL - FRAME,) * 2)
     for x, y in product(range(mask.width), repeat=2):
         squares = WIDTH * (x // WIDTH + y // WIDTH)
         along = {"rows": y, "columns": x, "diagonals": x + y, "checks": squares}[pattern]
@@ -177,25 +177,27 @@ def ink(pattern: str) -> Image.Image:
 
 def draw_frame(rng: random.Random, colour: tuple[int, int, int], patterns: Sequence[str]) -> Image.Image:
     """A quadrant: four patterns, as dark and as light as each other, in a frame."""
-    image = Image.new("RGB", (2 * CELL, 2 * CELL), colour)
+    image = Image.new("RGB", (2 * PATTERN_CELL, 2 * PATTERN_CELL), colour)
     dark, light = (rng.randint(0, 40),) * 3, (rng.randint(215, 255),) * 3
     for i, pattern in enumerate(patterns):
-        left, top = (CELL if second else FRAME for second in (i % 2, i // 2))
-        image.paste(light, (left, top, left + CELL - FRAME, top + CELL - FRAME))
-        image.paste(dark, (left, top), ink(pattern))
+        left, top = (PATTERN_CELL if second else FRAME for second in (i % 2, i // 2))
+        image.paste(light, (left, top, left + PATTERN_CELL - FRAME, top + PATTERN_CELL - FRAME))
+        image.paste(dark, (left, top), pattern_mask(pattern))
     return image
 
 
 @in_one_split("look_closer/")
 def scenes(rng: random.Random) -> Scene:
     """Four frames."""
-    image, asked = Image.new("RGB", (4 * CELL, 4 * CELL)), rng.randrange(4)
+    image, asked = Image.new("RGB", (4 * PATTERN_CELL, 4 * PATTERN_CELL)), rng.randrange(4)
     found = [rng.choices(PATTERNS, k=4) for _ in range(4)]
     for i, patterns in enumerate(found):
-        colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else GREY
-        image.paste(draw_frame(rng, colour, patterns), (2 * CELL * (i % 2), 2 * CELL * (i // 2)))
+        colour = COLOURS[rng.choice(list(COLOURS))] if i == asked else FRAME_GREY
+        image.paste(draw_frame(rng, colour, patterns), (2 * PATTERN_CELL * (i % 2), 2 * PATTERN_CELL * (i // 2)))
     truth = " ".join(found[asked])
-    return [png(image)], [("patterns", f"{MARK}{TOY_INSTRUCTION} {QUESTION}", boxed(truth), truth)]
+    return [encode_png(image)], [
+        ("patterns", f"{IMAGE_PLACEHOLDER}{TOY_INSTRUCTION} {QUESTION}", make_boxed_response(truth), truth)
+    ]
 
 
 toy = toy_of("look_closer", scenes, ["patterns"])
@@ -204,8 +206,8 @@ toy = toy_of("look_closer", scenes, ["patterns"])
 def expert(example: Example, responses: Sequence[str], observations: Sequence[Mapping[str, str] | str]) -> str:
     """The perfect next response to a toy: finds the frame in the original, looks there, answers."""
     if responses:
-        return boxed(example.ground_truth)
-    image = original(example.images[0])
-    found = [image.getpixel((2 * CELL * (i % 2), 2 * CELL * (i // 2))) for i in range(4)]
-    [place] = [place for place, colour in zip(QUADRANTS, found, strict=True) if colour != GREY]
+        return make_boxed_response(example.ground_truth)
+    image = decode_image_cached(example.images[0])
+    found = [image.getpixel((2 * PATTERN_CELL * (i % 2), 2 * PATTERN_CELL * (i // 2))) for i in range(4)]
+    [place] = [place for place, colour in zip(QUADRANTS, found, strict=True) if colour != FRAME_GREY]
     return f"<look>{place}</look>"

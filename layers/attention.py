@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from errors import need
 from utils import copy_together
 
-ATTENTION = ("sdpa", "flex", "flash")
+ATTENTION_BACKENDS = ("sdpa", "flex", "flash")
 
 
 def resolve_attention(choice: str, device: torch.device) -> str:
@@ -47,14 +47,14 @@ class PackedAttention:
     def __init__(self, backend: str, micro: Any):
         self.backend = backend
         cuts: set[int] = set()
-        for start, stop, before in micro.runs:
+        for start, stop, before in micro.segments:
             cuts |= {start, stop, before + 1}
         bounds = sorted(cuts)
         self.pieces = [b - a for a, b in pairwise(bounds)]
         piece_at = {a: i for i, a in enumerate(bounds)}
         prefix_to: dict[int, list[int]] = {-1: []}  # last position of a piece -> the pieces that lead through it
         self.prefixes: list[tuple[list[int], int]] = []
-        for start, stop, before in micro.runs:
+        for start, stop, before in micro.segments:
             own = range(piece_at[start], piece_at[stop])
             for p in own:
                 prefix_to[bounds[p + 1] - 1] = [*prefix_to[before], *range(own[0], p + 1)]
@@ -62,16 +62,16 @@ class PackedAttention:
         if backend == "sdpa":
             self.causal: dict[tuple[int, int], Tensor] = {}
         elif backend == "flex":
-            self.mask, self.padded = block_mask(micro.end_T)
+            self.mask, self.padded = block_mask(micro.subtree_end_T)
         else:
-            assert all(before < 0 for _, _, before in micro.runs), "a shared prefix needs --attn flex or sdpa"
+            assert all(before < 0 for _, _, before in micro.segments), "a shared prefix needs --attn flex or sdpa"
             self.longest = max(self.pieces)
-            [self.cu_seqlens] = copy_together([torch.tensor(bounds, dtype=torch.int32)], micro.end_T.device)
+            [self.cu_seqlens] = copy_together([torch.tensor(bounds, dtype=torch.int32)], micro.subtree_end_T.device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query (1, heads, T, d), key and value (1, key heads, T, d) -> (1, heads, T, d)."""
         if self.backend == "sdpa":
-            return self._by_runs(query, key, value, scale)
+            return self._by_segments(query, key, value, scale)
         if self.backend == "flex":
             n = query.shape[2]
             padded = (F.pad(x, (0, 0, 0, self.padded - n)) for x in (query, key, value))
@@ -79,7 +79,7 @@ class PackedAttention:
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
         return _varlen(*rows, self.cu_seqlens, self.longest, scale).transpose(0, 1)[None]
 
-    def _by_runs(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # split and cat rather than slices, whose backward would fill a tensor of all T tokens for each
         queries, keys, values = (x.split(self.pieces, dim=2) for x in (query, key, value))
         groups = query.shape[1] // key.shape[1]
@@ -88,11 +88,11 @@ class PackedAttention:
             q = torch.cat([queries[i] for i in prefix[-own:]], dim=2)
             k = repeat_kv(torch.cat([keys[i] for i in prefix], dim=2), groups)
             v = repeat_kv(torch.cat([values[i] for i in prefix], dim=2), groups)
-            mask = self._below(q.shape[2], k.shape[2], q.device)
+            mask = self._prefix_mask(q.shape[2], k.shape[2], q.device)
             out.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale))
         return torch.cat(out, dim=2)
 
-    def _below(self, rows: int, columns: int, device: torch.device) -> Tensor | None:
+    def _prefix_mask(self, rows: int, columns: int, device: torch.device) -> Tensor | None:
         """The mask of a run after its prefix: all of that, and the run up to each token. None: there is no prefix."""
         if rows == columns:
             return None

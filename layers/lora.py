@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from errors import need, refusing
+from errors import as_user_error, need
 from utils import derive_seed
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraConfig:
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()  # last names of linear layers of the language model's blocks (empty: the family's)
@@ -37,15 +37,15 @@ class LoraLinear(nn.Linear):
         return out + self.scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
 
 
-def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
+def find_lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
+def find_linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in hf.named_modules() if isinstance(layer, nn.Linear)}
 
 
-def adapt(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
+def add_adapter(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
     """Give a layer an adapter, in fp32 whatever the layer is in."""
     layer.__class__ = LoraLinear
     layer.scale, layer.off = scale, False
@@ -53,11 +53,11 @@ def adapt(layer: nn.Linear, scale: float, a: Tensor, b: Tensor) -> None:
     layer.lora_A, layer.lora_B = (nn.Parameter(x.to(device, torch.float32, copy=True)) for x in (a, b))
 
 
-def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
+def add_lora(hf: nn.Module, lora: LoraConfig) -> nn.Module:
     """Adapters for the chosen layers, in place. They start as nothing: B is 0. Every rank draws the same."""
     family = hf.family
     text, tower = f"{family.language}.{family.blocks}.", f"{family.vision}.{family.vision_blocks}."
-    linear = linear_layers(hf)
+    linear = find_linear_layers(hf)
     known = {name.rpartition(".")[2] for name in linear if name.startswith(text)}
     missing, there = " ".join(sorted(set(lora.targets) - known)), ", ".join(sorted(known))
     need(not missing, f"--lora-targets {missing}: no such linear layers; the language model's blocks have {there}")
@@ -67,18 +67,18 @@ def add_lora(hf: nn.Module, lora: Lora) -> nn.Module:
             generator = torch.Generator().manual_seed(derive_seed(lora.seed, "lora", name))
             drawn = torch.rand(lora.rank, layer.in_features, generator=generator)
             a, b = (drawn * 2 - 1) * layer.in_features**-0.5, torch.zeros(layer.out_features, lora.rank)
-            adapt(layer, lora.alpha / lora.rank, a, b)
+            add_adapter(layer, lora.alpha / lora.rank, a, b)
     return hf
 
 
-class AdaptersOff:
+class AdapterFreePolicy:
     """The policy as it was before its adapters learnt: a reference without weights of its own."""
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
 
     def __call__(self, *args):
-        layers = lora_layers(self.policy).values()
+        layers = find_lora_layers(self.policy).values()
         for layer in layers:
             layer.off = True
         try:
@@ -91,15 +91,22 @@ class AdaptersOff:
 @torch.no_grad()
 def merge_lora(hf: nn.Module) -> nn.Module:
     """Adapters added into the weights that they adapt, in place; in fp32."""
-    for layer in lora_layers(hf).values():
+    for layer in find_lora_layers(hf).values():
         layer.weight.copy_(layer.weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float())
         layer.__class__ = nn.Linear
         del layer.lora_A, layer.lora_B
     return hf
 
 
-PREFIX = "base_model.model."  # of a layer's name in PEFT's files
-UNREAD = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")  # not plain
+PEFT_PREFIX = "base_model.model."  # of a layer's name in PEFT's files
+UNSUPPORTED_PEFT_KEYS = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "lora_bias",
+)  # not plain
 
 
 def write_adapter(
@@ -107,7 +114,7 @@ def write_adapter(
 ) -> None:
     """adapter_config.json and adapter_model.safetensors, as PEFT writes them. `base` is the model's folder or hub
     id; `gathered` are the adapters' tensors by name, of a model that is sharded."""
-    layers = lora_layers(hf)
+    layers = find_lora_layers(hf)
     first = next(iter(layers.values()))
     rank = first.lora_A.shape[0]
     made = {"base_model_name_or_path": base, "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0}
@@ -115,7 +122,7 @@ def write_adapter(
     names = list(layers)  # in full: the tower's MLPs may be called like the language model's
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **made, **plain, "target_modules": names}
     adapters = gathered or {name: p.detach() for name, p in hf.named_parameters() if ".lora_" in name}
-    tensors = {f"{PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
+    tensors = {f"{PEFT_PREFIX}{name}.weight": p.float().contiguous() for name, p in adapters.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -128,26 +135,30 @@ def read_adapter(hf: nn.Module, folder: Path, base: str) -> nn.Module:
     recorded = config.get("base_model_name_or_path") or ""
     same = Path(recorded).name == Path(base).name  # folders move, names stay
     need(same, f"{folder}: the adapter was made for {recorded!r}, not for {base!r}")
-    kind = config.get("peft_type"), config.get("bias", "none"), *(key for key in UNREAD if config.get(key))
+    kind = (
+        config.get("peft_type"),
+        config.get("bias", "none"),
+        *(key for key in UNSUPPORTED_PEFT_KEYS if config.get(key)),
+    )
     told = f"an adapter of kind {', '.join(map(str, kind))}: only plain LoRA is read; merge it with peft"
     need(kind == ("LORA", "none"), f"{folder}: {told}")
     path = folder / "adapter_model.safetensors"
-    with refusing((OSError, SafetensorError), f"{path}: missing, truncated or no safetensors file"):
+    with as_user_error((OSError, SafetensorError), f"{path}: missing, truncated or no safetensors file"):
         tensors = load_file(path)
-    linear, rank = linear_layers(hf), config.get("r")
+    linear, rank = find_linear_layers(hf), config.get("r")
     alpha = config.get("lora_alpha")
     sizes = isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
     need(sizes, f"{folder}: adapter_config.json has r={rank!r} and lora_alpha={alpha!r}; correct them")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
+    names = {key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors}
     shapes = {}
     for name in names & linear.keys():
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
+        shapes[f"{PEFT_PREFIX}{name}.lora_A.weight"] = (rank, linear[name].in_features)
+        shapes[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (linear[name].out_features, rank)
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     for key in sorted(shapes | found):
         has, wants = found.get(key), shapes.get(key)
         need(has == wants, f"{folder}: the adapter does not fit {base!r}: {key} has shape {has}, and {wants} is needed")
     for name in sorted(names):
-        adapt(linear[name], scale, *(tensors[f"{PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
+        add_adapter(linear[name], scale, *(tensors[f"{PEFT_PREFIX}{name}.lora_{x}.weight"] for x in "AB"))
     return hf

@@ -22,10 +22,10 @@ class RecurrentState:
     matrix: Tensor | None = None
     record_past = True  # transformers then joins kept inputs to new ones, which has a gradient, for one token too
 
-    def take(self, rows: Tensor) -> "RecurrentState":
+    def select_rows(self, rows: Tensor) -> "RecurrentState":
         return replace(self, conv=self.conv[rows], matrix=self.matrix[rows])
 
-    def put(self, rows: Tensor, new: "RecurrentState") -> None:
+    def update_rows(self, rows: Tensor, new: "RecurrentState") -> None:
         """The states of these rows are now new ones."""
         self.conv = self.conv.index_copy(0, rows, new.conv)
         self.matrix = self.matrix.index_copy(0, rows, new.matrix)
@@ -53,7 +53,7 @@ class RecurrentState:
         return matrix
 
 
-def over_pieces(plan: PackedAttention, layer: Callable, hidden: Tensor, width: int) -> Tensor:
+def run_segments(plan: PackedAttention, layer: Callable, hidden: Tensor, width: int) -> Tensor:
     """A recurrent layer over a micro-batch, (1, T, H) -> (1, T, H): each piece goes on from the state after the piece
     before it in its sequence, so a shared prefix is computed once. The pieces' number, not their length, costs time."""
     before = {}
@@ -71,7 +71,7 @@ def _forward(module, forward, hidden_states, cache_params=None, attention_mask=N
     """In place of the forward of transformers' gated delta net: over a micro-batch by the plan, in HFEngine by the
     engine's own states, and in any other forward as it was."""
     if isinstance(plan, PackedAttention):
-        return over_pieces(plan, forward, hidden_states, module.conv_kernel_size)
+        return run_segments(plan, forward, hidden_states, module.conv_kernel_size)
     cache = cache_params if plan is None else plan
     if hasattr(cache, "recurrent"):  # of engines/hf.py
         state = cache.recurrent.setdefault(module.layer_idx, RecurrentState(module.conv_kernel_size))
@@ -80,7 +80,7 @@ def _forward(module, forward, hidden_states, cache_params=None, attention_mask=N
     return forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
 
 
-def plan_recurrent_layers(language_model: nn.Module) -> None:
+def patch_recurrent_layers(language_model: nn.Module) -> None:
     """Let plans reach the recurrent layers; attention layers have "planned" for that."""
     for module in language_model.modules():
         if hasattr(module, "conv_kernel_size") and hasattr(module, "layer_idx"):

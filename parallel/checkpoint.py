@@ -29,21 +29,29 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from errors import CLOSED, FULL, UserError, existing, need, refusing, writing
-from layers.lora import add_lora, lora_layers, read_adapter
+from errors import (
+    DISK_FULL_ERRNOS,
+    NOT_WRITABLE_ERRNOS,
+    UserError,
+    as_user_error,
+    nearest_existing,
+    need,
+    report_write_errors,
+)
+from layers.lora import add_lora, find_lora_layers, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
-from parallel.loading import BAD, find_bad, find_stored, meta_hf, read_parameter
-from parallel.sharding import full_parameters, reshard
-from settings import read_settings
+from parallel.loading import NONFINITE_MESSAGE, build_meta_model, find_nonfinite, match_parameters, read_parameter
+from parallel.sharding import FullParameters, reshard
+from settings import build_config
 from utils import gather, print0
 
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
-Models = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
-OVERHEAD = 512  # bytes of each tensor in the header of each process's file, a little overestimated
+CheckpointModels = dict[str, tuple[Policy, torch.optim.Optimizer | None]]
+SHARD_OVERHEAD_BYTES = 512  # bytes of each tensor in the header of each process's file, a little overestimated
 FILE_BYTES = 2**24  # of a process's file: torch holds a whole file in memory, several times, before it writes it
 
 
-def on_rank0(do: Callable[[], Any]) -> Any:
+def run_on_rank0(do: Callable[[], Any]) -> Any:
     """What rank 0 does to files, once: its result, or what went wrong with them, on all ranks."""
     done = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -61,45 +69,47 @@ def on_rank0(do: Callable[[], Any]) -> Any:
 # Which checkpoints there are
 
 
-def step_of(checkpoint: Path) -> int | None:
+def checkpoint_step(checkpoint: Path) -> int | None:
     """By the folder's name, which nobody else's has: step_backup is none."""
     match = re.fullmatch(r"step_([0-9]+)", checkpoint.name)
     return int(match[1]) if match else None
 
 
-def complete_checkpoints(path: Path) -> list[Path]:
+def list_checkpoints(path: Path) -> list[Path]:
     """Those of a run, oldest first; of a checkpoint, itself."""
     if (path / "trainer.json").is_file():
         return [path]
-    found = [f.parent for f in path.glob("checkpoints/step_*/trainer.json") if step_of(f.parent) is not None]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    found = [f.parent for f in path.glob("checkpoints/step_*/trainer.json") if checkpoint_step(f.parent) is not None]
+    return sorted(found, key=lambda path: (checkpoint_step(path), path.name))
 
 
 def read_json(file: Path, remedy: str = "") -> dict:
-    with refusing((OSError, ValueError, RecursionError), f"{file}: missing, empty, cut short or damaged{remedy}"):
+    with as_user_error((OSError, ValueError, RecursionError), f"{file}: missing, empty, cut short or damaged{remedy}"):
         found = json.loads(file.read_text())
     need(isinstance(found, dict), f"{file}: damaged: it holds no JSON object{remedy}")
     return found
 
 
-def sealed(trainer: dict) -> str:
+def to_text_with_crc(trainer: dict) -> str:
     """The text of trainer.json, with the checksum of the rest of it at its end."""
     return json.dumps(trainer | {"crc32": f"{zlib.crc32(json.dumps(trainer).encode()):08x}"}) + "\n"
 
 
-def read_trainer(checkpoint: Path) -> dict:
+def read_trainer_state(checkpoint: Path) -> dict:
     """What trainer.json holds; a UserError if that is not what was written."""
     file = checkpoint / "trainer.json"
     trainer = read_json(file)
     rest = {key: value for key, value in trainer.items() if key != "crc32"}
-    need(file.read_text() == sealed(rest), f"{file}: damaged: its checksum is not the one it was written with")
+    need(
+        file.read_text() == to_text_with_crc(rest), f"{file}: damaged: its checksum is not the one it was written with"
+    )
     step = trainer.get("step")
-    need(isinstance(step, int) and step_of(checkpoint) in (None, step),
+    need(isinstance(step, int) and checkpoint_step(checkpoint) in (None, step),
          f"{file}: of step {step}, but the folder's name says another; rename it back")
     return rest
 
 
-def run_args(checkpoint: Path) -> dict:
+def read_run_args(checkpoint: Path) -> dict:
     """The arguments of a checkpoint's run; none where there is no run.json around it."""
     file = Path(os.path.abspath(checkpoint)).parent.parent / "run.json"  # `checkpoints` may be a link
     remedy = "; remove it, and --resume goes on with the flags that are given"
@@ -110,7 +120,7 @@ def run_args(checkpoint: Path) -> dict:
     return args
 
 
-def locate(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
+def resolve_model(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
     """Return (base model, checkpoint or PEFT adapter or None, the run's arguments) of a model folder, hub id, run
     directory, checkpoint or adapter folder. `flag` is what errors call it."""
     given = Path(path)
@@ -118,14 +128,14 @@ def locate(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
     if (given / "adapter_config.json").is_file():
         base, found = read_json(given / "adapter_config.json").get("base_model_name_or_path") or "", given
     elif (given / "trainer.json").is_file() or (given / "run.json").is_file():
-        checkpoints = complete_checkpoints(given)
+        checkpoints = list_checkpoints(given)
         need(checkpoints, f"{path!r} is a run without a complete checkpoint; train past --save-every first")
         found = checkpoints[-1]
-        args = run_args(found)
+        args = read_run_args(found)
         need(args, f"{path!r} is a checkpoint without its run: no run.json two folders above {found}")
         base = args.get("model", path)
     try:
-        load_config(base, read_settings(ModelConfig, args | {"model": base}).family_paths)
+        load_config(base, build_config(ModelConfig, args | {"model": base}).family_paths)
     except UserError as error:  # of a flag that train.py has
         raise UserError(str(error).replace("--model", flag, 1)) from error
     return base, found, args
@@ -135,7 +145,7 @@ def locate(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:
 # Verifying
 
 
-def checksum(file: Path) -> list:
+def file_checksum(file: Path) -> list:
     """[bytes, CRC-32] of a file: against bad disks and cut copies, as fast as it is read; no proof of who wrote it."""
     crc = size = 0
     with open(file, "rb") as f:
@@ -144,53 +154,53 @@ def checksum(file: Path) -> list:
     return [size, f"{crc:08x}"]
 
 
-def damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. Ranks share the reading, and all get the same answer."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wrong = None
     try:
-        written = read_trainer(checkpoint).get("files", {})
+        written = read_trainer_state(checkpoint).get("files", {})
         strange = sorted({file.name for file in checkpoint.glob("*.safetensors")} - written.keys())
         need(not strange, f"{checkpoint}: {', '.join(strange)} is not of this checkpoint, but would be read; remove it")
         for name in sorted(written)[rank::world]:
             file = checkpoint / name
             need(Path(name).name == name and (file.is_file() or not file.exists()),
                  f"{file}: no file of the checkpoint's own")
-            found = checksum(file)
+            found = file_checksum(file)
             need(found == written[name], f"{file}: damaged: its size and checksum are {found}, not {written[name]}")
     except (UserError, OSError) as error:
         wrong = str(error)
     return next(filter(None, gather(wrong)), None)
 
 
-def intact(path: Path, set_aside: bool = False) -> Path | None:
+def newest_intact_checkpoint(path: Path, set_aside: bool = False) -> Path | None:
     """The given checkpoint, verified; or a run directory's newest intact one, None if it has none. All ranks call it.
 
     Damaged ones that are newer are passed over, aloud; with `set_aside` they are also renamed, so that neither --keep
     nor a later start counts them."""
-    found = on_rank0(lambda: complete_checkpoints(path))
+    found = run_on_rank0(lambda: list_checkpoints(path))
     for file in chain.from_iterable(checkpoint.iterdir() for checkpoint in found):
         need(file.name != ".metadata" and file.suffix != ".distcp",  # pickles
              f"{file}: written by a version before 2026-11-25, whose checkpoints are not read any more; "
              "CHANGELOG.md names the last commit that reads them")
     wrong: dict[Path, str] = {}
     for checkpoint in reversed(found):
-        if not (reason := damage(checkpoint)):
+        if not (reason := find_damage(checkpoint)):
             break
         wrong[checkpoint] = reason
     reasons = "; ".join(wrong.values())
     need(not found or len(wrong) < len(found), f"{path}: no intact checkpoint: {reasons}; restore these files")
     for damaged, reason in wrong.items():
-        renamed = f". The folder is now called {on_rank0(partial(put_aside, damaged)).name}" if set_aside else ""
+        renamed = f". The folder is now called {run_on_rank0(partial(quarantine, damaged)).name}" if set_aside else ""
         print0(f"passed over: {reason}{renamed}")
     return checkpoint if found else None
 
 
-def put_aside(checkpoint: Path) -> Path:
+def quarantine(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f"damaged_{checkpoint.name}")
     while target.exists():
         target = target.with_name(f"{target.name}_2")
-    with writing(checkpoint, f"--resume: {checkpoint} is damaged"):
+    with report_write_errors(checkpoint, f"--resume: {checkpoint} is damaged"):
         return checkpoint.rename(target)
 
 
@@ -198,13 +208,13 @@ def put_aside(checkpoint: Path) -> Path:
 # Writing
 
 
-def _state_dict(models: Models) -> dict[str, torch.Tensor]:
+def _state_dict(models: CheckpointModels) -> dict[str, torch.Tensor]:
     """Return what a checkpoint holds, by reference: name -> tensor, the policy's names without a prefix. A model with
     adapters is represented by them alone; --model has the rest. The optimizer's settings follow from the flags."""
     found = {}
     for model_name, (model, optimizer) in models.items():
         prefix = "" if model_name == "policy" else f"{model_name}."
-        adapted = bool(lora_layers(model))
+        adapted = bool(find_lora_layers(model))
         reshard(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or not adapted:
@@ -217,7 +227,7 @@ def _state_dict(models: Models) -> dict[str, torch.Tensor]:
     return found
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """To the disk, for a power cut may come: a file's content, or which names a folder holds."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -242,26 +252,26 @@ def _file_numbers(state: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: 1 + end // (FILE_BYTES * dist.get_world_size()) for name, end in zip(state, ends, strict=True)}
 
 
-def _room(out: Path, state: dict[str, torch.Tensor]) -> tuple[int, float]:
+def _disk_space(out: Path, state: dict[str, torch.Tensor]) -> tuple[int, float]:
     """(bytes that a checkpoint takes, a little overestimated; bytes that are free)"""
     values = sum(tensor.nbytes for tensor in state.values())
-    disk = shutil.disk_usage(existing(out))
+    disk = shutil.disk_usage(nearest_existing(out))
     free = disk.free if disk.total else math.inf  # 0: a file system that does not say
-    return values + OVERHEAD * len(state) * dist.get_world_size(), free
+    return values + SHARD_OVERHEAD_BYTES * len(state) * dist.get_world_size(), free
 
 
-def check_room(out: Path, keep: int, models: Models) -> None:
+def check_disk_space(out: Path, keep: int, models: CheckpointModels) -> None:
     """Before the first step rather than at the first checkpoint: UserError if the disk cannot hold one more; a
     warning if it cannot hold `keep` and the one being written."""
-    needed, free = _room(out, _state_dict(models))
+    needed, free = _disk_space(out, _state_dict(models))
     need(needed <= free, f"--out {out}: disk full: a checkpoint needs {needed} bytes, {free} are free; free some")
-    more = needed * max(1, keep + 1 - len(complete_checkpoints(out)))
+    more = needed * max(1, keep + 1 - len(list_checkpoints(out)))
     if free < more:
         print0(f"--out {out}: {free / 2**30:.3g} GiB are free; --keep {keep} checkpoints need {more / 2**30:.3g} more")
 
 
 def save_checkpoint(
-    out: Path, step: int, models: Models, keep: int, position: dict | None = None, best: int | None = None
+    out: Path, step: int, models: CheckpointModels, keep: int, position: dict | None = None, best: int | None = None
 ) -> None:
     """Models, optimizers and position, sharded. Written under a temporary name and renamed when complete, so that a
     killed run never leaves half a checkpoint behind under a good name; then all but the newest `keep` and that of the
@@ -276,18 +286,20 @@ def save_checkpoint(
     state = _state_dict(models)
 
     def remedy() -> str:
-        earlier = complete_checkpoints(out)
+        earlier = list_checkpoints(out)
         return f"go on from {earlier[-1]} with --resume auto" if earlier else "there is no earlier one: start again"
 
-    if bad := find_bad(state):
-        raise UserError(f"--out {out}: after step {step} {bad} {BAD}; no checkpoint was written; {on_rank0(remedy)}, "
-                        "with a lower --lr or --max-grad-norm")
+    if bad := find_nonfinite(state):
+        raise UserError(
+            f"--out {out}: after step {step} {bad} {NONFINITE_MESSAGE}; no checkpoint was written; {run_on_rank0(remedy)}, "
+            "with a lower --lr or --max-grad-norm"
+        )
 
     def prepare() -> None:
         final.parent.mkdir(parents=True, exist_ok=True)
         for leftover in final.parent.glob(".step_*"):  # of a process that was killed while it wrote or deleted
             shutil.rmtree(leftover)
-        needed, free = _room(out, state)
+        needed, free = _disk_space(out, state)
         if needed > free:
             raise OSError(errno.ENOSPC, "", temporary)
         temporary.mkdir()
@@ -295,33 +307,35 @@ def save_checkpoint(
     def finish() -> None:
         files = dict(sorted(chain.from_iterable(parts)))
         trainer = {"step": step, "world": dist.get_world_size(), **(position or {}), "files": files}
-        (temporary / "trainer.json").write_text(sealed(trainer))
-        sync(temporary / "trainer.json")
-        sync(temporary)
+        (temporary / "trainer.json").write_text(to_text_with_crc(trainer))
+        fsync_path(temporary / "trainer.json")
+        fsync_path(temporary)
         if final.exists():
             _discard(final)
         os.rename(temporary, final)
-        sync(final.parent)
-        for old in complete_checkpoints(out)[:-keep]:
-            if old != final and step_of(old) != best:
+        fsync_path(final.parent)
+        for old in list_checkpoints(out)[:-keep]:
+            if old != final and checkpoint_step(old) != best:
                 _discard(old)
 
     def fail(error: OSError) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        with writing(out, f"--out {out}: the checkpoint of step {step} needs {_room(out, state)[0]} bytes", remedy()):
+        with report_write_errors(
+            out, f"--out {out}: the checkpoint of step {step} needs {_disk_space(out, state)[0]} bytes", remedy()
+        ):
             raise error
 
     try:
-        on_rank0(prepare)
+        run_on_rank0(prepare)
         numbers = _file_numbers(state)
         with _same_error_on_all_ranks():
             dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(temporary), numbers, save_distributed=True))
-        mine = [(file.name, checksum(file)) for file in temporary.glob(f"shard-{dist.get_rank() + 1:05d}-*")]
+        mine = [(file.name, file_checksum(file)) for file in temporary.glob(f"shard-{dist.get_rank() + 1:05d}-*")]
         parts = gather(mine)
-        on_rank0(finish)
+        run_on_rank0(finish)
     except OSError as error:
-        if error.errno in FULL + CLOSED:  # the same on all ranks
-            on_rank0(partial(fail, error))
+        if error.errno in DISK_FULL_ERRNOS + NOT_WRITABLE_ERRNOS:  # the same on all ranks
+            run_on_rank0(partial(fail, error))
         raise
     finally:
         if dist.get_rank() == 0:
@@ -350,7 +364,9 @@ class _Reader(HuggingFaceStorageReader):
     def __init__(self, checkpoint: Path):
         super().__init__(str(checkpoint))
         broken = (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-        with refusing(broken, f"{checkpoint}: its safetensors files are damaged or forged; use another checkpoint"):
+        with as_user_error(
+            broken, f"{checkpoint}: its safetensors files are damaged or forged; use another checkpoint"
+        ):
             self.metadata = super().read_metadata()
 
     def read_metadata(self) -> Metadata:
@@ -363,16 +379,19 @@ def _load(state: dict[str, torch.Tensor], reader: _Reader) -> None:
         dcp.load(state, storage_reader=reader)
 
 
-def load_checkpoint(path: Path, models: Models) -> dict:
+def load_checkpoint(path: Path, models: CheckpointModels) -> dict:
     """Restore models and optimizers in place, on any number of ranks; returns what trainer.json holds: step, ..."""
     state = _state_dict(models)
     _load(state, _Reader(path))
-    bad = find_bad(state)
-    need(not bad, f"--resume {path}: {bad} {BAD}; remove this checkpoint, and --resume auto takes the one before")
-    return read_trainer(path)
+    bad = find_nonfinite(state)
+    need(
+        not bad,
+        f"--resume {path}: {bad} {NONFINITE_MESSAGE}; remove this checkpoint, and --resume auto takes the one before",
+    )
+    return read_trainer_state(path)
 
 
-class TrainedWeights(full_parameters):
+class TrainedWeights(FullParameters):
     """The weights of a model folder, hub id, run directory (its newest intact checkpoint), checkpoint or PEFT adapter.
 
     Iterate over it as over full_parameters of a sharded model. Each weight is read when its turn comes, in fp32, so a
@@ -380,10 +399,10 @@ class TrainedWeights(full_parameters):
     `hf.loaded_from` is the folder or hub id that was found.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype | None = None, build: Callable[..., nn.Module] = meta_hf):
-        base, found, args = locate(path)
-        found = intact(Path(path)) if args else found
-        self.cfg = read_settings(ModelConfig, args | {"model": base})
+    def __init__(self, path: str, dtype: torch.dtype | None = None, build: Callable[..., nn.Module] = build_meta_model):
+        base, found, args = resolve_model(path)
+        found = newest_intact_checkpoint(Path(path)) if args else found
+        self.cfg = build_config(ModelConfig, args | {"model": base})
         self.hf = build(base, paths=self.cfg.family_paths)
         self.hf.loaded_from = self.source = found or base
         if lora := self.cfg.lora(args.get("seed", 0)):
@@ -396,14 +415,14 @@ class TrainedWeights(full_parameters):
             self._fill(adapters)
             self.reader, self.source = None, base  # the other weights are the base model's
         waiting = {name: list(p.shape) for name, p in self.chosen.items() if p.is_meta}
-        self.stored = find_stored(self.hf, base, waiting) if waiting and not self.reader else {}
+        self.stored = match_parameters(self.hf, base, waiting) if waiting and not self.reader else {}
 
     def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
         """Read tensors from the checkpoint, if there is one; raise UserError if they are not finite."""
         if self.reader:
             _load({f"model.hf.{name}": tensor for name, tensor in tensors.items()}, self.reader)
-        bad = find_bad(tensors)
-        need(not bad, f"{self.source}: {bad} {BAD}: damaged, or of a training that diverged")
+        bad = find_nonfinite(tensors)
+        need(not bad, f"{self.source}: {bad} {NONFINITE_MESSAGE}: damaged, or of a training that diverged")
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         parameter = self.chosen[name].detach()
@@ -413,7 +432,7 @@ class TrainedWeights(full_parameters):
         return tensor.to(dtype or tensor.dtype)
 
 
-def load_trained(path: str) -> nn.Module:
+def load_model_or_checkpoint(path: str) -> nn.Module:
     """Return the whole model that TrainedWeights reads, in fp32, with its adapters not merged."""
     weights = TrainedWeights(path, build=load_hf)
     for name in weights.chosen:

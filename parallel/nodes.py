@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from errors import need
-from rollout import Examples
-from settings import flag_of
-from utils import Context
+from rollout import ExampleList
+from settings import flag_name
+from utils import DistContext
 
 # Seconds for network file systems, which remember for a while that a file was not there
-PATIENCE = 60.0
-PATHS = ("model", "data", "eval_data", "curriculum")  # may lie elsewhere on each node
+WAIT_SECONDS = 60.0
+PATH_SETTINGS = ("model", "data", "eval_data", "curriculum")  # may lie elsewhere on each node
 
 
-def check_restarts() -> None:
+def check_restart_support() -> None:
     """Before processes join. Of several nodes each counts restarts for itself, and restarted processes would meet the
     addresses of the dead in torchrun's store (utils._rendezvous)."""
     env = os.environ
@@ -29,12 +29,12 @@ def check_restarts() -> None:
          "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each node (runs/multinode.sh does)")
 
 
-def check_settings(settings: Mapping[str, Any], ctx: Context) -> None:
+def check_same_settings(settings: Mapping[str, Any], ctx: DistContext) -> None:
     """Every node was started with the same flags."""
-    check_same({flag_of(name): value for name, value in settings.items() if name not in PATHS}, ctx)
+    check_same({flag_name(name): value for name, value in settings.items() if name not in PATH_SETTINGS}, ctx)
 
 
-def check_same(values: Mapping[str, Any], ctx: Context) -> None:
+def check_same(values: Mapping[str, Any], ctx: DistContext) -> None:
     places, everyone = zip(*ctx.gather((socket.gethostname(), dict(values))), strict=True)
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
@@ -43,25 +43,25 @@ def check_same(values: Mapping[str, Any], ctx: Context) -> None:
                  "start the same command on every node, with the same files")
 
 
-def check_shared(out: Path, data: Mapping[str, Examples], ctx: Context) -> None:
+def check_shared_storage(out: Path, data: Mapping[str, ExampleList], ctx: DistContext) -> None:
     """Every rank sees what rank 0 writes, and has read the same data."""
     mark = out / f".seen_{ctx.gather(time.time_ns())[0]}"
-    if ctx.main:
+    if ctx.is_main:
         mark.touch()
     ctx.gather(None)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     seen = ctx.gather((mark.exists(), socket.gethostname()))
-    if ctx.main:
+    if ctx.is_main:
         mark.unlink()
     for rank, (found, place) in enumerate(seen):
         need(found, f"--out {out}: rank {rank} ({place}) does not see what rank 0 ({seen[0][1]}) writes there; give a "
                     "folder on a file system that all nodes share")
-    check_same({f"SHA-256 of the rows of {flag}": digest(examples) for flag, examples in data.items()}, ctx)
+    check_same({f"SHA-256 of the rows of {flag}": hash_examples(examples) for flag, examples in data.items()}, ctx)
 
 
-def digest(examples: Examples) -> str:
+def hash_examples(examples: ExampleList) -> str:
     """Of what was read; of images their number of tokens."""
     rows = [(e.uid, e.data_source, e.messages, e.ground_truth) for e in examples]
     return hashlib.sha256(repr((rows, examples.lengths)).encode()).hexdigest()

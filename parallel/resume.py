@@ -9,11 +9,11 @@ from typing import Any
 
 from errors import check_writable, nearest_path, need, plug_in
 from parallel import checkpoint
-from parallel.checkpoint import complete_checkpoints, intact, on_rank0, run_args
+from parallel.checkpoint import list_checkpoints, newest_intact_checkpoint, read_run_args, run_on_rank0
 from report.files import read_rows
 from report.summary import best_evaluation
 from rewards.functions import absolute_files
-from settings import REQUIRED, flag_of, never, setting, settings_of_run
+from settings import REQUIRED, flag_field, flag_name, load_run_settings, never
 
 # A checkpoint does not fit a run where these differ: its weights, or its position in the data (counted in batches)
 FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
@@ -23,22 +23,26 @@ FIXED = ("model", "train_vision", "lora_targets", "prompts_per_step")
 class RunConfig:
     """Run"""
 
-    steps: int = setting(REQUIRED, "training steps in all; a resumed run counts its earlier ones", least=1)
-    out: str = setting(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
-    resume: str = setting("no", "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
-                          "not passed keep that run's values; code (--reward, --env FILE), servers and keys must be "
-                          "passed again")
-    eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last", least=0)
-    save_every: int = setting(50, "steps between checkpoints; the last step is always saved", least=1)
-    keep: int = setting(2, "number of newest checkpoints to keep", least=1)
-    keep_best: bool = setting(False, "also keep the checkpoint with the best evaluation, saved right after it")
-    track: tuple[str, ...] = setting((), "log metrics and sample tables also to tensorboard, wandb, or both",
+    steps: int = flag_field(REQUIRED, "training steps in all; a resumed run counts its earlier ones", least=1)
+    out: str = flag_field(REQUIRED, "run directory for checkpoints, metrics, rollouts and the report", from_run=never)
+    resume: str = flag_field(
+        "no",
+        "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
+        "not passed keep that run's values; code (--reward, --env FILE), servers and keys must be "
+        "passed again",
+    )
+    eval_every: int = flag_field(0, "steps between evaluations; 0: only before the first and after the last", least=0)
+    save_every: int = flag_field(50, "steps between checkpoints; the last step is always saved", least=1)
+    keep: int = flag_field(2, "number of newest checkpoints to keep", least=1)
+    keep_best: bool = flag_field(False, "also keep the checkpoint with the best evaluation, saved right after it")
+    report_to: tuple[str, ...] = flag_field((), "log metrics and sample tables also to tensorboard, wandb, or both",
                                      metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # wandb: a server
-    self_test: bool = setting(True, "before the first step, check that engine and trainer agree on real prompts")
-    grace_seconds: float = setting(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
-    timeout_minutes: float = setting(30.0, "stop, and name the rank, if the other ranks wait for it longer than this",
-                                     above=0)
-    seed: int = setting(0, "random seed of data order, sampling and LoRA initialisation")
+    self_test: bool = flag_field(True, "before the first step, check that engine and trainer agree on real prompts")
+    grace_seconds: float = flag_field(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
+    timeout_minutes: float = flag_field(
+        30.0, "stop, and name the rank, if the other ranks wait for it longer than this", above=0
+    )
+    seed: int = flag_field(0, "random seed of data order, sampling and LoRA initialisation")
 
     @property
     def folder(self) -> Path:
@@ -49,8 +53,8 @@ class RunConfig:
         need(not self.folder.is_file(), f"--out {self.out} is a file; give a directory")
         need(not self.keep_best or eval_data, "--keep-best needs --eval-data, and with it --eval-every")
         check_writable(self.folder, "--out")
-        if self.track:
-            plug_in("report.page.trackers", "--track").check_trackers(self.track)
+        if self.report_to:
+            plug_in("report.page.trackers", "--report-to").check_trackers(self.report_to)
 
     @property
     def origin(self) -> str:
@@ -60,25 +64,25 @@ class RunConfig:
         return "from the run that is resumed"
 
 
-def resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
+def load_resumed_settings(known: Iterable[Field], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that --resume continues, by their flags' names; none where there is nothing to
     resume."""
     resume, out = given.get("resume", "no"), given.get("out")
     if resume == "no":
         return {}
     path = Path(resume if resume != "auto" else out or ".")
-    checkpoints = complete_checkpoints(path)
+    checkpoints = list_checkpoints(path)
     if checkpoints or (resume == "auto" and (path / "run.json").is_file()):  # or it ended before its first checkpoint
-        run = run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
-        return settings_of_run(known, run, given, path)
+        run = read_run_args(checkpoints[-1] if checkpoints else path / "checkpoints" / "none")
+        return load_run_settings(known, run, given, path)
     need(resume == "auto", f"--resume {resume}: expected no, auto, a complete checkpoint or a run that has one"
          + nearest_path(path))
-    missing = " ".join(flag_of(name) for name in ("model", "data", "out", "steps") if name not in given)
+    missing = " ".join(flag_name(name) for name in ("model", "data", "out", "steps") if name not in given)
     need(not missing, f"--resume auto: there is no checkpoint in --out {out}, and a new run needs {missing}")
     return {}
 
 
-def absolute(path: str | None) -> str | None:
+def absolute_path(path: str | None) -> str | None:
     """Of what is there, also in a comma list or by a glob; anything else (a hub id) stays as it is."""
     parts = (path or "").split(",")
     found = [str(Path(part).absolute()) if Path(part).exists() or glob(part) else part for part in parts]
@@ -88,32 +92,34 @@ def absolute(path: str | None) -> str | None:
 def absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that name files, as absolute paths: a run is continued and evaluated from any directory."""
     paths = ("model", "data", "eval_data", "image_root", "curriculum")
-    return {name: absolute(settings[name]) for name in paths} | absolute_files(settings)
+    return {name: absolute_path(settings[name]) for name in paths} | absolute_files(settings)
 
 
-def holds_run(out: Path) -> bool:
+def contains_run(out: Path) -> bool:
     """Is there anything that a new run would destroy? One that ended before its first step leaves nothing."""
-    return bool(complete_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
+    return bool(list_checkpoints(out)) or any(row["step"] > 0 for row in read_rows(out / "metrics.jsonl"))
 
 
-def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str]) -> Path | None:
+def find_resume_checkpoint(out: Path, resume: str, settings: Mapping[str, Any], parts: list[str]) -> Path | None:
     """The checkpoint to continue from, if any. `parts` is what it must hold besides the policy's weights."""
-    newest = on_rank0(lambda: (complete_checkpoints(out) or [None])[-1])
+    newest = run_on_rank0(lambda: (list_checkpoints(out) or [None])[-1])
     if resume == "no":
-        need(not on_rank0(lambda: holds_run(out)),
+        need(not run_on_rank0(lambda: contains_run(out)),
              f"--out {out} already holds a run; continue it with --resume auto, or choose another directory")
         return None
-    given = None if resume == "auto" or Path(resume).resolve() == out.resolve() else intact(Path(resume))
+    given = (
+        None if resume == "auto" or Path(resume).resolve() == out.resolve() else newest_intact_checkpoint(Path(resume))
+    )
     if given is None or newest is None or newest.resolve() != given.resolve():
-        newest = intact(out, set_aside=True)
+        newest = newest_intact_checkpoint(out, set_aside=True)
     start = given or newest
     if start is None:
         return None
     fixed = (*FIXED, *(["lora_alpha"] if settings["lora_rank"] else []))
-    for name, (was, now) in changes(run_args(start), settings).items():
-        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_of(name)} was {was} and is "
+    for name, (was, now) in diff_settings(read_run_args(start), settings).items():
+        need(name not in fixed, f"--resume {start}: the checkpoint does not fit: {flag_name(name)} was {was} and is "
              f"{now}; keep it, or start from what merge_lora.py exports")
-    held = checkpoint.read_trainer(start).get("parts", [])
+    held = checkpoint.read_trainer_state(start).get("parts", [])
     need(held == parts,
          f"--resume {start}: it holds {', '.join(held) or 'the policy alone'}; asked for is "
          f"{', '.join(parts) or 'the policy alone'}; keep --adv, --lora-rank, --train-vision and the --algo-args "
@@ -123,21 +129,21 @@ def find_start(out: Path, resume: str, settings: Mapping[str, Any], parts: list[
     return start
 
 
-def changes(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple]:
+def diff_settings(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple]:
     """Settings that are not those of a run.json: what they were and are, as JSON has them."""
     now = json.loads(json.dumps(dict(settings)))
     return {name: (before[name], value) for name, value in now.items() if before.get(name, value) != value}
 
 
-def changed_settings(out: Path, settings: Mapping[str, Any]) -> list[str]:
+def format_setting_changes(out: Path, settings: Mapping[str, Any]) -> list[str]:
     """What differs from the settings that the run in --out was last started with."""
     file = out / "run.json"
     before = checkpoint.read_json(file).get("args", {}) if file.is_file() else {}
-    changed = changes(before | {"resume": settings["resume"]}, settings)
-    return [f"{flag_of(name)} {was} -> {now}" for name, (was, now) in changed.items()]
+    changed = diff_settings(before | {"resume": settings["resume"]}, settings)
+    return [f"{flag_name(name)} {was} -> {now}" for name, (was, now) in changed.items()]
 
 
-class Saver:
+class CheckpointSaver:
     """Checkpoints of the last whole step, also where a later one has begun."""
 
     def __init__(self, cfg: RunConfig, models: Any, start: Path | None, state: Any):
@@ -147,7 +153,7 @@ class Saver:
         self.start = start  # the checkpoint that the run continues from
         self.saved = state.step
         self.state = state  # of the last whole step
-        checkpoint.check_room(self.out, cfg.keep + cfg.keep_best, models.saved)
+        checkpoint.check_disk_space(self.out, cfg.keep + cfg.keep_best, models.checkpointed)
 
     def reached(self, state: Any) -> Any:
         """Take over the state after a whole step, which a checkpoint from now on holds, and return it."""
@@ -157,25 +163,27 @@ class Saver:
     def save(self) -> Path | None:
         """A checkpoint, unless there is one; the newest."""
         if self.state.step > self.saved:
-            position = {"parts": self.models.parts} | asdict(self.state)
-            best = self.best_step() if self.cfg.keep_best else None
-            checkpoint.save_checkpoint(self.out, self.state.step, self.models.saved, self.cfg.keep, position, best)
+            position = {"parts": self.models.checkpoint_parts} | asdict(self.state)
+            best = self.best_eval_step() if self.cfg.keep_best else None
+            checkpoint.save_checkpoint(
+                self.out, self.state.step, self.models.checkpointed, self.cfg.keep, position, best
+            )
             self.saved = self.state.step
-        return (complete_checkpoints(self.out) or [self.start])[-1]
+        return (list_checkpoints(self.out) or [self.start])[-1]
 
-    def best_step(self) -> int | None:
+    def best_eval_step(self) -> int | None:
         """Of the best evaluation so far, on all ranks. metrics.jsonl says so, and a run that goes on has it up to its
         checkpoint, so that it keeps what one that was not cut off would keep."""
-        return on_rank0(lambda: best_evaluation(read_rows(self.out / "metrics.jsonl")).get("step"))
+        return run_on_rank0(lambda: best_evaluation(read_rows(self.out / "metrics.jsonl")).get("step"))
 
-    def after_step(self) -> None:
+    def save_if_due(self) -> None:
         """Where a checkpoint is due. Of a step's evaluation the row is written by now."""
         step, every = self.state.step, self.cfg.eval_every
         due = step % self.cfg.save_every == 0 or step == self.cfg.steps
-        if due or (self.cfg.keep_best and every and step % every == 0 and self.best_step() == step):
+        if due or (self.cfg.keep_best and every and step % every == 0 and self.best_eval_step() == step):
             self.save()
 
-    def save_and_tell(self) -> str:
+    def save_and_describe(self) -> str:
         """What is said when the run was asked to end."""
         newest = self.save()
         if newest is None:

@@ -21,19 +21,22 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from errors import need, plug_in
-from layers.lora import lora_layers, write_adapter
+from layers.lora import find_lora_layers, write_adapter
 from model import Policy
-from settings import setting
+from settings import flag_field
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism"""
 
-    replicate: int = setting(1, "HSDP: number of replicas; weights are sharded within each replica", least=1)
-    tp: int = setting(1, "tensor-parallel size; neighbouring processes split each language block", least=1)
-    offload: str = setting("none", "what to keep in CPU memory (GPU runs): nothing, the reference, or all weights and "
-                           "optimizer state", choices=("none", "reference", "all"))
+    replicate: int = flag_field(1, "HSDP: number of replicas; weights are sharded within each replica", least=1)
+    tp: int = flag_field(1, "tensor-parallel size; neighbouring processes split each language block", least=1)
+    offload: str = flag_field(
+        "none",
+        "what to keep in CPU memory (GPU runs): nothing, the reference, or all weights and optimizer state",
+        choices=("none", "reference", "all"),
+    )
 
     def check(self, world: int, model: transformers.PreTrainedConfig) -> None:
         share = self.replicate * self.tp
@@ -46,17 +49,21 @@ class ParallelConfig:
             plug_in("parallel.tensor_parallel", f"--tp {self.tp}").check_tp(model, self.tp)
 
 
-PLAIN = ParallelConfig()
+DEFAULT_PARALLEL = ParallelConfig()
 
 
-class Shape(NamedTuple):
+class ParameterInfo(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def shard(
-    policy: Policy, device: torch.device, dtype: torch.dtype, cfg: ParallelConfig = PLAIN, frozen: bool = False
+def apply_fsdp(
+    policy: Policy,
+    device: torch.device,
+    dtype: torch.dtype,
+    cfg: ParallelConfig = DEFAULT_PARALLEL,
+    frozen: bool = False,
 ) -> None:
     """Shard in place over all ranks, or (HSDP) over each of `replicate` groups of neighbours; also on one rank, so that
     there is a single code path. It computes in `dtype`.
@@ -85,14 +92,14 @@ def shard(
     blocks = policy.hf.get_submodule(f"{family.language}.{family.blocks}")
     units: list[nn.Module] = list(blocks)
     if cfg.tp > 1:
-        mesh = _mesh(device, cfg.replicate, shard=n_shards // cfg.tp, tp=cfg.tp)
+        mesh = _make_mesh(device, cfg.replicate, shard=n_shards // cfg.tp, tp=cfg.tp)
         tensor_parallel = plug_in("parallel.tensor_parallel", f"--tp {cfg.tp}")
-        divided, units = tensor_parallel.divide_blocks(policy, blocks, mesh["tp"])
+        divided, units = tensor_parallel.parallelize_blocks(policy, blocks, mesh["tp"])
         for module in divided:
             fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], **common).set_gradient_divide_factor(1.0)
     if not policy.vision_frozen:
         units += policy.visual[0].get_submodule(family.vision_blocks)
-    mesh = _mesh(device, cfg.replicate, shard=n_shards)
+    mesh = _make_mesh(device, cfg.replicate, shard=n_shards)
     for unit in units:
         fully_shard(unit, mesh=mesh, **common).set_gradient_divide_factor(float(cfg.tp))
     fully_shard(policy, mesh=mesh, reshard_after_forward=frozen, **common).set_gradient_divide_factor(float(cfg.tp))
@@ -104,7 +111,7 @@ def shard(
     fsdp.register_fsdp_forward_method(policy, "plain_logprobs")
 
 
-def _mesh(device: torch.device, replicate: int, **sizes: int) -> DeviceMesh:
+def _make_mesh(device: torch.device, replicate: int, **sizes: int) -> DeviceMesh:
     """A mesh with these dimensions, below one of replicas if there are several."""
     sizes = ({"replicate": replicate} if replicate > 1 else {}) | sizes
     return dist.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -130,17 +137,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
         if isinstance(gradient, DTensor):
             mesh = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             copies = math.prod(size for placement, size in mesh if placement.is_replicate())
-        square += torch.linalg.vector_norm(local(gradient)).double() ** 2 / copies
+        square += torch.linalg.vector_norm(local_shard(gradient)).double() ** 2 / copies
     dist.all_reduce(square)
     norm = square.sqrt().item()
     factor = max_norm / (norm + 1e-6)
     if factor < 1:
         for gradient in gradients:
-            local(gradient).mul_(factor)
+            local_shard(gradient).mul_(factor)
     return norm
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -149,27 +156,27 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # Weights
 
 
-class full_parameters:  # noqa: N801  called as a function is
+class FullParameters:  # noqa: N801  called as a function is
     """(Hugging Face name, full tensor) of each parameter of the model, gathered one at a time, cast to dtype before it
     travels; not of a value head, which no engine knows. Adapters come merged: with `trainable_only`, the layers that
     have one. All ranks must iterate together."""
 
     def __init__(self, policy: Policy, trainable_only: bool = False, dtype: torch.dtype | None = None):
         self.dtype = dtype
-        self.layers = lora_layers(policy.hf)
+        self.layers = find_lora_layers(policy.hf)
         self.chosen: dict[str, torch.Tensor] = {}
         for name, parameter in policy.hf.named_parameters():
             trained = parameter.requires_grad or name.removesuffix(".weight") in self.layers
             if ".lora_" not in name and (trained or not trainable_only):
                 self.chosen[name] = parameter
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[ParameterInfo]:
         """Of what iteration gives, without gathering anything."""
-        return [Shape(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
+        return [ParameterInfo(name, self.dtype or p.dtype, tuple(p.shape)) for name, p in self.chosen.items()]
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a whole parameter, without its adapter."""
-        return full(self.chosen[name], dtype)
+        return gather_full(self.chosen[name], dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.chosen.items():
@@ -177,24 +184,24 @@ class full_parameters:  # noqa: N801  called as a function is
             if layer is None:
                 yield name, self.whole(name, self.dtype)
             else:
-                tensor = self.whole(name).float() + layer.scale * full(layer.lora_B) @ full(layer.lora_A)
+                tensor = self.whole(name).float() + layer.scale * gather_full(layer.lora_B) @ gather_full(layer.lora_A)
                 yield name, tensor.to(self.dtype or parameter.dtype)
 
 
 def save_adapter(policy: Policy, base: str, folder: Path) -> None:
     """PEFT's files of a sharded policy's adapters, by rank 0; all ranks gather. `base`: the model below."""
-    gathered = {name: full(p).cpu() for name, p in policy.hf.named_parameters() if ".lora_" in name}
+    gathered = {name: gather_full(p).cpu() for name, p in policy.hf.named_parameters() if ".lora_" in name}
     if dist.get_rank() == 0:
         write_adapter(policy.hf, base, folder, gathered)
 
 
-def full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Gathered from all ranks, without gradient, cast before it travels."""
     tensor = parameter.detach().to(dtype or parameter.dtype)
     if isinstance(tensor, DTensor):
         for i in range(tensor.device_mesh.ndim):  # one dimension at a time: of all at once torch warns
             tensor = tensor.redistribute(placements=[Replicate()] * (i + 1) + list(tensor.placements[i + 1 :]))
-    return local(tensor)
+    return local_shard(tensor)
 
 
 @torch.no_grad()

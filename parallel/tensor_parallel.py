@@ -21,12 +21,18 @@ from kernels import rollout_bounds
 from model import Policy, PolicyOutput
 from packing import TokenBatch
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # linear layers of which each process has some outputs
-ROWS = ("o_proj", "down_proj")  # and some inputs: what they give is summed over the group
+COLUMN_PARALLEL = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+)  # linear layers of which each process has some outputs
+ROW_PARALLEL = ("o_proj", "down_proj")  # and some inputs: what they give is summed over the group
 HEAD_NORMS = ("q_norm", "k_norm")  # one weight for all heads, of which each process has some
 PLACEMENTS = {  # of the parameters of such a layer; what is not named, each process has whole
-    **dict.fromkeys(COLUMNS, {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}),
-    **dict.fromkeys(ROWS, {"weight": Shard(1), "lora_A": Shard(1)}),
+    **dict.fromkeys(COLUMN_PARALLEL, {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}),
+    **dict.fromkeys(ROW_PARALLEL, {"weight": Shard(1), "lora_A": Shard(1)}),
     **dict.fromkeys(HEAD_NORMS, {}),
 }
 
@@ -39,30 +45,33 @@ def check_tp(config: transformers.PreTrainedConfig, tp: int) -> None:
         need(n % tp == 0, f"--tp {tp}: the model's {n} {what} do not divide into so many parts; use a divisor of {n}")
 
 
-def divisible(module: nn.Module) -> bool:
+def can_parallelize(module: nn.Module) -> bool:
     """Is this an attention layer or an MLP of layers that we know how to divide?"""
     names = {name.split(".")[0] for name, _ in module.named_parameters()}
-    return bool(names & {*ROWS}) and names <= PLACEMENTS.keys()
+    return bool(names & {*ROW_PARALLEL}) and names <= PLACEMENTS.keys()
 
 
-def divide_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
+def parallelize_blocks(policy: Policy, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> tuple[list, list]:
     """Divide a policy's language blocks and its head over the processes of a one-dimensional mesh, in place. Returns
     the modules that were divided, and the blocks' other modules that are large enough to be units of FSDP."""
     children = list(chain.from_iterable(block.children() for block in blocks))
-    divided = [child for child in children if divisible(child)]
+    divided = [child for child in children if can_parallelize(child)]
     kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
-    need(divided, f"--tp {mesh.size()}: of {kinds}, none is made of {', '.join(COLUMNS + ROWS)} alone; use 1")
+    need(
+        divided,
+        f"--tp {mesh.size()}: of {kinds}, none is made of {', '.join(COLUMN_PARALLEL + ROW_PARALLEL)} alone; use 1",
+    )
     for module in divided:
-        divide(module, mesh)
+        parallelize_block_part(module, mesh)
     # mixtures of experts and recurrent layers; norms are too small
     whole = [child for child in children if child not in divided and any(p.ndim > 1 for p in child.parameters())]
     for module in whole:
-        module.register_forward_hook(no_view)
-    divide_head(policy, mesh.get_group())
+        module.register_forward_hook(clone_views)
+    parallelize_head(policy, mesh.get_group())
     return divided, whole
 
 
-def no_view(module: nn.Module, inputs: tuple, output: object) -> object:
+def clone_views(module: nn.Module, inputs: tuple, output: object) -> object:
     """FSDP warns of units that return a view; an operation on it in place would drop its hooks."""
     return output.clone() if getattr(output, "_base", None) is not None else output
 
@@ -71,7 +80,7 @@ def no_view(module: nn.Module, inputs: tuple, output: object) -> object:
 # Attention and MLPs
 
 
-def divide(module: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize_block_part(module: nn.Module, mesh: DeviceMesh) -> None:
     """Give each process of the mesh its part of an attention layer or an MLP, in place. What goes in and comes out is
     whole, and the same on all processes: one sum of activations over them in the forward, one in the backward.
 
@@ -83,18 +92,18 @@ def divide(module: nn.Module, mesh: DeviceMesh) -> None:
 
     def sum_gradients(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (_SumGradients.apply(args[0], group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _SumGradients.apply(kwargs["hidden_states"], group)}
+            return (_AllReduceBackward.apply(args[0], group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _AllReduceBackward.apply(kwargs["hidden_states"], group)}
 
     module.register_forward_pre_hook(sum_gradients, with_kwargs=True)
     for name, layer in module.named_children():
         if name in PLACEMENTS:
-            divide_layer(layer, name, mesh)
-        if name in ROWS:
-            layer.register_forward_hook(lambda _, inputs, output: _SumOutputs.apply(output, group))
+            parallelize_linear(layer, name, mesh)
+        if name in ROW_PARALLEL:
+            layer.register_forward_hook(lambda _, inputs, output: _AllReduceForward.apply(output, group))
 
 
-def divide_layer(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
+def parallelize_linear(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     """Its parameters become DTensors, and its forward computes with what this process has of them."""
     for name, parameter in list(layer.named_parameters(recurse=False)):
         # every process has read or drawn the same, so each takes its part without asking
@@ -108,7 +117,7 @@ def divide_layer(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
         for name, parameter in held.items():
             # what is held whole has met a part of the heads or units only: its gradients are still to be summed
             local = parameter.to_local(grad_placements=None if name in PLACEMENTS[kind] else [Partial()])
-            once_each = kind in ROWS and name == "bias"  # and outputs are summed
+            once_each = kind in ROW_PARALLEL and name == "bias"  # and outputs are summed
             layer._parameters[name] = local / mesh.size() if once_each else local
         try:
             return forward(x)
@@ -118,7 +127,7 @@ def divide_layer(layer: nn.Module, kind: str, mesh: DeviceMesh) -> None:
     layer.forward = locally
 
 
-class _SumOutputs(torch.autograd.Function):
+class _AllReduceForward(torch.autograd.Function):
     """Over a group, in place. The gradient is the same on all of it already."""
 
     @staticmethod
@@ -133,7 +142,7 @@ class _SumOutputs(torch.autograd.Function):
         return grad * ctx.factor if ctx.factor != 1 else grad, None, None
 
 
-class _SumGradients(torch.autograd.Function):
+class _AllReduceBackward(torch.autograd.Function):
     """What is the same on all of a group goes different ways there, and comes back as gradients to be summed."""
 
     @staticmethod
@@ -152,30 +161,30 @@ class _SumGradients(torch.autograd.Function):
 # The policy head
 
 
-def divide_head(policy: Policy, group: dist.ProcessGroup) -> None:
+def parallelize_head(policy: Policy, group: dist.ProcessGroup) -> None:
     """Each process of the group computes log-probabilities, entropies and loss of some of the tokens, and all get
     all of them."""
-    head = policy.head
+    head = policy.apply_head
     size = group.size()
 
     def divided(hidden_KH, target_K, temperature, loss, tokens) -> PolicyOutput:  # as Policy.head
         # Gradients of the head itself are those of some tokens, and are divided by the size of the group as those of
         # all that each process has whole (sharding.shard). So they are multiplied by it, and what goes back to the
         # blocks is not.
-        rows = own_rows(len(target_K), tokens, loss, group)
-        hidden_RH = _SumGradients.apply(hidden_KH, group, 1 / size)[rows]
+        rows = local_rows(len(target_K), tokens, loss, group)
+        hidden_RH = _AllReduceBackward.apply(hidden_KH, group, 1 / size)[rows]
         out = head(hidden_RH, target_K[rows], temperature, loss, None if tokens is None else tokens[rows])
         around = (rows.start, len(target_K) - rows.stop)
-        logp_K = _SumOutputs.apply(F.pad(out.logp_K, around), group, size)
-        entropy_K = _SumOutputs.apply(F.pad(out.entropy_K, around), group, size)
-        total = None if out.loss is None else _SumOutputs.apply(out.loss.clone(), group, size)
+        logp_K = _AllReduceForward.apply(F.pad(out.logp_K, around), group, size)
+        entropy_K = _AllReduceForward.apply(F.pad(out.entropy_K, around), group, size)
+        total = None if out.loss is None else _AllReduceForward.apply(out.loss.clone(), group, size)
         return PolicyOutput(logp_K, entropy_K, total)
 
     policy.tp_group = group
-    policy.head = divided
+    policy.apply_head = divided
 
 
-def own_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
+def local_rows(n: int, tokens: TokenBatch | None, loss: Callable | None, group: dist.ProcessGroup) -> slice:
     """Return which of n tokens this process computes the head for: whole rollouts if the loss couples tokens."""
     per_token = loss is None or loss.per_token
     cuts = torch.tensor(range(n + 1) if per_token else rollout_bounds(tokens.rollout))

@@ -24,25 +24,25 @@ import torch
 import torch.distributed as dist
 
 from errors import Interrupted, need
-from parallel.nodes import check_restarts
-from utils import Context, Stages, dist_setup, end_with_parent
+from parallel.nodes import check_restart_support
+from utils import DistContext, StepTimer, die_with_parent, setup_distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
-GO_ON = "--resume auto goes on from the newest checkpoint"
-BY_ITSELF = f"{GO_ON} (torchrun --max-restarts does so by itself)"
+RESUME_HINT = "--resume auto goes on from the newest checkpoint"
+BY_ITSELF = f"{RESUME_HINT} (torchrun --max-restarts does so by itself)"
 
 
-def start_processes(cfg: Any, tp: int) -> "tuple[Context, Interrupt, Stages]":
+def start_processes(cfg: Any, tp: int) -> "tuple[DistContext, SignalHandler, StepTimer]":
     """Join the other processes, and watch for signals and for ranks that stop answering. `cfg` is resume.RunConfig."""
-    check_restarts()
-    ctx = dist_setup(cfg.timeout_minutes + 1, tp)  # the watch, which names who is late, comes first
-    interrupt = Interrupt(cfg.grace_seconds)
-    timer = Stages(interrupt.check)
-    Watch(ctx, timer, cfg.timeout_minutes)
+    check_restart_support()
+    ctx = setup_distributed(cfg.timeout_minutes + 1, tp)  # the watch, which names who is late, comes first
+    interrupt = SignalHandler(cfg.grace_seconds)
+    timer = StepTimer(interrupt.check)
+    Watchdog(ctx, timer, cfg.timeout_minutes)
     return ctx, interrupt, timer
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print once for all ranks."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_error(text)
@@ -54,7 +54,7 @@ def write_error(text: str) -> None:
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
-class Interrupt(threading.Thread):
+class SignalHandler(threading.Thread):
     """Remembers a signal until all ranks stand at the same place of the loop; `check` is that place.
 
     Until `arm`, while there is nothing to save, a signal ends the process at once. After that, `grace` seconds later at
@@ -74,10 +74,10 @@ class Interrupt(threading.Thread):
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # instead of what it would do; the thread does the rest
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()  # a torchrun that is killed cannot end its processes
+            die_with_parent()  # a torchrun that is killed cannot end its processes
         self.start()
 
-    def arm(self, save: Callable[[], str], after: Callable[[], None] = lambda: None) -> None:
+    def enable_saving(self, save: Callable[[], str], after: Callable[[], None] = lambda: None) -> None:
         """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it; `after`
         finishes the rest, in what is left of the grace period."""
         self.save, self.after = save, after
@@ -92,7 +92,7 @@ class Interrupt(threading.Thread):
         """Of this rank alone; what only it does may end early."""
         return self.number != 0
 
-    def agreed(self) -> int:
+    def reduce_signal(self) -> int:
         """The signal that any rank got, on all ranks, or 0."""
         number = torch.tensor(self.number)
         dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -100,7 +100,7 @@ class Interrupt(threading.Thread):
 
     def check(self) -> None:
         """On all ranks at once: go on, or save and raise Interrupted."""
-        if number := self.agreed():
+        if number := self.reduce_signal():
             elsewhere = not self.number
             if elsewhere:
                 self._start_grace(number)
@@ -114,8 +114,10 @@ class Interrupt(threading.Thread):
     def _start_grace(self, number: int) -> None:
         """Note the signal, and end the process when its grace period is over."""
         self.number, self.since = number, time.monotonic()
-        self.last_words = f"{signal.Signals(number).name}: not saved within --grace-seconds {self.grace:g}; {GO_ON}"
-        self.timer = threading.Timer(self.grace, self._leave, [number])
+        self.last_words = (
+            f"{signal.Signals(number).name}: not saved within --grace-seconds {self.grace:g}; {RESUME_HINT}"
+        )
+        self.timer = threading.Timer(self.grace, self._exit, [number])
         self.timer.daemon = True
         self.timer.start()
 
@@ -130,29 +132,29 @@ class Interrupt(threading.Thread):
         while True:
             number = os.read(self.pipe, 1)[0]
             if number in SIGNALS:
-                self.heard(number)
+                self.handle(number)
 
-    def heard(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.save is None:
-            self._leave(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
+            self._exit(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
         if not self.number:
             self._start_grace(number)
-            say(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
+            print_once(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # once more, and not the same key press
-            self._leave(number, f"{name} again: not saved; {GO_ON}")
+            self._exit(number, f"{name} again: not saved; {RESUME_HINT}")
 
-    def _leave(self, number: int, text: str = "") -> None:
-        say(text or self.last_words)
+    def _exit(self, number: int, text: str = "") -> None:
+        print_once(text or self.last_words)
         os._exit(128 + number)
 
 
-class Watch:
+class Watchdog:
     """Two threads of each rank, with a connection of their own to the run's store, so that it speaks and listens while
     the rank computes or waits. A store that is gone may raise or never answer, so one of them only looks at the clock:
     to it all ranks then fall silent, and the first of them holds the store."""
 
-    def __init__(self, ctx: Context, timers: Stages, minutes: float):
+    def __init__(self, ctx: DistContext, timers: StepTimer, minutes: float):
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
         # each rank's last word, [when, how many stages it has entered, in which it is, where it runs], ...
@@ -179,7 +181,7 @@ class Watch:
 
     def speak(self) -> None:
         where = f"{socket.gethostname()} process {os.getpid()}"
-        word = ["left" if self.left else time.monotonic(), self.timers.entered, self.timers.stage, where]
+        word = ["left" if self.left else time.monotonic(), self.timers.phase_count, self.timers.current_phase, where]
         self.store.set(f"rank{self.ctx.rank}", json.dumps(word))
 
     def exchange(self) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, describe_error, refusing, writing
-from report.records import without_images
+from errors import UserError, as_user_error, describe_error, report_write_errors
+from report.records import drop_images
 
 
 def lock_folder(out: Path, patience: float = 5.0) -> object:
     """Make `out` this process's own until it ends, however it ends; keep what is returned. UserError that names the
     holder. `patience` seconds are for one that is about to end: torchrun restarts a run as soon as its processes are
     killed."""
-    with writing(out, "--out"):
+    with report_write_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / ".lock", "a+")
     deadline = time.monotonic() + patience
@@ -47,7 +47,7 @@ def try_lock(file: Any) -> bool:
 
 def read_rows(path: Path) -> list[dict]:
     """Return the rows of a metrics.jsonl; a last line that was cut off is none."""
-    with refusing(OSError, f"{path} cannot be read; move it away"):
+    with as_user_error(OSError, f"{path} cannot be read; move it away"):
         if path.is_fifo():
             raise OSError("it is a pipe, which may never end")
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -73,12 +73,12 @@ def json_line(row: dict[str, float]) -> str:
 
 def write_records(path: Path, records: Sequence[dict]) -> None:
     """One JSON line per record, without the images of its episodes."""
-    write_text(path, "".join(json.dumps(without_images(record)) + "\n" for record in records))
+    write_text(path, "".join(json.dumps(drop_images(record)) + "\n" for record in records))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write through a temporary name, so that a reader (or a crash) never meets half a file."""
-    with writing(path, "--out"):
+    with report_write_errors(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -24,7 +24,7 @@ def peak_flops(device: str) -> float | None:
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
-def speeds(metrics: Mapping[str, float], world: int, device: str | None) -> dict[str, float]:
+def throughput_metrics(metrics: Mapping[str, float], world: int, device: str | None) -> dict[str, float]:
     """What follows from a step's metrics; nothing where it cannot be known. `device`: the name of each rank's GPU."""
     found = {}
     # with --async-steps sampling goes on all the time
@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 COLUMNS = (  # 100 wide together with five-digit steps and the time that is left
     Column("reward", "reward/mean", 6, 3),
-    Column("same", "reward/constant_groups", 4, 2),  # share of prompts whose samples all got the same reward
+    Column("same", "reward/zero_std_frac", 4, 2),  # share of prompts whose samples all got the same reward
     Column("turn", "episode/turns", 4, 2, optional=True),
     Column("fail", "episode/ended_by/error", 4, 2, optional=True),
     Column("len", "response/tokens", 5, 1),
@@ -64,24 +64,24 @@ COLUMNS = (  # 100 wide together with five-digit steps and the time that is left
 )
 
 
-def columns(m: Mapping[str, float]) -> list[Column]:
+def visible_columns(m: Mapping[str, float]) -> list[Column]:
     return [c for c in COLUMNS if not c.optional or c.metric in m]
 
 
-def head_line(steps: int, m: Mapping[str, float]) -> str:
+def header_line(steps: int, m: Mapping[str, float]) -> str:
     """Over the lines of steps."""
-    names = " ".join(c.head.rjust(c.width) for c in columns(m))
+    names = " ".join(c.head.rjust(c.width) for c in visible_columns(m))
     return f"{'step':<{6 + 2 * len(str(steps))}} {names} {'eta':>8}"
 
 
 def step_line(step: int, steps: int, m: Mapping[str, float], eta: float) -> str:
     """At most 100 wide; "-" where nothing was measured."""
-    numbers = " ".join(fit(m.get(c.metric), c.width, c.places) for c in columns(m))
+    numbers = " ".join(format_fixed_width(m.get(c.metric), c.width, c.places) for c in visible_columns(m))
     left = tqdm.format_interval(eta) if eta < 360_000 else f"{eta / 86400:.1f}d"
     return f"step {step:>{len(str(steps))}}/{steps} {numbers} {left:>8}"
 
 
-def fit(x: float | None, width: int, places: int) -> str:
+def format_fixed_width(x: float | None, width: int, places: int) -> str:
     """A number in so many columns, with as many places as fit; thousands as 12.3k, what is larger as 1e9."""
     if x is None:
         return "-".rjust(width)

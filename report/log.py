@@ -20,38 +20,38 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from errors import UserError, plug_in, writing
+from errors import UserError, plug_in, report_write_errors
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
 from report.files import json_line, read_rows, write_records, write_rows, write_text
-from report.line import head_line, speeds, step_line
-from report.records import choose
-from report.samples import gather_samples, show
+from report.line import header_line, step_line, throughput_metrics
+from report.records import select_records
+from report.samples import format_sample_lines, gather_samples
 from report.summary import run_summary
-from report.warnings import Warnings
-from report.writer import Shown, Writer, find_drawing
-from rollout import StartOf
+from report.warnings import RunWarnings
+from report.writer import ReportPage, Writer, find_drawing
+from rollout import ResetFn
 from settings import typed
-from utils import Context, Meter, print0
+from utils import DistContext, Meter, print0
 
-HEAD_EVERY = 20  # steps between lines that name the columns
-SAMPLE_EVERY = 10  # steps between printed and stored rollouts
+HEADER_EVERY = 20  # steps between lines that name the columns
+LOG_SAMPLES_EVERY = 10  # steps between printed and stored rollouts
 MAX_SKIPPED = 10  # updates in a row, after which a run ends
 
 
-def git(command: str) -> str:
+def run_git(command: str) -> str:
     """What git says of this code; nothing where there is no repository, or no git."""
     folder = Path(__file__).parent
     return subprocess.run(f"git {command}", shell=True, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-def describe_run(cfg: Any, ctx: Context) -> dict:
+def describe_run(cfg: Any, ctx: DistContext) -> dict:
     """Return what it takes to run it again."""
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "args": cfg.flat(),
-        "git": (git("rev-parse HEAD") or "unknown") + ("-dirty" if git("status --porcelain") else ""),
+        "args": cfg.to_flags(),
+        "git": (run_git("rev-parse HEAD") or "unknown") + ("-dirty" if run_git("status --porcelain") else ""),
         "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "world": ctx.world,
@@ -61,18 +61,18 @@ def describe_run(cfg: Any, ctx: Context) -> dict:
 class RunLog:
     """run.json, metrics.jsonl, samples, curves, a page, trackers and the terminal. Only rank 0 writes."""
 
-    def __init__(self, cfg: Any, ctx: Context, checkpoint: Path | None, start: int):
+    def __init__(self, cfg: Any, ctx: DistContext, checkpoint: Path | None, start: int):
         self.out = Path(cfg.run.out)
         self.path = self.out / "metrics.jsonl"
         self.cfg = cfg
         self.ctx = ctx
         self.checkpoint = checkpoint  # that the run goes on from, after the step `start`
         self.start = start
-        self.shown: Shown | None = None
+        self.shown: ReportPage | None = None
         self.undrawn = True  # are there rows that report.html and curves.png do not have?
         self.writer = Writer()
         self.reporting = 0.0  # seconds that this process spent on reports since the last row
-        if not ctx.main:
+        if not ctx.is_main:
             return
         self.described = describe_run(cfg, ctx)
         if start == 0:
@@ -81,20 +81,20 @@ class RunLog:
         rows = [row for row in read_rows(self.path) if start and row["step"] <= start]
         write_rows(self.path, rows)
         (self.out / "summary.json").unlink(missing_ok=True)  # of before it went on
-        self.warnings = Warnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
+        self.warnings = RunWarnings(self.out, ADVANTAGES[cfg.algo.adv].grouped)
         for row in rows:
-            self.warnings.feed(row)
+            self.warnings.update(row)
         self.page = find_drawing("page")
         if self.page and not importlib.util.find_spec("matplotlib"):
             tqdm.write("no curves are drawn: matplotlib is not installed (pip install matplotlib)")
         self.trackers = None
-        if cfg.run.track:
-            trackers = plug_in("report.page.trackers", "--track")
-            self.trackers = trackers.Trackers(cfg.run.track, self.out, self.described, start)
+        if cfg.run.report_to:
+            trackers = plug_in("report.page.trackers", "--report-to")
+            self.trackers = trackers.Trackers(cfg.run.report_to, self.out, self.described, start)
         self.bar = tqdm(total=cfg.run.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.began = self.step_began = time.perf_counter()
 
-    def introduce(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
+    def log_header(self, models: Any, n_examples: int, changed: Sequence[str]) -> None:
         """What is about to run, and which settings are others than they were before."""
         model, algo, per_step = self.cfg.model, self.cfg.algo, self.cfg.rollout.prompts_per_step
         total = sum(p.numel() for p in models.policy.parameters()) / 1e6
@@ -104,7 +104,7 @@ class RunLog:
             f"{self.ctx.device.type}, attention {model.attn}, kernel {model.kernel}, rollouts by "
             f"{self.cfg.rollout.rollout}\n{per_step} prompts x {algo.group_size} samples a step, "
             f"{n_examples // per_step} steps an epoch ({n_examples % per_step} examples left over in each), "
-            f"{algo.epochs * algo.minibatches} update(s) a step\n{describe(algo)}"
+            f"{algo.update_epochs * algo.minibatches} update(s) a step\n{describe_algorithm(algo)}"
         )
         if self.checkpoint:
             print0(f"resumed from {self.checkpoint} after step {self.start}")
@@ -113,9 +113,9 @@ class RunLog:
         for change in changed:
             print0(f"changed since: {change}")
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def log_extra_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Of an evaluation before the first step, or one that the run was interrupted in: part of that step's row."""
-        if self.ctx.main and metrics:
+        if self.ctx.is_main and metrics:
             rows = read_rows(self.path)
             if rows and rows[-1]["step"] == step:
                 whole = rows[-1].get("time/step", 0.0) + metrics.get("time/eval", 0.0)
@@ -124,37 +124,37 @@ class RunLog:
                     self.trackers.log(step, metrics)
             else:
                 self._write(step, metrics)
-            self._draw()
+            self._write_report()
             self.began = self.step_began = time.perf_counter()
             self.bar.start_t, self.reporting = time.time(), 0.0
 
-    def evaluated(
-        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: StartOf
+    def save_evaluation(
+        self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: ResetFn
     ) -> None:
         """OUT/eval/step_*.jsonl has all records of an evaluation, the page those that it has room for."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
         write_records(path.with_suffix(".jsonl"), records)
-        uids = {record["uid"] for record in choose(records, summary)}
+        uids = {record["uid"] for record in select_records(records, summary)}
         by_uid = {example.uid: start_of(example) for example in examples if example.uid in uids}
-        self.shown = Shown(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
+        self.shown = ReportPage(f"{self.out.name}: evaluation at step {step}", records, by_uid, summary=summary)
 
     def report(self, step: int, batch: Any, metrics: dict[str, float]) -> None:
         """Show samples and draw curves after a step that is saved, on all ranks at once. A failure is a warning."""
         began = time.perf_counter()
-        if step % SAMPLE_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
+        if step % LOG_SAMPLES_EVERY == 0 or step in (self.start + 1, self.cfg.run.steps):
             records, examples = gather_samples(batch, self.ctx)
-            if self.ctx.main:
+            if self.ctx.is_main:
                 self.writer.attempt(partial(self._show_samples, step, records, examples, metrics))
-        if self.ctx.main and "eval/n" in metrics:
-            self._draw()
+        if self.ctx.is_main and "eval/n" in metrics:
+            self._write_report()
         self.reporting += time.perf_counter() - began
 
     def _show_samples(self, step: int, records: list[dict], examples: dict, metrics: dict[str, float]) -> None:
-        tqdm.write("\n".join(show(records, examples)))
+        tqdm.write("\n".join(format_sample_lines(records, examples)))
         stem = self.out / "rollouts" / f"step_{step:06d}"
         write_records(stem.with_suffix(".jsonl"), records)
-        shown = Shown(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
+        shown = ReportPage(f"{self.out.name}: rollouts of step {step}", records, examples, facts=metrics)
         if self.page:
             self.writer.write(self.page.write_pages, stem.with_suffix(".html"), shown)
         if self.trackers:
@@ -162,24 +162,24 @@ class RunLog:
         if not self.cfg.data.eval_data:
             self.shown = shown
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """A row, a line on the terminal, and warnings."""
-        if not self.ctx.main:
+        if not self.ctx.is_main:
             return
         now = time.perf_counter()
         metrics = metrics | {"time/step": now - self.step_began}
         metrics |= {"time/report": self.reporting} if self.reporting else {}
         self.step_began, self.reporting = now, 0.0
         device = torch.cuda.get_device_name() if self.ctx.device.type == "cuda" else None
-        metrics |= speeds(metrics, self.ctx.world, device)
+        metrics |= throughput_metrics(metrics, self.ctx.world, device)
         if self.start and step == self.start + 1:
             self._write_run_json()
         self._write(step, metrics)
         eta = (now - self.began) / (step - self.start) * (self.cfg.run.steps - step)
-        if (step - self.start - 1) % HEAD_EVERY == 0:
-            tqdm.write(head_line(self.cfg.run.steps, metrics))
+        if (step - self.start - 1) % HEADER_EVERY == 0:
+            tqdm.write(header_line(self.cfg.run.steps, metrics))
         self.bar.update()
-        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.feed(metrics)):
+        for line in (step_line(step, self.cfg.run.steps, metrics, eta), *self.warnings.update(metrics)):
             tqdm.write(line)
 
     def _write_run_json(self) -> None:
@@ -188,22 +188,22 @@ class RunLog:
         write_text(self.out / "run.json", json.dumps(self.described, indent=2) + "\n")
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        with writing(self.path, "--out"), open(self.path, "a") as f:
+        with report_write_errors(self.path, "--out"), open(self.path, "a") as f:
             f.write(json_line({"step": step, **metrics}))
         self.undrawn = True
         if self.trackers:
             self.trackers.log(step, metrics)
 
-    def _draw(self) -> None:
+    def _write_report(self) -> None:
         """Draw report.html and curves.png again, if there are new rows."""
         if self.page and self.undrawn:
             self.undrawn = False
-            self.writer.write(self.page.write_report, self.out, self.shown)
+            self.writer.write(self.page.write_run_page, self.out, self.shown)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Also of a run that was asked to end before its last step."""
-        if self.ctx.main:
-            self._draw()
+        if self.ctx.is_main:
+            self._write_report()
             if self.trackers:
                 self.trackers.close()
             self.summary = run_summary(self.out, read_rows(self.path))
@@ -211,10 +211,10 @@ class RunLog:
             self.writer.finish([*self.writer.running])
 
     def close(self) -> None:
-        if not self.ctx.main:
+        if not self.ctx.is_main:
             return
         self.bar.close()
-        self.end()
+        self.finish()
         told = f"done: {self.cfg.run.steps} steps, newest checkpoint in {self.out / 'checkpoints'}"
         if best := self.summary.get("best"):
             kept = Path(best["checkpoint"]).name if best["checkpoint"] else "no checkpoint of it"
@@ -224,36 +224,36 @@ class RunLog:
         print(told)
 
 
-class Skipped:
+class SkippedUpdates:
     """Updates left out because a gradient was not finite: told once a step, kept with the uids of their batch in
     OUT/skipped, and after MAX_SKIPPED in a row the end of the run. One without any gradient is neither good nor bad."""
 
-    def __init__(self, out: Path, ctx: Context):
+    def __init__(self, out: Path, ctx: DistContext):
         self.out = out / "skipped"
         self.ctx = ctx
         self.in_a_row = 0
-        self.of_step: list[dict] = []
+        self.this_step: list[dict] = []
 
     def after_update(self, norm: float, stepped: bool, loss: float, uids: list[str], meter: Meter) -> None:
         """`norm` is the gradient's, the same on all ranks; loss and uids are this rank's part of the minibatch."""
-        meter.count("update/steps", stepped)
-        meter.count("update/empty", math.isfinite(norm) and not stepped)
+        meter.count_replicated("update/steps", stepped)
+        meter.count_replicated("update/empty", math.isfinite(norm) and not stepped)
         if stepped:
             self.in_a_row = 0
         self.after_critic_update(norm, loss, uids, meter)
 
     def after_critic_update(self, norm: float, loss: float, uids: list[str], meter: Meter) -> None:
         """The same for a separate critic, whose updates are not counted but where one is left out."""
-        meter.count("update/skipped", not math.isfinite(norm))
+        meter.count_replicated("update/skipped", not math.isfinite(norm))
         if not math.isfinite(norm):
             self.in_a_row += 1
-            self.of_step.append({"loss": loss, "norm": norm, "uids": uids})
+            self.this_step.append({"loss": loss, "norm": norm, "uids": uids})
 
     def report(self, step: int, save: Callable[[], Path | None]) -> None:
         """On all ranks at once, as all of them skip the same updates; or the end of a run that does nothing else."""
-        mine, self.of_step = self.of_step, []
+        mine, self.this_step = self.this_step, []
         updates = []  # as JSON has them, which knows no NaN
-        ranks = self.ctx.gather_main([mine]) if mine else []
+        ranks = self.ctx.gather_to_main([mine]) if mine else []
         for of_ranks in zip(*ranks, strict=True):
             loss = sum(part["loss"] for part in of_ranks)
             uids = chain.from_iterable(part["uids"] for part in of_ranks)
@@ -272,7 +272,7 @@ class Skipped:
             )
 
 
-def describe(algo: Algorithm) -> str:
+def describe_algorithm(algo: Algorithm) -> str:
     """The preset, with what was given against it."""
     preset = Algorithm(algo=algo.algo, **PRESETS[algo.algo])
     named, other = [], []

@@ -63,7 +63,7 @@ class Progress:
             bar.close()
 
 
-def following(items: Sequence[T], what: str) -> Iterator[T]:
+def iter_with_progress(items: Sequence[T], what: str) -> Iterator[T]:
     """The items, with their progress shown."""
     with Progress(what, len(items)) as progress:
         for item in items:
@@ -76,7 +76,7 @@ def sampling(counter: Callable[[], Any], total: int, what: str = "responses") ->
     return Progress(what, total, lambda: counter().rollouts, lambda: counter().tokens)
 
 
-def comparing(batch: Any) -> Progress:
+def logprob_progress(batch: Any) -> Progress:
     """Of the log-probabilities and values before an update: tokens of a packing.Batch that have theirs."""
     tokens = batch.tokens
 
@@ -87,7 +87,7 @@ def comparing(batch: Any) -> Progress:
     return Progress("log-probabilities", sum(len(micro.token_index_K) for micro in chain(*batch.minibatches)), count)
 
 
-def training(batch: Any, passes: int, meter: Any) -> Progress:
+def update_progress(batch: Any, passes: int, meter: Any) -> Progress:
     """Return the progress of an update: trained tokens of a packing.Batch, which `meter` counts per micro-batch."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
     total = passes * sum(int((batch.tokens.weights[of] > 0).sum()) for of in rows)

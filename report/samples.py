@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from prepare_data import Example
-from report.evaluation import about, sample_record
-from report.records import rewards_of
-from utils import Context
+from report.evaluation import example_fields, make_sample_record
+from report.records import record_rewards
+from utils import DistContext
 
-SHOWN = 160  # characters of a text on the terminal; of a longer one its beginning and its end
+MAX_SHOWN_CHARS = 160  # characters of a text on the terminal; of a longer one its beginning and its end
 
 
-def gather_samples(batch: Any, ctx: Context) -> tuple[list[dict], dict[str, Example]]:
+def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, Example]]:
     """On all ranks at once, of a packing.Batch: its records and, by uid, what was asked; empty but on rank 0."""
-    examples = ctx.gather_main(list({r.prompt.uid: r.prompt.start for r in batch.rollouts}.values()))
-    records = ctx.gather_main(sample_records(batch))
+    examples = ctx.gather_to_main(list({r.prompt.uid: r.prompt.start for r in batch.rollouts}.values()))
+    records = ctx.gather_to_main(sample_records(batch))
     records = [record | {"index": index} for index, record in enumerate(records)]
     return records, {example.uid: example for example in examples}
 
@@ -30,8 +30,8 @@ def sample_records(batch: Any) -> list[dict]:
     records: dict[str, dict] = {}
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R.clamp(min=1)).tolist(), strict=True):
         shown = {"n_images": len(r.prompt.start.images)}  # an environment may begin with others
-        record = records.setdefault(r.prompt.uid, about(r.prompt.example) | shown | {"samples": []})
-        record["samples"].append(sample_record(r, r.rewards) | {"advantage": advantage})
+        record = records.setdefault(r.prompt.uid, example_fields(r.prompt.example) | shown | {"samples": []})
+        record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
     return list(records.values())
 
 
@@ -49,13 +49,13 @@ def most_varied_group(records: Sequence[dict]) -> dict:
     from."""
 
     def reward_range(record: dict) -> float:
-        rewards = rewards_of(record)
+        rewards = record_rewards(record)
         return max(rewards) - min(rewards) if rewards else 0.0
 
     return max(records, key=reward_range)
 
 
-def shorten(text: str, most: int = SHOWN) -> str:
+def shorten(text: str, most: int = MAX_SHOWN_CHARS) -> str:
     """Return a text on one line, as Python writes it, so that no character acts on the terminal; of a long one both
     ends."""
     if len(text) <= most:
@@ -64,7 +64,7 @@ def shorten(text: str, most: int = SHOWN) -> str:
     return f"{text[:first]!r} [... {len(text) - most} characters ...] {text[first - most :]!r}"
 
 
-def show(records: Sequence[dict], examples: Mapping[str, Example]) -> list[str]:
+def format_sample_lines(records: Sequence[dict], examples: Mapping[str, Example]) -> list[str]:
     """Return lines on a prompt with its best and its worst response."""
     record = most_varied_group(records)
     question = " / ".join(m["content"] for m in examples[record["uid"]].messages if m["role"] == "user")

@@ -17,7 +17,7 @@ RESAMPLES = 10_000
 AT_A_TIME = 100  # of these; divides them
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """95% confidence interval of a proportion, or, wider than need be, of a mean of numbers from 0 to 1.   Wilson 1927
 
     Such a mean p has a variance of at most p (1 - p), that of a proportion."""
@@ -48,14 +48,14 @@ def bootstrap(*groups: Sequence[float], ends: Sequence[float] = (), seed: int = 
     return float(low), float(high)
 
 
-def ends_of(scores: Sequence[float]) -> tuple[float, ...]:
+def score_bounds(scores: Sequence[float]) -> tuple[float, ...]:
     """Between which scores lie, if they are proportions."""
     return (0.0, 1.0) if 0 <= min(scores) and max(scores) <= 1 else ()
 
 
-def interval(scores: Sequence[float]) -> tuple[float, float]:
+def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
     """Of the mean of scores, one of each example: Wilson's where they are from 0 to 1, else by bootstrap."""
-    return wilson(math.fsum(scores), len(scores)) if ends_of(scores) else bootstrap(scores)
+    return wilson_interval(math.fsum(scores), len(scores)) if score_bounds(scores) else bootstrap(scores)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -65,7 +65,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def mcnemar(gained: int, lost: int) -> float:
+def mcnemar_p_value(gained: int, lost: int) -> float:
     """Exact two-sided p value of so uneven a split by chance. With one sample of each example it is McNemar's test;
     where scores are means, or no proportions, the sign test, which is the same sum."""
     n = gained + lost
@@ -73,7 +73,7 @@ def mcnemar(gained: int, lost: int) -> float:
     return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))
 
 
-def same_answer(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """A form in which answers are counted: numbers by value, else without case, spaces, dollar signs and a last dot."""
     plain = re.sub(r"[\s$]|\\[,;!]", "", text).rstrip(".").casefold()
     if not re.fullmatch(r"[+-]?((\d+|\d{1,3}(,\d{3})+)(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", plain) or len(plain) > 25:
@@ -82,7 +82,7 @@ def same_answer(text: str) -> str:
     return str(value.normalize() if value else 0)
 
 
-def majority(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+def majority_vote_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """The score of the most frequent answer; of several as frequent ones, their mean. None, no answer, is no vote;
     where nobody votes the score is 0.   arXiv:2203.11171
 

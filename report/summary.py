@@ -4,30 +4,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Rows = Sequence[Mapping[str, float | None]]
-LAST = 100  # episodes
+LAST_STEPS = 100  # episodes
 
-IMAGES = {  # --ablate: what the model sees instead of its images
+ABLATIONS = {  # --ablate: what the model sees instead of its images
     "blank": "white images of the same size",
     "shuffled": "images of other examples",
     "none": "no images at all",
 }
 
 
-def metric_of(rows: Rows) -> str:
+def evaluation_metric(rows: Rows) -> str:
     """Return what a run's evaluations are compared by: accuracy, or reward if the task has no accuracy."""
     return "accuracy" if any("eval/accuracy" in row for row in rows) else "reward"
 
 
 def evaluations(rows: Rows) -> list[dict[str, float]]:
     """Return the metric and the step of each evaluation. Step 0 is --model itself."""
-    metric = metric_of(rows)
+    metric = evaluation_metric(rows)
     found = [{metric: row.get(f"eval/{metric}"), "step": row["step"]} for row in rows]
     return [scored for scored in found if scored[metric] is not None]
 
 
 def best_evaluation(rows: Rows) -> dict[str, float]:
     """Return the best evaluation, of equal ones the earliest; {} if there is none."""
-    return max(evaluations(rows), key=lambda scored: scored[metric_of(rows)], default={})
+    return max(evaluations(rows), key=lambda scored: scored[evaluation_metric(rows)], default={})
 
 
 def run_summary(out: Path, rows: Rows) -> dict:
@@ -35,8 +35,8 @@ def run_summary(out: Path, rows: Rows) -> dict:
     without set-up; `total_episodes` counts sampled responses, or with --env episodes."""
     summary = {
         "total_steps": max((row["step"] for row in rows), default=0),
-        "total_episodes": total(rows, "rollout/responses"),
-        "tokens": total(rows, "rollout/tokens"),
+        "total_episodes": sum_metric(rows, "rollout/responses"),
+        "tokens": sum_metric(rows, "rollout/tokens"),
         "seconds": sum(row.get("time/step") or row.get("time/eval") or 0.0 for row in rows),
         "metrics": str(out / "metrics.jsonl"),
     }
@@ -54,10 +54,10 @@ def final_reward(rows: Rows) -> float | None:
     earned = counted = 0.0
     for row in reversed(rows):
         if row.get("reward/mean") is not None:
-            n = min(row.get("rollout/responses") or 0, LAST - counted)
+            n = min(row.get("rollout/responses") or 0, LAST_STEPS - counted)
             earned, counted = earned + n * row["reward/mean"], counted + n
     return earned / counted if counted else None
 
 
-def total(rows: Sequence[Mapping[str, float | None]], name: str) -> int:
+def sum_metric(rows: Sequence[Mapping[str, float | None]], name: str) -> int:
     return int(sum(row.get(name) or 0 for row in rows))

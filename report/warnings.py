@@ -10,7 +10,7 @@ from typing import NamedTuple
 FLAT_STEPS = 5  # without a signal
 WINDOW = 5  # measured values that a median is of: two odd steps are no trend
 ENTROPY_LEFT = 0.1  # of what the run began with: less than that, and nearly all tokens are certain
-SOLVED = 0.9  # mean reward part "accuracy" from which low entropy is what a learnt task looks like
+SOLVED_ACCURACY = 0.9  # mean reward part "accuracy" from which low entropy is what a learnt task looks like
 LENGTH_LEFT = 0.25  # of the length that the run began with: reasoning is gone by then
 LENGTH_MIN = 16.0  # tokens at the beginning: shorter answers have nothing to lose
 TRUNCATED = 0.25  # share of responses that were cut: an eighth of a batch may be bad luck, a quarter is not
@@ -18,7 +18,7 @@ TRUNCATED_RISE = 0.15  # over the least that the run has had: where it was high 
 MISMATCH = 5e-3  # nats, k3: bf16 engines are some 1e-3 away from their trainer
 MISMATCH_RISE = 5.0  # times what the run began with
 
-WATCHED = ("policy/entropy", "reward/accuracy", "response/tokens", "response/truncated", "rollout/kl")
+WATCHED = ("policy/entropy", "reward/accuracy", "response/tokens", "response/truncated", "mismatch/kl")
 
 
 class Medians(NamedTuple):
@@ -29,7 +29,7 @@ class Medians(NamedTuple):
     now: float
 
 
-class Warnings:
+class RunWarnings:
     """`feed` it each row in turn, also those of a run that goes on; it returns the lines that are to be said."""
 
     def __init__(self, out: Path, compared: bool = True):
@@ -40,12 +40,12 @@ class Warnings:
         self.values: dict[str, list[float]] = {name: [] for name in WATCHED}
         self.medians: dict[str, list[float]] = {name: [] for name in WATCHED}  # of WINDOW values each
         self.said: set[str] = set()
-        self.stale = False  # once a step trained on tokens of older weights: rollout/kl compares other weights then
+        self.stale = False  # once a step trained on tokens of older weights: mismatch/kl compares other weights then
 
-    def feed(self, row: Mapping[str, float | None]) -> list[str]:
-        if "reward/constant_groups" not in row:  # an evaluation alone
+    def update(self, row: Mapping[str, float | None]) -> list[str]:
+        if "reward/zero_std_frac" not in row:  # an evaluation alone
             return []
-        flat = row["reward/constant_groups"] == 1 and (self.compared or not row.get("update/steps"))
+        flat = row["reward/zero_std_frac"] == 1 and (self.compared or not row.get("update/steps"))
         self.flat_steps = self.flat_steps + 1 if flat else 0
         self.stale = self.stale or row.get("async/staleness", 0) > 0
         for name, values in self.values.items():
@@ -69,7 +69,7 @@ class Warnings:
                 "--temperature"
             )
         entropy, right, length, truncated, kl = map(self._medians, WATCHED)
-        if entropy.now < ENTROPY_LEFT * entropy.first and not right.now >= SOLVED:
+        if entropy.now < ENTROPY_LEFT * entropy.first and not right.now >= SOLVED_ACCURACY:
             reached = "" if math.isnan(right.now) else f" at an accuracy of {right.now:.2f}"
             found["entropy"] = (
                 f"policy/entropy collapsed to {entropy.now:.3g}, from {entropy.first:.3g} at the beginning{reached}: "
@@ -89,8 +89,8 @@ class Warnings:
             )
         if not self.stale and kl.now >= max(MISMATCH, MISMATCH_RISE * kl.first):
             found["mismatch"] = (
-                f"rollout/kl grew to {kl.now:.3g} nats, from {kl.first:.3g}: engine and trainer drift apart; "
-                "--algo-args tis_cap=2 tis_mask=0.5,2 bounds what it does, --dtype float32 or --rollout hf shows where "
+                f"mismatch/kl grew to {kl.now:.3g} nats, from {kl.first:.3g}: engine and trainer drift apart; "
+                "--algo-args tis_cap=2 ratio_mask=0.5,2 bounds what it does, --dtype float32 or --rollout hf shows where "
                 "it comes from"
             )
         return found

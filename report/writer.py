@@ -22,10 +22,10 @@ CODE = f"""import ctypes, pickle, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the run, which may be started again
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 pickle.load(sys.stdin.buffer)()"""
-LARGE = 500_000  # characters of responses; a smaller page is written faster than a process starts
+LARGE_PAGE_CHARS = 500_000  # characters of responses; a smaller page is written faster than a process starts
 
 
-class Shown(NamedTuple):
+class ReportPage(NamedTuple):
     """What pages show: an evaluation's records with its summary, or a training step's with its metrics."""
 
     title: str
@@ -52,13 +52,13 @@ class Writer:
         self.running: dict[Path, tuple[subprocess.Popen, IO[bytes]]] = {}  # by what they write, with their outputs
         self.failed = 0
 
-    def write(self, function: Callable[[Path, Any], None], path: Path, shown: Shown | None) -> None:
+    def write(self, function: Callable[[Path, Any], None], path: Path, shown: ReportPage | None) -> None:
         """Call function(path, shown), in a process of its own if there is much to show. Wait for an earlier process
         only if it writes the same path."""
         self.finish([path] if path in self.running else [])
         call = partial(function, path, shown)
         texts = (s["text"] for record in (shown.records if shown else ()) for s in record["samples"])
-        self.attempt(call if sum(map(len, texts)) <= LARGE else partial(self._start, path, call))
+        self.attempt(call if sum(map(len, texts)) <= LARGE_PAGE_CHARS else partial(self._start, path, call))
 
     def _start(self, path: Path, call: Callable[[], None]) -> None:
         output = tempfile.TemporaryFile()

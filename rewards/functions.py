@@ -12,21 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import reward
-from errors import Note, UserError, nearest_path, need
+from errors import ErrorContext, UserError, nearest_path, need
 from reward import task_name
 
 
 @dataclass(frozen=True)
-class Function:
+class RewardFunction:
     """A reward function and how it is called, by its signature."""
 
     call: Callable
     batch: bool  # once, with all responses of a batch of prompts
     asynchronous: bool
-    takes: tuple[str, ...]  # by name
+    optional_args: tuple[str, ...]  # by name
 
     @classmethod
-    def of(cls, function: Callable, name: str) -> "Function":
+    def from_callable(cls, function: Callable, name: str) -> "RewardFunction":
         """Read the signature of a function; `name` is for messages. Raise UserError if it cannot be called so."""
         try:
             signature = inspect.signature(function)
@@ -45,28 +45,28 @@ class Function:
         return cls(function, batch, any(map(inspect.iscoroutinefunction, (function, by_class))), takes)
 
 
-def function_of(key: str, functions: Mapping[str, Function]) -> Function:
+def get_function(key: str, functions: Mapping[str, RewardFunction]) -> RewardFunction:
     """Return the function of a key, which is FILE.py:FUNCTION or the name of a task."""
-    return functions[key] if key in functions else of_task(reward.TASKS[key].reward)
+    return functions[key] if key in functions else task_function(reward.TASKS[key].reward)
 
 
 @cache
-def of_task(function: Callable) -> Function:
-    return Function.of(function, f"a task's reward, {function.__name__},")
+def task_function(function: Callable) -> RewardFunction:
+    return RewardFunction.from_callable(function, f"a task's reward, {function.__name__},")
 
 
-def load_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, Function]]:
+def load_reward_functions(specs: Sequence[str]) -> tuple[dict[str, str], dict[str, RewardFunction]]:
     """Load what --reward names. Return task -> FILE.py:FUNCTION, where "" is all tasks that are not named, and the
     functions by FILE.py:FUNCTION."""
     by_task: dict[str, str] = {}
-    functions: dict[str, Function] = {}
+    functions: dict[str, RewardFunction] = {}
     for spec in specs:
         task, rest = split_spec(spec)
         task = task_name(task)
         rows = f"of the task {task!r}" if task else "of all tasks"
         need(task not in by_task, f"--reward {spec!r}: there is another one {rows}, {by_task.get(task)}; drop one")
         by_task[task] = split_spec(absolute_spec(spec))[1]  # processes that grade may start when the folder has changed
-        functions[by_task[task]] = load_function(rest)
+        functions[by_task[task]] = load_reward_function(rest)
     return by_task, functions
 
 
@@ -83,7 +83,7 @@ def absolute_spec(spec: str) -> str:
     return f"{task}{'=' if task else ''}{Path(path).resolve()}:{name}" if Path(path).is_file() else spec
 
 
-def absolute_option(pair: str) -> str:
+def absolute_judge_option(pair: str) -> str:
     """Return an option of --judge with an absolute path, if it names a file that exists."""
     key, _, value = pair.partition("=")
     return f"{key}={Path(value).resolve()}" if key == "template" and Path(value).is_file() else pair
@@ -93,12 +93,12 @@ def absolute_files(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return --reward, --judge and --env with absolute paths of the files that are there."""
     return {
         "reward": tuple(map(absolute_spec, settings["reward"])),
-        "judge": tuple(map(absolute_option, settings["judge"])),
+        "judge": tuple(map(absolute_judge_option, settings["judge"])),
         "env": settings["env"] and absolute_spec(settings["env"]),
     }
 
 
-def load_file(path: str, flag: str) -> ModuleType:
+def import_file(path: str, flag: str) -> ModuleType:
     """Import a file of the user's; `flag` is for messages."""
     need(Path(path).is_file(), f"{flag}: there is no file {path!r} (looked from {os.getcwd()}){nearest_path(path)}")
     module_spec = importlib.util.spec_from_file_location(f"custom_{Path(path).stem}", path)
@@ -106,12 +106,12 @@ def load_file(path: str, flag: str) -> ModuleType:
     sys.modules[module_spec.name] = module  # dataclasses and pickle look a module up by its name
     if (folder := str(Path(path).resolve().parent)) not in sys.path:
         sys.path.append(folder)  # last, and kept: a function may import when it is called
-    with Note(f"raised on importing {flag}; our own and installed modules come before its neighbours"):
+    with ErrorContext(f"raised on importing {flag}; our own and installed modules come before its neighbours"):
         module_spec.loader.exec_module(module)
     return module
 
 
-def load_function(spec: str) -> Function:
+def load_reward_function(spec: str) -> RewardFunction:
     """Load FILE.py:FUNCTION. Raise UserError if the file or the function is missing or cannot be called as a reward; an
     error inside the file is the user's and passes through.
 
@@ -119,10 +119,10 @@ def load_function(spec: str) -> Function:
     """
     path, _, name = spec.rpartition(":")
     need(path.endswith(".py") and name, f"--reward {spec!r}: expected FILE.py:FUNCTION, e.g. my_reward.py:score")
-    module = load_file(path, f"--reward {spec!r}")
+    module = import_file(path, f"--reward {spec!r}")
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         state = "is not a function" if hasattr(module, name) else "does not exist"
         raise UserError(f"--reward {spec!r}: {name} {state} in {path}; it has: {', '.join(functions) or 'none'}")
-    return Function.of(function, f"--reward {spec!r}: {name}")
+    return RewardFunction.from_callable(function, f"--reward {spec!r}: {name}")

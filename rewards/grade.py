@@ -16,22 +16,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import reward
-from errors import Note, UserError, need, plug_in
+from errors import ErrorContext, UserError, need, plug_in
 from reward import (
     Counting,
-    Failure,
-    Outcome,
+    CurriculumStage,
     RewardConfig,
     RewardContext,
-    Stage,
+    RewardFailure,
+    RewardOutcome,
     Task,
     find_task,
     load_tasks,
     task_name,
 )
-from rewards.call import JUDGE, Call, Item, Setup, run, run_async
-from rewards.functions import function_of, load_functions, of_task
-from rewards.pool import InProcess, Pool, Result
+from rewards.call import JUDGE, RewardCall, RewardInput, WorkerConfig, call_function, call_function_async
+from rewards.functions import get_function, load_reward_functions, task_function
+from rewards.pool import InProcessPool, Result, WorkerPool
 
 MAX_PRINTED = 2000  # characters of a response
 
@@ -39,38 +39,42 @@ MAX_PRINTED = 2000  # characters of a response
 # --- one response ---------------------------------------------------------------------------------------------------
 
 
-def score(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
+def grade(response: str, example: Any, *, finish_reason: str = "stop") -> dict[str, float]:
     """Return named rewards plus the total under "reward", by the example's task, without a time limit. Raise UserError
     for an unknown task, and what the reward raises, with the row.
 
     `example` has data_source, ground_truth, extra (dict) and uid; `finish_reason` is the engine's, `stop` or `length`.
     """
-    function = of_task(find_task(example).reward)
-    call = Call(0, "", [Item(response, example, finish_reason)])
-    [result] = asyncio.run(run_async(function, call, None)) if function.asynchronous else run(function, call)
-    if isinstance(result, Failure):
+    function = task_function(find_task(example).reward)
+    call = RewardCall(0, "", [RewardInput(response, example, finish_reason)])
+    [result] = (
+        asyncio.run(call_function_async(function, call, None))
+        if function.asynchronous
+        else call_function(function, call)
+    )
+    if isinstance(result, RewardFailure):
         raise result.exception()
     return result
 
 
-class Response(SimpleNamespace):
+class RolloutStub(SimpleNamespace):
     """As much of a Rollout as a reward needs."""
 
     __hash__ = object.__hash__
 
 
-def response_to(
+def make_rollout_stub(
     example: Any, text: str, finish_reason: str = "stop", context: RewardContext | None = None
-) -> Response:
+) -> RolloutStub:
     """Return what a Grader takes in place of a Rollout."""
     prompt = SimpleNamespace(example=example, context=context)
-    return Response(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
+    return RolloutStub(text=text, finish_reason=finish_reason, prompt=prompt, ended_by="response", is_episode=False)
 
 
 # --- checks before a model loads ------------------------------------------------------------------------------------
 
-FORMS = (r"\\boxed", "<think>", "JSON|coordinates")  # how instructions and prompts ask for a form of answer
-REASONS = {  # of counts
+FORM_PATTERNS = (r"\\boxed", "<think>", "JSON|coordinates")  # how instructions and prompts ask for a form of answer
+COUNT_REASONS = {  # of counts
     "no_box": "its braces do not match",
     "bad_truth": "it says nothing",
     "unreadable": "it can be read neither as mathematics nor as plain words",
@@ -92,8 +96,8 @@ def check_tasks(
             continue
         task, truth = find_task(example), example.ground_truth
         with Counting() as counted:
-            right = task.answerable(truth, lambda answer, row=example: score(f"\\boxed{{{answer}}}", row))
-        reasons = "".join(f"; {reason}" for name, reason in REASONS.items() if counted.counts[name])
+            right = task.answerable(truth, lambda answer, row=example: grade(f"\\boxed{{{answer}}}", row))
+        reasons = "".join(f"; {reason}" for name, reason in COUNT_REASONS.items() if counted.counts[name])
         row = f"row {example.uid!r}: nothing could equal the ground_truth {truth[:80]!r}, which itself as an answer"
         need(right, f"{row} does not earn full marks from {task.name!r}{reasons}; correct or remove the row")
     return dict(rows)
@@ -111,7 +115,7 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> tu
     judge = plug_in("rewards.judge", "--judge-url")
     options = judge.judge_options(cfg.judge)
     need(not options.calls or options.calls >= world, f"--judge calls={options.calls}: less than one for each process")
-    options = judge.find_model(cfg.judge_url, options)
+    options = judge.resolve_model_name(cfg.judge_url, options)
     kept = None if out is None else out / "judge" / f"rank_{rank}.jsonl"
     return options, partial(judge.Judge, cfg.judge_url, options, kept, world)
 
@@ -120,7 +124,7 @@ def load_judge(cfg: RewardConfig, out: Path | None, rank: int, world: int) -> tu
 
 
 # Of a response: by what grades it, in order, the results of a call and its place in them, once that was made
-Called = dict[str, tuple[Future[Result], int] | None]
+SubmittedCalls = dict[str, tuple[Future[Result], int] | None]
 
 
 class Grader:
@@ -142,20 +146,20 @@ class Grader:
         out: Path | None = None,
         rank: int = 0,
         world: int = 1,
-        played: bool = False,
+        has_environment: bool = False,
     ):
         load_tasks()
         self.cfg = cfg or RewardConfig()
-        self.played = played
-        self.custom, self.functions = load_functions(self.cfg.reward)
+        self.has_environment = has_environment
+        self.custom, self.functions = load_reward_functions(self.cfg.reward)
         self.judge, self.make_judge = load_judge(self.cfg, out, rank, world)
-        self.here = InProcess(self.functions) if self.cfg.reward_workers == 0 else None
-        self.pools: dict[str, Pool] = {}  # by function; "" is the one that plain functions share
+        self.here = InProcessPool(self.functions) if self.cfg.reward_workers == 0 else None
+        self.pools: dict[str, WorkerPool] = {}  # by function; "" is the one that plain functions share
         self.lock = threading.Lock()  # batches that are sampled ahead are submitted by threads of their own
-        self.submitted: WeakKeyDictionary[Any, Called] = WeakKeyDictionary()
-        self.round = 0  # how many batches were collected
+        self.submitted: WeakKeyDictionary[Any, SubmittedCalls] = WeakKeyDictionary()
+        self.batch_id = 0  # how many batches were collected
         self.counts: Counter[str] = Counter()
-        self.failed: dict[int, Failure] = {}
+        self.failed: dict[int, RewardFailure] = {}
         self.first: dict[str, Any] = {}  # a row of each task
         self.shown_kinds: set[tuple[str, str]] = set()  # of failures, printed in full
         self.shown_step: int | None = -1  # the last one with a line on failures
@@ -172,7 +176,7 @@ class Grader:
 
     # who grades a row
 
-    def own(self, example: Any) -> str | None:
+    def uses_own_function(self, example: Any) -> str | None:
         """Return what grades a row, but for a judge: FILE.py:FUNCTION, or the name of its task."""
         task = task_name(example.data_source)
         return self.custom.get(task) or self.custom.get("") or (task if task in reward.TASKS else None)
@@ -181,18 +185,18 @@ class Grader:
         """Return what grades a row: its own reward, and the judge."""
         task = task_name(example.data_source)
         judged = self.judge and task in (list(map(task_name, self.judge.tasks)) or [task])
-        return [key for key in (self.own(example), JUDGE if judged else None) if key]
+        return [key for key in (self.uses_own_function(example), JUDGE if judged else None) if key]
 
-    def graded_elsewhere(self, example: Any) -> bool:
+    def has_custom_grader(self, example: Any) -> bool:
         """Return whether something else than its task's own reward grades a row."""
-        own = self.own(example)
-        return own in self.functions or (own is None and (self.played or len(self.keys(example)) > 0))
+        own = self.uses_own_function(example)
+        return own in self.functions or (own is None and (self.has_environment or len(self.keys(example)) > 0))
 
     # before the run
 
-    def check(self, examples: Sequence[Any]) -> dict[str, int]:
+    def check_examples(self, examples: Sequence[Any]) -> dict[str, int]:
         """Check the rows that their tasks' own rewards grade (`check_tasks`). Return the number of rows per task."""
-        rows = check_tasks(examples, self.graded_elsewhere)
+        rows = check_tasks(examples, self.has_custom_grader)
         for example in examples:
             self.first.setdefault(task_name(example.data_source), example)
         return rows
@@ -204,9 +208,9 @@ class Grader:
         """
         prompts: dict[Task, list[str]] = {}
         for example in examples:
-            if not self.played and not self.graded_elsewhere(example):
+            if not self.has_environment and not self.has_custom_grader(example):
                 task, text = find_task(example), "\n".join(message["content"] for message in example.messages)
-                if any(re.search(form, task.instruction) and not re.search(form, text) for form in FORMS):
+                if any(re.search(form, task.instruction) and not re.search(form, text) for form in FORM_PATTERNS):
                     prompts.setdefault(task, []).append(text)
         for task, texts in prompts.items():
             yield (
@@ -214,24 +218,26 @@ class Grader:
                 f". The first one ends in {texts[0][-80:]!r}; --instruction {task.name} adds: {task.instruction}"
             )
 
-    def try_out(self, main: bool = True, stages: Iterable[tuple[int, Stage]] = ((0, Stage()),)) -> None:
+    def dry_run(
+        self, main: bool = True, stages: Iterable[tuple[int, CurriculumStage]] = ((0, CurriculumStage()),)
+    ) -> None:
         """Once all rows are checked: on `main`, grade two plausible responses to a row of each task in each stage (with
         its first step), so that a broken function or option stops the run before a model loads."""
         known = ", ".join(sorted(self.first))
         for task in self.custom:
             need(not task or task in self.first,
                  f"--reward {task}={self.custom[task]}: no row has the task {task!r}; there are {known}")
-        with self.uncounted(), Note("this was the trial call before the run"):
+        with self.preserve_counts(), ErrorContext("this was the trial call before the run"):
             for step, stage in stages if main else ():
                 for task, example in self.first.items():
-                    own = self.own(example)
-                    reads = own is not None and "stage" in function_of(own, self.functions).takes
+                    own = self.uses_own_function(example)
+                    reads = own is not None and "stage" in get_function(own, self.functions).optional_args
                     need(reads or task not in stage.options,
                          f"the curriculum has options for {task!r}, whose reward takes no `stage`; leave them out")
                     if own in self.functions or task in stage.options:
                         text = f"<think>A trial.</think> \\boxed{{{example.ground_truth}}}"
                         context = RewardContext(step=step, stage=stage)
-                        trial = [response_to(example, text, context=context) for _ in range(2)]
+                        trial = [make_rollout_stub(example, text, context=context) for _ in range(2)]
                         for response in trial:
                             self.submit(response, judged=False)
                         self.collect(trial, errors="stop")
@@ -253,19 +259,19 @@ class Grader:
         """Begin to grade a response; from any thread. Batch functions wait until all of a batch are there."""
         example = rollout.prompt.example
         keys = [key for key in self.keys(example) if key != JUDGE or judged]
-        if not keys and not self.played:
+        if not keys and not self.has_environment:
             find_task(example)  # says what is missing
         called = self.submitted[rollout] = dict.fromkeys(keys)
         for key in keys:
-            if key == JUDGE or not function_of(key, self.functions).batch:
+            if key == JUDGE or not get_function(key, self.functions).batch:
                 self._call(key, [(rollout, called)])
 
     def collect(self, rollouts: Sequence[Any], errors: str | None = None) -> list[dict[str, float] | None]:
         """Return the rewards of a batch's responses in their order, once all are there; None for one that is to be
         dropped, as its reward failed. Raise what a reward raised if `errors` (default: --reward-errors) is "stop"."""
         errors = errors or self.cfg.reward_errors
-        batches: dict[tuple, list[tuple[Any, Called]]] = {}
-        calls: list[Called] = []
+        batches: dict[tuple, list[tuple[Any, SubmittedCalls]]] = {}
+        calls: list[SubmittedCalls] = []
         for r in rollouts:
             if r.ended_by != "error" and r not in self.submitted:  # else its environment failed, and said so
                 self.submit(r)
@@ -282,9 +288,9 @@ class Grader:
         wait(futures)
         for future in futures:
             self.counts.update(future.result()[1])
-        results = list(map(self._total, rollouts, calls))
-        self.round += 1
-        failed = {i: result for i, result in enumerate(results) if isinstance(result, Failure)}
+        results = list(map(self._combine, rollouts, calls))
+        self.batch_id += 1
+        failed = {i: result for i, result in enumerate(results) if isinstance(result, RewardFailure)}
         if failed and errors == "stop":  # before self refers to the error, whose frames hold the run's objects
             raise next(iter(failed.values())).exception()
         self.failed = failed
@@ -298,7 +304,7 @@ class Grader:
         return counts
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def preserve_counts(self) -> Iterator[None]:
         """Leave the counts as they were: what is collected inside is not trained on."""
         before = self.counts.copy()
         try:
@@ -306,31 +312,31 @@ class Grader:
         finally:
             self.counts = before
 
-    def _call(self, key: str, members: Sequence[tuple[Any, Called]]) -> None:
+    def _call(self, key: str, members: Sequence[tuple[Any, SubmittedCalls]]) -> None:
         context = members[0][0].prompt.context or RewardContext()
-        items = [Item(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
+        items = [RewardInput(r.text, r.prompt.example, r.finish_reason) for r, _ in members]
         stage = context.stage
         if stage.options:
             stage = replace(stage, options=stage.options.get(task_name(items[0].example.data_source), {}))
-        future = self._pool(key).submit(Call(self.round, key, items, context.step, stage))
+        future = self._pool(key).submit(RewardCall(self.batch_id, key, items, context.step, stage))
         for place, (_, called) in enumerate(members):
             called[key] = (future, place)
 
-    def _pool(self, key: str) -> Pool | InProcess:
+    def _pool(self, key: str) -> WorkerPool | InProcessPool:
         """Return where a function is called: in this process, or in processes that all plain functions share; each
         async function, and a judge, has one of its own."""
-        alone = key == JUDGE or function_of(key, self.functions).asynchronous
+        alone = key == JUDGE or get_function(key, self.functions).asynchronous
         if self.here and key != JUDGE:
             return self.here
         place = key if alone else ""
         with self.lock:
             if place not in self.pools:
                 keys = [k for k, f in self.functions.items() if (k == key if alone else not f.asynchronous)]
-                setup = Setup(keys, self.make_judge if key == JUDGE else None, alone, self.cfg.reward_timeout)
-                self.pools[place] = Pool(1 if alone else self.cfg.reward_workers, setup)
+                setup = WorkerConfig(keys, self.make_judge if key == JUDGE else None, alone, self.cfg.reward_timeout)
+                self.pools[place] = WorkerPool(1 if alone else self.cfg.reward_workers, setup)
             return self.pools[place]
 
-    def _total(self, rollout: Any, called: Called) -> Outcome:
+    def _combine(self, rollout: Any, called: SubmittedCalls) -> RewardOutcome:
         """Return the rewards of a response. With a judge: its score, and the total of the two. Of an episode the last
         response is graded, and what its environment gave for each turn is added."""
         if rollout.ended_by == "error":
@@ -338,7 +344,7 @@ class Grader:
         parts: dict[str, float] = {}
         for key, (future, place) in called.items():
             outcome = future.result()[0][place]
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, RewardFailure):
                 return outcome
             if key == JUDGE:
                 score, weight = outcome["reward"], self.judge.weight
@@ -348,7 +354,7 @@ class Grader:
             return parts
         turns = sum(rollout.turn_rewards)
         total = rollout.discount * parts.get("reward", 0.0) + turns
-        return rollout.earned | parts | {"environment": turns, "reward": total}
+        return rollout.env_rewards | parts | {"environment": turns, "reward": total}
 
     def _show_failures(self, rollouts: Sequence[Any], errors: str) -> None:
         """Count what failed; print the first of each kind in full, then at most a line a step."""
@@ -357,7 +363,7 @@ class Grader:
         for i, failure in failed:
             if (failure.kind, failure.what) not in self.shown_kinds:
                 self.shown_kinds.add((failure.kind, failure.what))
-                self._say(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
+                self._print(f"{failure.line}; for the response {rollouts[i].text[:MAX_PRINTED]!r}\n{failure.trace}"
                           f"The first failure of its kind; with --reward-errors {errors} the run goes on")
         if not failed:
             return
@@ -369,7 +375,7 @@ class Grader:
             text = f"{len(failed)} of {len(rollouts)} rewards failed ({kinds}), as {failed[0][1].line}"
             if len(failed) == len(rollouts):
                 text += "\nwarning: ALL of them failed: nothing can be learnt from these responses"
-            self._say(text)
+            self._print(text)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"{self.rank}{text}", file=sys.stderr)

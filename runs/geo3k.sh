@@ -17,5 +17,5 @@ done
 torchrun --nproc-per-node $processes train.py --model "$model" \
     --data "$out/geo3k_train.parquet" --eval-data "$out/geo3k_test.parquet" --out "$out/geo3k_7b" \
     --prompts-per-step 512 --group-size 5 --minibatches 4 --steps 60 --lr 1e-6 \
-    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 8192 --grad-checkpointing \
+    --max-prompt-tokens 1024 --max-new-tokens 2048 --micro-tokens 8192 --gradient-checkpointing \
     --eval-every 5 --save-every 20 --resume auto "$@"

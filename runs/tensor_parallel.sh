@@ -13,10 +13,10 @@ if [ "${1:-}" = --short ]; then
     shift
 fi
 COMMON="--micro-tokens 130 --tp 2 $*"
-CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower --grad-checkpointing
+CASES="$COMMON --train-vision all / $COMMON --lora-rank 4 --train-vision tower --gradient-checkpointing
     / $COMMON --algo gspo --kl-coef 0.1 --entropy-coef 0.01
     / $COMMON --algo ppo --algo-args critic=separate --kl-coef 0.1 --train-vision merger
-    / $COMMON --algo ppo --algo-args tis_cap=1.5 tis_mask=0.5,2"
+    / $COMMON --algo ppo --algo-args tis_cap=1.5 ratio_mask=0.5,2"
 [ -z "$short" ] || CASES="$COMMON --train-vision all"
 for family in ${FAMILIES:-qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe}; do
     $PYTHON - "$OUT/$family" "$family" <<'PY'

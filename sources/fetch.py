@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from errors import UserError, describe_error, need
 from sources.remote import RemoteFile
-from sources.tables import scheme_of, store_errors
+from sources.tables import store_errors, url_scheme
 
 WEB = ("http", "https")
 
@@ -124,8 +124,8 @@ def fetch(
     for addresses that are not public, redirects to them included, unless `private`.
     """
     most = int(max_mb * 2**20)
-    web = isinstance(file, str) and scheme_of(file) in WEB
-    file = file if web or isinstance(file, RemoteFile) else RemoteFile.of_row(file)
+    web = isinstance(file, str) and url_scheme(file) in WEB
+    file = file if web or isinstance(file, RemoteFile) else RemoteFile.from_row_url(file)
 
     def read(fetcher: Fetcher) -> bytes:
         opener = urllib.request.build_opener(fetcher)

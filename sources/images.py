@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from errors import UserError, need, refusing
-from sources.tables import File, scheme_of
+from errors import UserError, as_user_error, need
+from sources.tables import File, url_scheme
 
 MAX_PIXELS = 50_000_000  # of an image: a small file can hold more than memory does
 MAX_SIDE = 65_535
 MAX_ASPECT = 200  # Qwen's image processor raises from there on
 MAX_FILE_BYTES = 256 << 20  # of a file on disk that a row names
 LARGE_PIXELS = 4_000_000  # images above are decoded one at a time: each takes up to 20 bytes a pixel for a moment
-LARGE = threading.Lock()
+LARGE_IMAGE_LOCK = threading.Lock()
 
 # Only formats whose decoders are plain libraries: Pillow would hand EPS to an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
@@ -39,7 +39,7 @@ def decode_image(data: bytes) -> Image.Image:
         check_header(image)
         if image.width * image.height <= LARGE_PIXELS:
             return to_rgb(image)
-        with LARGE:
+        with LARGE_IMAGE_LOCK:
             Image.core.set_block_size(64 << 20)  # malloc keeps smaller blocks for the thread that freed them
             return to_rgb(image)
 
@@ -72,7 +72,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_file(path: Path, folder: str | None = None) -> bytes:
+def read_regular_file(path: Path, folder: str | None = None) -> bytes:
     """Return the content of a file that a row names. If `folder` is given, the file has to be inside it once links are
     followed. Pipes (which would hang) and devices (which never end) are refused. Raises OSError or ValueError."""
     status = path.stat()
@@ -106,7 +106,7 @@ def image_bytes(
     if cell.startswith("data:"):
         head, _, cell = cell.partition(",")
         need(head.endswith(";base64"), f"data URI {head[:40]!r} is not base64")
-    elif scheme_of(cell) not in ("", "file"):
+    elif url_scheme(cell) not in ("", "file"):
         need(fetch, f"is a URL ({cell[:80]}) and training touches no network: run prepare_data.py first")
         return fetch(cell)
     elif len(cell) >= 4096:
@@ -114,7 +114,7 @@ def image_bytes(
     elif isinstance(root, Path):  # an existing file wins: its name may happen to be valid base64
         path = root / cell.removeprefix("file://")
         try:
-            return read_file(path, folder)
+            return read_regular_file(path, folder)
         except UserError:
             raise
         except (OSError, ValueError) as e:  # ValueError: null byte in the name
@@ -123,7 +123,7 @@ def image_bytes(
     elif "." in cell:
         need(not cell.startswith(("/", "file://")), f"{cell[:80]!r} is a path of this machine in a row from elsewhere")
         return fetch(root / cell)
-    with refusing(ValueError, f"{cell[:40]!r} is neither an existing file nor valid base64"):
+    with as_user_error(ValueError, f"{cell[:40]!r} is neither an existing file nor valid base64"):
         return base64.b64decode("".join(cell.split()), validate=True)
 
 

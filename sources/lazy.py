@@ -16,12 +16,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from errors import UserError, need, refusing
-from sources.content import named_columns, row_content
+from errors import UserError, as_user_error, need
+from sources.content import row_content, split_column_names
 from sources.images import image_bytes
 from sources.tables import open_parquet
 
-BOUND = 16 << 20  # bytes of row groups that a process keeps
+CACHE_BYTES = 16 << 20  # bytes of row groups that a process keeps
 OPEN_FILES = 8  # per process, with what their footers tell
 LARGE_GROUP = 256 << 20  # bytes of a row group from which on to read a row of it is told to be slow
 
@@ -56,10 +56,10 @@ class RowGroups:
         self.kept: dict[tuple[ImageTable, int], pa.Table] = {}
         self.open = lru_cache(OPEN_FILES)(lambda table: open_parquet(table.path))
 
-    def record(self, table: ImageTable, group: int, row: int) -> dict:
+    def get(self, table: ImageTable, group: int, row: int) -> dict:
         """Return a row's image columns. Raise UserError if its file cannot be read."""
         told = f"{table.path} row group {group} cannot be read; it may have changed since its rows were checked"
-        with refusing((pa.ArrowException, OSError, IndexError, StopIteration), told):
+        with as_user_error((pa.ArrowException, OSError, IndexError, StopIteration), told):
             return self.reader.submit(self.read, table, group, row).result().to_pylist()[0]
 
     def read(self, table: ImageTable, group: int, row: int) -> pa.Table | pa.RecordBatch:
@@ -69,7 +69,7 @@ class RowGroups:
             return next(islice(batches, row, None))
         if key not in self.kept:
             self.kept[key] = file.read_row_group(group, list(table.columns), use_threads=False)
-            while len(self.kept) > 1 and sum(read.nbytes for read in self.kept.values()) > BOUND:
+            while len(self.kept) > 1 and sum(read.nbytes for read in self.kept.values()) > CACHE_BYTES:
                 del self.kept[next(iter(self.kept))]  # the oldest
         return self.kept[key].slice(row, 1)
 
@@ -95,8 +95,8 @@ class LazyImages(Sequence):
         if isinstance(wanted, range):
             return [self[i] for i in wanted]
         table = self.place[0]
-        cells = row_content(ROW_GROUPS.record(*self.place), table.prompt_key, table.image_key)[1]
-        with refusing((UserError, IndexError), f"{self!r}: image {wanted}"):
+        cells = row_content(ROW_GROUPS.get(*self.place), table.prompt_key, table.image_key)[1]
+        with as_user_error((UserError, IndexError), f"{self!r}: image {wanted}"):
             data = image_bytes(cells[wanted], table.root)
             need(zlib.crc32(data) == self.sums[wanted], "has changed since it was checked; start again")
         return data
@@ -109,13 +109,13 @@ class LazyImages(Sequence):
         return f"{table.path} row group {group} row {row}"
 
 
-def row_places(path: Path, root: Path, prompt_key: str, image_key: str) -> Iterator[Place]:
+def row_locations(path: Path, root: Path, prompt_key: str, image_key: str) -> Iterator[Place]:
     """Yield the place of each row of a parquet file, whose relative image paths start at `root`. Print a line if its
     row groups are slow to read."""
     with pq.ParquetFile(path) as parquet:
         names = parquet.schema_arrow.names
         groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
-    columns = named_columns(image_key, names) + named_columns(prompt_key, names)
+    columns = split_column_names(image_key, names) + split_column_names(prompt_key, names)
     status = path.stat()
     table = ImageTable(path, status.st_size, status.st_mtime_ns, root, prompt_key, image_key, tuple(columns))
     largest = max((group.total_byte_size for group in groups), default=0)

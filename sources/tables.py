@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from errors import nearest_path, need, plug_in, refusing
+from errors import as_user_error, nearest_path, need, plug_in
 
 File = Any  # a Path, or a remote.RemoteFile
 # Schemes that rows may name: remote stores, and nothing that could be this machine, or code. The user may name any.
 ROW_SCHEMES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
                "abfss": "adlfs", "hf": "huggingface_hub", "oss": "ossfs", "r2": "s3fs"}  # fmt: skip
-THEIR_ERRORS = {  # of the stores' libraries, where they are loaded
+STORE_ERRORS = {  # of the stores' libraries, where they are loaded
     "botocore.exceptions": "BotoCoreError", "google.auth.exceptions": "GoogleAuthError",
     "azure.core.exceptions": "AzureError", "aiohttp": "ClientError", "gcsfs.retry": "HttpError",
 }  # fmt: skip
@@ -33,24 +33,24 @@ VALUE_BYTES = 100  # of each value as a Python object: a few kilobytes of a file
 CELL_ERRORS = (pa.ArrowException, ValueError, OverflowError, RecursionError)
 
 
-def scheme_of(name: str) -> str:
+def url_scheme(name: str) -> str:
     """Of a URL, in small letters; "" of what is none."""
     return name.partition("://")[0].lower() if "://" in name else ""
 
 
 def store_errors() -> tuple[type[Exception], ...]:
     """What reading may raise besides OSErrors and ValueErrors."""
-    return tuple(getattr(sys.modules[m], name) for m, name in THEIR_ERRORS.items() if m in sys.modules)
+    return tuple(getattr(sys.modules[m], name) for m, name in STORE_ERRORS.items() if m in sys.modules)
 
 
-def as_path(name: str) -> File:
+def to_path(name: str) -> File:
     """Return what the user names: a path, file:// one too, or a URL."""
-    if scheme_of(name) in ("", "file"):
+    if url_scheme(name) in ("", "file"):
         return Path(name.removeprefix("file://"))
-    return plug_in("sources.remote", name, "give a path of this machine").RemoteFile.of(name)
+    return plug_in("sources.remote", name, "give a path of this machine").RemoteFile.from_url(name)
 
 
-def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
+def expand_data_paths(path: str | Path | list, split: str | None = None) -> list[File]:
     """Return the files, in order, of a file, a folder of shards, a glob, a comma list or a list of those, URLs among
     them.
 
@@ -59,11 +59,11 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
     name = str(path)
     need(path, "--input is missing: the files to read")
     if isinstance(path, list | tuple):
-        return list(chain.from_iterable(data_files(part, split) for part in path))
+        return list(chain.from_iterable(expand_data_paths(part, split) for part in path))
     if "," in name and not os.path.exists(name):
-        return data_files([part.strip() for part in name.split(",") if part.strip()], split)
-    if (file := as_path(name)).is_dir():
-        files = shards_of(file, split)
+        return expand_data_paths([part.strip() for part in name.split(",") if part.strip()], split)
+    if (file := to_path(name)).is_dir():
+        files = split_shards(file, split)
     elif file.is_file():
         files = [file]
     else:
@@ -74,7 +74,7 @@ def data_files(path: str | Path | list, split: str | None = None) -> list[File]:
     return files
 
 
-def shards_of(folder: File, split: str | None) -> list[File]:
+def split_shards(folder: File, split: str | None) -> list[File]:
     """Return the parquet files of a folder, or of its `data`; those of `split` if their names begin with splits."""
     files = sorted([*folder.glob("*.parquet")] or folder.glob("data/*.parquet"), key=str)
     by_split = {ours: [f for f in files if f.name.startswith(hub)] for ours, hub in SPLITS.items()}
@@ -85,7 +85,7 @@ def shards_of(folder: File, split: str | None) -> list[File]:
     return files
 
 
-def file_names(files: list[File]) -> list[str]:
+def unique_file_names(files: list[File]) -> list[str]:
     """Return the files' names for uids: without their ending, from the folder on that holds all of them."""
     paths = [Path(os.path.abspath(str(file))).with_suffix("") for file in files]
     folder = os.path.commonpath([path.parent for path in paths])
@@ -122,7 +122,7 @@ def open_parquet(file: File) -> pq.ParquetFile:
 
 def parquet_columns(file: File) -> list[str]:
     """Return the names of the columns. Raise UserError if it is no parquet file."""
-    with refusing((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file, or is damaged"):
+    with as_user_error((pa.ArrowException, OSError, *store_errors()), f"{file} is no parquet file, or is damaged"):
         return open_parquet(file).schema_arrow.names
 
 
@@ -135,7 +135,7 @@ def parquet_rows(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Record
     return chain.from_iterable(map(batch_records, parquet.iter_batches(at_once, columns=columns)))
 
 
-def extra_column(extras: list[dict]) -> pa.StructArray:
+def build_extra_info_column(extras: list[dict]) -> pa.StructArray:
     """Return the extra_info column. A field whose values have no common type is stored as JSON text, and is printed."""
     columns: dict[str, pa.Array] = {}
     mixed = []

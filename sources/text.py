@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from errors import UserError, need, refusing
-from sources.remote import RemoteFile, refusing_remote
+from errors import UserError, as_user_error, need
+from sources.remote import RemoteFile, remote_read_errors
 from sources.tables import MAX_ROW_BYTES, File, Record
 
 
 def text_lines(file: File) -> Iterator[str]:
     """Lines of a text file, newlines kept. Bytes that are no UTF-8 become what no text in UTF-8 can hold."""
     how = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with refusing(OSError, f"--input {file}"):
+    with as_user_error(OSError, f"--input {file}"):
         lines = io.TextIOWrapper(file.open(), **how) if isinstance(file, RemoteFile) else open(file, **how)
-    with lines, refusing_remote(f"--input {file}"):
+    with lines, remote_read_errors(f"--input {file}"):
         for number, line in enumerate(iter(partial(lines.readline, MAX_ROW_BYTES), ""), 1):
             need(len(line) < MAX_ROW_BYTES, f"--input {file} line {number}: over {MAX_ROW_BYTES} characters; split it")
             yield line

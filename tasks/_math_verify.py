@@ -17,34 +17,36 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from reward import COUNTING, Counting, Failure, count
-from rewards.call import Call, Item, Setup
-from rewards.pool import Pool
+from reward import COUNTING, Counting, RewardFailure, count
+from rewards.call import RewardCall, RewardInput, WorkerConfig
+from rewards.pool import WorkerPool
 
 TIMEOUT_S = 3.0  # wall-clock seconds for one comparison
-MAX_LATE = 7  # comparisons of a round that may be late; after them none is made
-START_S = 120.0  # importing sympy takes half a second from a local disk, far longer from a busy network one
+MAX_LATE_COMPARISONS = 7  # comparisons of a round that may be late; after them none is made
+CHILD_STARTUP_TIMEOUT_S = (
+    120.0  # importing sympy takes half a second from a local disk, far longer from a busy network one
+)
 MEMORY = 4 << 30  # bytes of address space that a comparison may take (Linux)
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError,
             TypeError, ValueError)  # what sympy raises for what a policy wrote
 
 
-def same(prediction: str, truth: str) -> bool:
+def same_latex(prediction: str, truth: str) -> bool:
     """Return whether math-verify calls two LaTeX strings the same; False, and counted, if it is late or fails."""
     state = COUNTING.get(Counting())
     question = (prediction, truth)
     if question in state.late:
         return False
-    if len(state.late) >= MAX_LATE:
+    if len(state.late) >= MAX_LATE_COMPARISONS:
         count("cas_budget")
         return False
     if state.limit is None:
         return ask(question, state)
     if "math_verify" not in sys.modules:
-        with state.time_limit(START_S):
+        with state.time_limit(CHILD_STARTUP_TIMEOUT_S):
             importlib.import_module("math_verify")
     try:
-        return compare(*question)
+        return compare_latex(*question)
     except FAILURES:
         count("cas_crash")
         return False
@@ -53,13 +55,13 @@ def same(prediction: str, truth: str) -> bool:
 def ask(question: tuple[str, str], state: Counting) -> bool:
     """Compare in a process of math-verify's own."""
     prediction, truth = question
-    item = Item(prediction, SimpleNamespace(ground_truth=truth, uid=""), "")
-    call = Call(time.monotonic_ns(), KEY, [item])  # a round of its own: the pool remembers nothing
+    item = RewardInput(prediction, SimpleNamespace(ground_truth=truth, uid=""), "")
+    call = RewardCall(time.monotonic_ns(), KEY, [item])  # a round of its own: the pool remembers nothing
     [outcome], counts = own_pool(os.getpid()).submit(call).result()
     state.counts.update(counts)
     if counts["cas_timeout"]:
         state.late.add(question)
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RewardFailure):
         if outcome.what != "ended process":
             raise outcome.exception()
         count("cas_crash")
@@ -72,20 +74,20 @@ KEY = f"{Path(__file__).resolve()}:same_reward"
 
 def same_reward(response: str, example: Any) -> float:
     """A reward, for the process of `ask`."""
-    return same(response, example.ground_truth)
+    return same_latex(response, example.ground_truth)
 
 
 @cache
-def own_pool(pid: int) -> Pool:
+def own_pool(pid: int) -> WorkerPool:
     """Return the one of this process: a forked copy must not share it."""
-    return Pool(1, Setup([KEY], None, False, START_S))
+    return WorkerPool(1, WorkerConfig([KEY], None, False, CHILD_STARTUP_TIMEOUT_S))
 
 
 # --- in a process that can be ended -------------------------------------------------------------------------------
 
 
 @lru_cache(4096)  # a group repeats its answers
-def compare(prediction: str, truth: str) -> bool:
+def compare_latex(prediction: str, truth: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):

@@ -18,19 +18,21 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw
 
-from errors import UserError, need, refusing
-from prepare_data import MARK, Raw, TaskConfig
-from reward import SPECIAL_TOKEN, register, unwrap_truth
-from tasks._tables import IMAGES, any_rows, first, row_of
-from tasks.shapes import COLOURS, SHAPES, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
+from errors import UserError, as_user_error, need
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
+from reward import SPECIAL_TOKEN_PATTERN, register, unwrap_truth
+from tasks._tables import DEFAULT_IMAGE_COLUMNS, any_rows, first, row_of
+from tasks.shapes import COLOURS, SHAPES, SIDE, Scene, draw_shapes, encode_png, in_one_split, toy_of
 
 INSTRUCTION = "Describe the image in one sentence."
 MAX_CAPTION_CHARS = 4000  # a longer one is none
 MAX_N = 4  # of n-grams
 SIGMA = 6.0  # of CIDEr's penalty on a length that differs
 BETA = 1.2  # of ROUGE-L: how much more recall counts than precision
-ROOM = 1.5  # lengths up to this times the longest reference's, and down to the shortest's divided by it, are free
-WEIGHTS = {"cider": 0.04, "bleu4": 0.1, "rouge_l": 0.3, "keywords": 0.2, "length": -0.5, "repetition": -0.5}
+LENGTH_SLACK = (
+    1.5  # lengths up to this times the longest reference's, and down to the shortest's divided by it, are free
+)
+METRIC_WEIGHTS = {"cider": 0.04, "bleu4": 0.1, "rouge_l": 0.3, "keywords": 0.2, "length": -0.5, "repetition": -0.5}
 STOP_WORDS = set(
     """
 a an the this that these those some of in on at to by for from with without into onto over under near between and or but
@@ -92,7 +94,7 @@ def rouge_l(words: Words, references: list[Words]) -> float:
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
 
 
-def grams_of(texts: list[Words]) -> set[Words]:
+def all_ngrams(texts: list[Words]) -> set[Words]:
     """The n-grams that any of the texts has, of all lengths."""
     return set().union(*(ngrams(text, n) for text in texts for n in range(1, MAX_N + 1)))
 
@@ -107,11 +109,11 @@ class Corpus:
     def add(self, references: list[Words]) -> None:
         """Count a row."""
         self.size += 1
-        self.frequency.update(grams_of(references))
+        self.frequency.update(all_ngrams(references))
 
-    def of(self, references: list[Words]) -> dict[str, int]:
+    def from_counts(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
-        grams = sorted(grams_of(references))
+        grams = sorted(all_ngrams(references))
         return {" ".join(gram): self.frequency[gram] for gram in grams if self.frequency[gram] > 1}
 
     def vector(self, words: Words, n: int) -> dict[Words, float]:
@@ -134,7 +136,7 @@ class Corpus:
         return 10 * total / MAX_N / len(references)
 
 
-EQUAL = Corpus(math.e)  # log(e) - log(1): every n-gram weighs 1
+UNIFORM_CORPUS = Corpus(math.e)  # log(e) - log(1): every n-gram weighs 1
 
 
 def coverage(words: Words, keywords: list[Words]) -> float:
@@ -143,13 +145,15 @@ def coverage(words: Words, keywords: list[Words]) -> float:
     return sum(f" {' '.join(keyword)} " in text for keyword in keywords) / max(1, len(keywords))
 
 
-def outside(words: Words, references: list[Words]) -> float:
+def length_deviation(words: Words, references: list[Words]) -> float:
     """How much too long or too short, as a share, at most 1."""
     lengths = [len(reference) for reference in references]
-    return min(1.0, max(0.0, len(words) / (ROOM * max(lengths)) - 1, 1 - ROOM * len(words) / min(lengths)))
+    return min(
+        1.0, max(0.0, len(words) / (LENGTH_SLACK * max(lengths)) - 1, 1 - LENGTH_SLACK * len(words) / min(lengths))
+    )
 
 
-def repeated(words: Words) -> float:
+def repeated_bigram_share(words: Words) -> float:
     """Share of the bigrams that were there before."""
     pairs = ngrams(words, 2)
     return 1 - len(pairs) / pairs.total() if pairs else 0.0
@@ -158,14 +162,14 @@ def repeated(words: Words) -> float:
 # --- reward -----------------------------------------------------------------------------------------------------------
 
 
-class Truth(NamedTuple):
+class CaptionTruth(NamedTuple):
     references: list[Words]
     keywords: list[Words]
     corpus: Corpus  # what the row knows of it
 
 
 @lru_cache(4096)  # a truth is met once for each of its samples
-def read_truth(text: str) -> Truth:
+def parse_caption_truth(text: str) -> CaptionTruth:
     """A plain caption, a JSON list of captions, or {"references": [...], "keywords": [...], "documents": 100,
     "frequency": {"a": 90}}: how many rows there are, and how many of them have an n-gram of these references.
 
@@ -174,7 +178,7 @@ def read_truth(text: str) -> Truth:
     told = f"the truth {text[:200]!r} is no caption, nor JSON with a list of references"
     fields: Any = [text]
     if text.lstrip().startswith(("[", "{")):
-        with refusing((ValueError, RecursionError), told):
+        with as_user_error((ValueError, RecursionError), told):
             fields = json.loads(text)
     fields = fields if isinstance(fields, dict) else {"references": fields}
     lists = [fields.get(name) or [] for name in ("references", "keywords")]
@@ -188,8 +192,8 @@ def read_truth(text: str) -> Truth:
     counts = [size, *frequency.values()] if isinstance(frequency, dict) else [None]
     counted = all(type(count) is int and 0 < count for count in counts)
     need(counted or "documents" not in fields, f"{told} with counts of documents; write it again with prepare_data.py")
-    corpus = Corpus(size, {tuple(gram.split()): n for gram, n in frequency.items()}) if size else EQUAL
-    return Truth(references, keywords, corpus)
+    corpus = Corpus(size, {tuple(gram.split()): n for gram, n in frequency.items()}) if size else UNIFORM_CORPUS
+    return CaptionTruth(references, keywords, corpus)
 
 
 def caption_reward(response: str, truth: str) -> dict[str, float]:
@@ -201,25 +205,25 @@ def caption_reward(response: str, truth: str) -> dict[str, float]:
     Only what stands behind `</think>` is the caption; with a special token in it, or over MAX_CAPTION_CHARS, it is
     none.
     """
-    references, keywords, corpus = read_truth(truth)
+    references, keywords, corpus = parse_caption_truth(truth)
     text = response.rpartition("</think>")[2]
-    whole = len(text) <= MAX_CAPTION_CHARS and "<think>" not in text and not SPECIAL_TOKEN.search(text)
+    whole = len(text) <= MAX_CAPTION_CHARS and "<think>" not in text and not SPECIAL_TOKEN_PATTERN.search(text)
     words = split_words(text) if whole else ()
     parts = {
         "cider": corpus.cider(words, references),
         "bleu4": bleu4(words, references) if words else 0.0,
         "rouge_l": rouge_l(words, references),
         "keywords": coverage(words, keywords),
-        "length": outside(words, references),
-        "repetition": max(0.0, repeated(words) - max(map(repeated, references))),
+        "length": length_deviation(words, references),
+        "repetition": max(0.0, repeated_bigram_share(words) - max(map(repeated_bigram_share, references))),
     }
-    return parts | {"reward": sum(WEIGHTS[part] * value for part, value in parts.items())}
+    return parts | {"reward": sum(METRIC_WEIGHTS[part] * value for part, value in parts.items())}
 
 
 @register("caption")
 def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """By the row alone."""
-    with refusing(UserError, f"row {example.uid!r}"):
+    with as_user_error(UserError, f"row {example.uid!r}"):
         return caption_reward(response, example.ground_truth)
 
 
@@ -228,63 +232,63 @@ def caption(response: str, example: Any, finish_reason: str) -> dict[str, float]
 CAPTIONS = ("references", "captions", "caption", "text")
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
     """CSV, JSONL or parquet with an image, and caption, text, captions or references: a text or a list (in CSV JSON).
 
     A column keywords, a list or a text with commas, is optional. Read twice: CIDEr's counts of documents come first,
     and each row gets those of its own n-grams.
     """
     corpus = Corpus()
-    for raw in any_rows(cfg, IMAGES, lambda record, _: caption_record(record, cfg)):
+    for raw in any_rows(cfg, DEFAULT_IMAGE_COLUMNS, lambda record, _: caption_record(record, cfg)):
         if isinstance(raw.record, dict):
-            corpus.add(read_truth(raw.record["reward_model"]["ground_truth"]).references)
-    yield from any_rows(cfg, IMAGES, lambda record, _: caption_record(record, cfg, corpus))
+            corpus.add(parse_caption_truth(raw.record["reward_model"]["ground_truth"]).references)
+    yield from any_rows(cfg, DEFAULT_IMAGE_COLUMNS, lambda record, _: caption_record(record, cfg, corpus))
 
 
 def as_list(value: Any, comma: bool = False) -> list:
     """A list, JSON of one, or a text as a list of one, or of its parts between commas."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        with refusing((ValueError, RecursionError), f"{value[:80]!r} is no list in JSON"):
+        with as_user_error((ValueError, RecursionError), f"{value[:80]!r} is no list in JSON"):
             return json.loads(value)
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")] if comma else [unwrap_truth(value)]
     return value or []
 
 
-def caption_record(record: dict, cfg: TaskConfig, corpus: Corpus | None = None) -> dict:
+def caption_record(record: dict, cfg: ToyConfig, corpus: Corpus | None = None) -> dict:
     """Return a row in the on-disk format, its other columns kept, with what the corpus knows of its references."""
     names = (cfg.answer_key, *CAPTIONS)
-    with refusing(UserError, f"looked for columns {', '.join(CAPTIONS)}"):
+    with as_user_error(UserError, f"looked for columns {', '.join(CAPTIONS)}"):
         references = as_list(first([record.get(name) for name in names]))
         keywords = [word for word in as_list(record.get("keywords"), comma=True) if str(word).strip()]
         truth = {"references": references, "keywords": keywords}
-        words = read_truth(json.dumps(truth, default=str)).references
+        words = parse_caption_truth(json.dumps(truth, default=str)).references
     if corpus:
-        truth |= {"documents": corpus.size, "frequency": corpus.of(words)}
-    image = first([record.get(name) for name in (cfg.image_key, *IMAGES)])
-    need(image is not None, f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}")
+        truth |= {"documents": corpus.size, "frequency": corpus.from_counts(words)}
+    image = first([record.get(name) for name in (cfg.image_key, *DEFAULT_IMAGE_COLUMNS)])
+    need(image is not None, f"no image: looked for columns {', '.join((cfg.image_key, *DEFAULT_IMAGE_COLUMNS))}")
     text = json.dumps(truth, ensure_ascii=False, default=str)
-    return row_of("caption", record, (*names, *IMAGES, "keywords"), image, text, cfg, INSTRUCTION)
+    return row_of("caption", record, (*names, *DEFAULT_IMAGE_COLUMNS, "keywords"), image, text, cfg, INSTRUCTION)
 
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
 DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # of demo.py
-NUMBERS = ("one", "two", "three", "four")
+NUMBER_WORDS = ("one", "two", "three", "four")
 TOY_INSTRUCTION = "Describe the image."
-FORMS = ("{}", "there {be} {}", "a drawing of {}")
+SENTENCE_FORMS = ("{}", "there {be} {}", "a drawing of {}")
 
 
 @in_one_split("caption/")
 def scenes(rng: random.Random) -> Scene:
     """Equal shapes and what they are, said in several ways."""
-    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBERS))
+    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBER_WORDS))
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
     draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
-    what = f"{NUMBERS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
-    captions = [form.format(what, be="are" if count > 1 else "is") for form in FORMS]
+    what = f"{NUMBER_WORDS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
+    captions = [form.format(what, be="are" if count > 1 else "is") for form in SENTENCE_FORMS]
     truth = json.dumps({"references": captions, "keywords": what.split()})
-    return [png(image)], [("caption", f"{MARK}{TOY_INSTRUCTION}", what, truth)]
+    return [encode_png(image)], [("caption", f"{IMAGE_PLACEHOLDER}{TOY_INSTRUCTION}", what, truth)]
 
 
 toy = toy_of("caption", scenes, ["caption"])

@@ -12,10 +12,10 @@ from typing import Any
 
 from PIL import Image
 
-from errors import refusing
-from prepare_data import MARK
+from errors import as_user_error
+from prepare_data import IMAGE_PLACEHOLDER
 from reward import register
-from tasks.shapes import CELL, Scene, boxed, exists, png, random_of, toy_of
+from tasks.shapes import CELL, Scene, encode_png, make_boxed_response, make_exists_question, random_of, toy_of
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -34,10 +34,10 @@ def digits(response: str, example: Any, finish_reason: str) -> dict[str, float]:
 
 
 @cache
-def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
+def load_handwritten_digits(test: bool) -> list[tuple[Image.Image, int]]:
     """The digits of the test split, or all others: (black on white, which digit). The hash of its pixels decides where
     a digit belongs, so that equal ones stay together."""
-    with refusing(ImportError, "digits come with scikit-learn; pip install -r requirements.txt"):
+    with as_user_error(ImportError, "digits come with scikit-learn; pip install -r requirements.txt"):
         from sklearn.datasets import load_digits
     found = load_digits()
     kept = []
@@ -51,7 +51,7 @@ def written_digits(test: bool) -> list[tuple[Image.Image, int]]:
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless digits, each in a cell of its own, a little out of place."""
     rng = random_of("digits/", split, seed)
-    source = written_digits(split == "test")
+    source = load_handwritten_digits(split == "test")
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
         # the warm start learns to read single digits first
@@ -63,13 +63,16 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         absent = [digit for digit in DIGITS if int(digit) not in values]
         questions = [
             ("count", "How many digits are there?", str(len(values))),
-            exists(rng, "Is there a {}?", str(rng.choice(values)), absent),
+            make_exists_question(rng, "Is there a {}?", str(rng.choice(values)), absent),
             ("largest", "What is the largest digit?", str(max(values))),
             ("sum", "What is the sum of the digits?", str(sum(values))),
         ]
         seen = " ".join(map(str, sorted(values)))
-        start = f"{MARK}{INSTRUCTION}"  # first, so that all questions about an image share it
-        yield [png(image)], [(kind, f"{start} {asked}", boxed(truth, seen), truth) for kind, asked, truth in questions]
+        start = f"{IMAGE_PLACEHOLDER}{INSTRUCTION}"  # first, so that all questions about an image share it
+        yield (
+            [encode_png(image)],
+            [(kind, f"{start} {asked}", make_boxed_response(truth, seen), truth) for kind, asked, truth in questions],
+        )
 
 
 toy = toy_of("digits", scenes, ANSWER_TYPES)

@@ -26,22 +26,22 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need, plug_in
-from prepare_data import MARK, Raw, TaskConfig, table_rows
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig, table_rows
 from reward import (
     MAX_ANSWER_CHARS,
-    SPECIAL_TOKEN,
+    SPECIAL_TOKEN_PATTERN,
+    accuracy_and_format_reward,
     closing_brace,
     count,
     extract_boxed,
     full_marks,
     register,
     unwrap_truth,
-    weighted,
 )
-from sources.images import read_file
-from sources.tables import data_files
+from sources.images import read_regular_file
+from sources.tables import expand_data_paths
 from tasks import _math_verify
-from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, boxed, draw_angle, in_one_split, png, toy_of
+from tasks.shapes import ANGLES, COLOURS, SIDE, Scene, draw_angle, encode_png, in_one_split, make_boxed_response, toy_of
 
 MAX_NESTING = 80  # brackets, powers and commands in one answer; about six Python frames each, of 1000
 
@@ -62,7 +62,7 @@ ANSWER_TYPES = {  # the first pattern that a short answer matches as a whole; no
 }
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
     """Geometry3K: the original folders, parquet shards, or a hub id (by default hiyouga/geometry3k)."""
     inputs = cfg.input or ("hiyouga/geometry3k",)
     if not Path(inputs[0]).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", inputs[0]):
@@ -72,21 +72,21 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     folder = folder / cfg.split if (folder / cfg.split).is_dir() else folder
     problems = sorted((d for d in folder.glob("*") if d.name.isdecimal()), key=lambda d: int(d.name))
     if problems and len(inputs) == 1:
-        return (Raw(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
-    return shard_rows(data_files(inputs, cfg.split), cfg)
+        return (RawRow(str(d), int(d.name), folder_record(d, cfg.split), root=d) for d in problems)
+    return shard_rows(expand_data_paths(inputs, cfg.split), cfg)
 
 
 def folder_record(problem: Path, split: str) -> dict | str:
     """One problem as InterGPS published it: NUMBER/data.json and NUMBER/img_diagram.png."""
     try:
-        data = json.loads(read_file(problem / "data.json"))
+        data = json.loads(read_regular_file(problem / "data.json"))
         answer = dict(zip("ABCDEFGH", data["choices"], strict=False))[data["answer"]]
         found = data.get("data_type", split)
         if found != split:  # never let test problems pass for training ones
             return f"data_type is {found!r} but --split is {split!r}; pass --split {found}"
         return {
             "data_source": "geo3k",
-            "problem": f"{MARK}{data['annotat_text']}",
+            "problem": f"{IMAGE_PLACEHOLDER}{data['annotat_text']}",
             "images": "img_diagram.png",
             "answer": answer,
             "answer_type": answer_type(answer),
@@ -98,7 +98,7 @@ def folder_record(problem: Path, split: str) -> dict | str:
         return f"data.json cannot be read: {e}"
 
 
-def shard_rows(files: list[Path], cfg: TaskConfig) -> Iterator[Raw]:
+def shard_rows(files: list[Path], cfg: ToyConfig) -> Iterator[RawRow]:
     """Rows of the hub's shards: images, problem, answer, id, choices, ground_truth (a letter)."""
     names = {"id": "index", "ground_truth": "letter"}
     for raw in table_rows(files, cfg):
@@ -119,15 +119,15 @@ def answer_type(answer: str) -> str:
 # --- what cannot be graded --------------------------------------------------------------------------------------------
 
 
-class Unreadable(ValueError):
+class ExpressionError(ValueError):
     """Not an expression this file can read."""
 
 
-class Refused(Unreadable):
+class ExpressionTooLarge(ExpressionError):
     """Too long, deep or large."""
 
 
-class NeedsAlgebra(Unreadable):
+class NeedsAlgebra(ExpressionError):
     """Beyond the parser, but perhaps a fair answer: math-verify decides."""
 
 
@@ -136,7 +136,7 @@ class NeedsAlgebra(Unreadable):
 CHARACTERS = dict(zip("º˚⁻−–—×·⋅∙•÷⁄∕∶⩽⩾≃≅$~’′", "°°----*****///:≤≥≈≈  ''", strict=True))
 CHARACTERS |= {"√": "\\sqrt ", "∛": "\\sqrt[3] ", "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23"}
 CHARACTERS = str.maketrans(CHARACTERS | {"¼": "\\frac14", "¾": "\\frac34"})
-MEANINGS = {
+COMMAND_SYNONYMS = {
     "\\frac ": "frac dfrac tfrac cfrac sfrac nicefrac", "^": "textsuperscript",
     "*": "cdot times ast", "/": "div", ":": "colon", "±": "pm mp", "": "!",
     "≈": "approx simeq cong sim", "≤": "le leq leqslant", "≥": "ge geq geqslant", "<": "lt", ">": "gt",
@@ -146,7 +146,7 @@ MEANINGS = {
     ";": "quad qquad",  # inside an answer it stands between two, and is no product
     " ": "$ ( ) [ ] , ; : displaystyle textstyle left right big Big bigl bigr Bigl Bigr bigg Bigg",
 }  # fmt: skip
-COMMANDS = {name: meaning for meaning, names in MEANINGS.items() for name in names.split()} | {" ": " "}
+COMMANDS = {name: meaning for meaning, names in COMMAND_SYNONYMS.items() for name in names.split()} | {" ": " "}
 WRAPPERS = """
 text textbf textit textrm textsf texttt textup textnormal emph mbox operatorname overline underline widehat overarc
 overparen arc mathrm mathbf mathit mathsf bm boldsymbol bf it rm sf large Large LARGE huge Huge
@@ -200,7 +200,7 @@ def mixed_number(match: re.Match) -> str:
 def normalise(text: str) -> str:
     """LaTeX or Unicode maths -> single spaces, `^ * / ≤ ≥ ≈ ° π`, bare words; frac, sqrt and the unknown stay LaTeX."""
     if len(text) > MAX_ANSWER_CHARS:
-        raise Refused(f"{len(text)} characters")
+        raise ExpressionTooLarge(f"{len(text)} characters")
     text = re.sub("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"^{\g<0>}", text).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).rstrip("\\ \t\n")
     for pattern, new in REWRITES:
@@ -212,7 +212,7 @@ def normalise(text: str) -> str:
         text = text[1:-1].strip()
     # Every nested call of the parser costs one of these characters, so this bounds its recursion.
     if len(text) > 2 * MAX_ANSWER_CHARS or len(re.findall(r"[(\[{^\\]", text)) > MAX_NESTING:
-        raise Refused(f"{text!r} is too deep")
+        raise ExpressionTooLarge(f"{text!r} is too deep")
     return text
 
 
@@ -221,8 +221,8 @@ def normalise(text: str) -> str:
 CONTEXT = decimal.Context(prec=80, Emax=9999, Emin=-9999)  # 9**9**9 overflows at once instead of being computed
 CONTEXT.traps[decimal.Underflow] = True
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798")
-CLOSE = Decimal("1e-40")  # half of the digits: cancellation may cost the others
-POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))  # where letters are compared
+RELATIVE_TOLERANCE = Decimal("1e-40")  # half of the digits: cancellation may cost the others
+TEST_POINTS = (Decimal("1.0311"), Decimal("29.3"), Decimal("0.0137"), Decimal("1013.7"))  # where letters are compared
 
 
 def letter_value(name: str, point: Decimal) -> Decimal:
@@ -234,22 +234,22 @@ def letter_value(name: str, point: Decimal) -> Decimal:
     return point * (1 + Decimal(int.from_bytes(digest)).scaleb(-78))
 
 
-def plus(a: Decimal, b: Decimal) -> Decimal:
+def add_exact(a: Decimal, b: Decimal) -> Decimal:
     r"""a + b, exactly 0 if they cancel: the zero hidden in `\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}` must not divide."""
     least, most = sorted((abs(a), abs(b)))
-    if 0 < least < most * CLOSE:
-        raise Refused("a sum of numbers too unlike for 80 digits")
-    return a + b if abs(a + b) > most * CLOSE else Decimal(0)
+    if 0 < least < most * RELATIVE_TOLERANCE:
+        raise ExpressionTooLarge("a sum of numbers too unlike for 80 digits")
+    return a + b if abs(a + b) > most * RELATIVE_TOLERANCE else Decimal(0)
 
 
-def raise_to(base: Decimal, exponent: Decimal) -> Decimal:
+def power_exact(base: Decimal, exponent: Decimal) -> Decimal:
     value = base**exponent
     if not value.is_finite():  # 0^{-1} is Infinity, which `decimal` says without an error
         raise decimal.DivisionByZero("0 to a negative power")
     return value
 
 
-class Expression:
+class ExpressionParser:
     """Recursive descent over one expression, evaluated as it is read; a letter has a fixed value at each point.
 
     sum := term (("+"|"-") term)*; term := signed (("*"|"/"|nothing) signed)*; power := atom ["^" signed] ["°"] ["%"]
@@ -261,31 +261,31 @@ class Expression:
         self.at = 0  # what is read so far
         self.letters = False  # whether it has any
 
-    def take(self, pattern: str) -> str:
+    def accept(self, pattern: str) -> str:
         """The next characters, after spaces, if they match, and moves past them; else ""."""
         found = re.compile(f" *({pattern})").match(self.text, self.at)
         self.at = found.end() if found else self.at
         return found[1] if found else ""
 
     def peek(self) -> str:
-        self.take("")  # past spaces
+        self.accept("")  # past spaces
         return self.text[self.at : self.at + 1]
 
     def expect(self, char: str) -> None:
         if self.peek() != char:
-            raise Unreadable(f"{self.text!r}: {self.peek()!r} instead of {char!r} at {self.at}")
+            raise ExpressionError(f"{self.text!r}: {self.peek()!r} instead of {char!r} at {self.at}")
         self.at += len(char)
 
     def sum(self) -> Decimal:
         total = self.term()
-        while sign := self.take("[+-]"):
-            total = plus(total, self.term() if sign == "+" else -self.term())
+        while sign := self.accept("[+-]"):
+            total = add_exact(total, self.term() if sign == "+" else -self.term())
         return total
 
     def term(self) -> Decimal:
         value = self.signed()
         while char := self.peek():
-            if self.take("[*/]"):
+            if self.accept("[*/]"):
                 value = value * self.signed() if char == "*" else value / self.signed()
             elif char in "([{\\" or char.isalpha():  # not a digit: `3 4` is no product
                 value *= self.power()
@@ -294,34 +294,34 @@ class Expression:
         return value
 
     def signed(self) -> Decimal:
-        signs = self.take("[+-][+ -]*")
+        signs = self.accept("[+-][+ -]*")
         value = self.power()
         return -value if signs.count("-") % 2 else +value
 
     def power(self) -> Decimal:
         value = self.atom()
-        if self.take(r"\^"):
-            value = raise_to(value, self.signed())
-        self.take("°")
-        return value / 100 if self.take("%") else value
+        if self.accept(r"\^"):
+            value = power_exact(value, self.signed())
+        self.accept("°")
+        return value / 100 if self.accept("%") else value
 
     def atom(self) -> Decimal:
-        if bracket := self.take(r"[(\[{]"):
+        if bracket := self.accept(r"[(\[{]"):
             value = self.sum()
             self.expect({"(": ")", "[": "]", "{": "}"}[bracket])
             return value
-        if self.take("π"):
+        if self.accept("π"):
             return PI
-        if command := self.take(r"\\[A-Za-z]*"):
+        if command := self.accept(r"\\[A-Za-z]*"):
             return self.function(command)
-        if symbol := self.take("[|±∪]"):
+        if symbol := self.accept("[|±∪]"):
             raise NeedsAlgebra(symbol)
-        if number := self.take(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
+        if number := self.accept(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][0-9]{1,3}(?![0-9.]))?"):
             return CONTEXT.create_decimal(number)
         # `AB` is a product, `abc` is a word
-        name = self.take(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
+        name = self.accept(r"(?![A-Za-z]{3})[A-Za-zα-ω]'*(?:_(?:\{ ?\w{1,8} ?\}|\w))?")
         if not name:
-            raise Unreadable(f"{self.text!r}: cannot read {self.peek()!r} at {self.at}")
+            raise ExpressionError(f"{self.text!r}: cannot read {self.peek()!r} at {self.at}")
         self.letters = True
         return letter_value(re.sub(r"[{} ]", "", name), self.point)
 
@@ -332,23 +332,23 @@ class Expression:
             raise NeedsAlgebra(command)
         index = self.atom() if self.peek() == "[" else 2
         value = self.atom()  # `\sqrt41` is meant as \sqrt{41}
-        root = abs(value).sqrt() if index == 2 else raise_to(abs(value), 1 / index)
+        root = abs(value).sqrt() if index == 2 else power_exact(abs(value), 1 / index)
         if value < 0 and index % 2 != 1:
             raise decimal.InvalidOperation("an even root of a negative number")
         return root if value >= 0 else -root
 
     def argument(self) -> Decimal:
-        digit = self.take("[0-9]")  # `\frac12` is 1/2, as in TeX
+        digit = self.accept("[0-9]")  # `\frac12` is 1/2, as in TeX
         return Decimal(digit) if digit else self.atom()
 
 
 @lru_cache(4096)
-def evaluate(text: str, point: Decimal = POINTS[0]) -> Decimal | None:
+def evaluate(text: str, point: Decimal = TEST_POINTS[0]) -> Decimal | None:
     """The value to 80 digits, finite; None if it has letters and no real value here, as sqrt(x-50) at the first point.
 
     Raises Unreadable, NeedsAlgebra, or what `same_answer` lists.
     """
-    expression = Expression(text, point)
+    expression = ExpressionParser(text, point)
     try:
         value = expression.sum()
     except decimal.InvalidOperation:
@@ -362,14 +362,14 @@ def evaluate(text: str, point: Decimal = POINTS[0]) -> Decimal | None:
 def same_value(prediction: str, truth: str) -> bool:
     """Whether two expressions are equal wherever they have values, and have one somewhere."""
     compared = False
-    for point in POINTS:
+    for point in TEST_POINTS:
         try:
             a, b = evaluate(prediction, point), evaluate(truth, point)
         except NeedsAlgebra:
             return same_to_math_verify(prediction, truth)
         if a is None and b is None:
             continue
-        if a is None or b is None or abs(a - b) > CLOSE * max(abs(a), abs(b)):
+        if a is None or b is None or abs(a - b) > RELATIVE_TOLERANCE * max(abs(a), abs(b)):
             return False
         compared = True
     return compared
@@ -378,8 +378,8 @@ def same_value(prediction: str, truth: str) -> bool:
 def same_to_math_verify(prediction: str, truth: str) -> bool:
     """It sees two single values or equations, never a whole answer: of `|47| = 48` it would take the last."""
     if re.search(r"%|\\[hv]?phantom|[0-9|)] ?_", prediction + truth):
-        raise Unreadable("math-verify drops percent signs, invisible text and subscripts of numbers")
-    return _math_verify.same(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
+        raise ExpressionError("math-verify drops percent signs, invisible text and subscripts of numbers")
+    return _math_verify.same_latex(*(in_radians(text).translate(LATEX) for text in (prediction, truth)))
 
 
 def in_radians(text: str) -> str:
@@ -400,10 +400,10 @@ LENGTHS = """
 1609344 mi mile miles
 any unit units
 """  # in millimetres
-UNITS = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
+UNIT_NAMES = {name: line.split()[0] for line in LENGTHS.strip().splitlines() for name in line.split()[1:]}
 UNIT = re.compile(
     r"(?<![A-Za-z\\])(?:(square|sq\.?|cubic|cu\.?) )?"
-    rf"({'|'.join(sorted(UNITS, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
+    rf"({'|'.join(sorted(UNIT_NAMES, key=len, reverse=True))})\.? ?(?:\^ ?([23]|\{{ ?[23] ?\}}))?$"
 )
 # Of two answers at once. OR and NO are segments.
 HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan|inf|infinity))\b|[;?]")
@@ -411,20 +411,22 @@ HEDGE = re.compile(r"\b(?:or|to|vs|no|(?i:either|maybe|and|not|never|but|isn|nan
 # of its own, as in `x 47`; `|x|` is no name, since x may be negative.
 NAME = r"(?:\\(?:sin|cos|tan)(?:[ (]*[0-9]+ ?°)?|(?:m ?)?[∠△] ?\w+|\| ?[A-Z]{2} ?\||"
 NAME += r"[A-Za-zα-ωΔ]+\d*'*(?:_(?:\{[ △{]*\w+[ }]*\}|\w))?°?)"
-NAMES = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
-NAMES += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
-NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAMES})|")  # `(A) x` names a choice
+NAME_LIST = rf"[ {{(]*{NAME}(?:[ {{(}}):]+{NAME})*[ }}):]*|{NAME} ?/ ?{NAME}|\\frac ?\{{ ?{NAME} ?\}} ?\{{ ?{NAME} ?\}}"
+NAME_LIST += r"|\( ?(?:x ?, ?y(?: ?, ?z)?|a ?, ?b(?: ?, ?c)?|m ?, ?n|p ?, ?q) ?\)"
+NAME = re.compile(rf"(?!.*π)(?!\( ?[A-H] ?\) ?\w)(?=.{{,60}}$)(?:{NAME_LIST})|")  # `(A) x` names a choice
 POINT_NAMES = re.compile("(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")
 # On the left of an equation: what names its right side, as `f(3)` and `\cos 2θ`, rather than being worth something.
 FUNCTION = re.compile(r"(?<![A-Za-z])[fghFGHP]'* ?\(|\\(?!frac|sqrt)|[|±∠△]")
 LIST = re.compile(" ?; ?|,? and ")  # between the values of a list, besides commas
-WORDS = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
-CHOICE = re.compile(r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I)
+WORDS_PATTERN = re.compile("(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z -]+|[Nn]o")
+CHOICE_ANSWER_PATTERN = re.compile(
+    r"(?:(?:option|choice|answer) ?:? ?)?(?:\( ?([A-Z]) ?\)|([A-Z]) ?(?:[.:)]|$)) ?(.*)", re.I
+)
 LATEX = str.maketrans({"π": "\\pi ", "*": "\\cdot ", "°": "^{\\circ}", "±": "\\pm ", "∪": "\\cup "})
 MIRROR = str.maketrans("<>≤≥", "><≥≤")
 
 
-def split(text: str, separators: str) -> tuple[list[str], str]:
+def split_outside_brackets(text: str, separators: str) -> tuple[list[str], str]:
     """Members and separators of `text`, cut only outside brackets."""
     if not any(separator in text for separator in separators):
         return [text.strip()], ""
@@ -441,7 +443,10 @@ def split(text: str, separators: str) -> tuple[list[str], str]:
 
 def members(text: str, separator: str) -> list[str]:
     """Return the members of a list or union; one with a single `±` is two."""
-    pairs = ([m.replace("±", sign) for sign in "+-"] if m.count("±") == 1 else [m] for m in split(text, separator)[0])
+    pairs = (
+        [m.replace("±", sign) for sign in "+-"] if m.count("±") == 1 else [m]
+        for m in split_outside_brackets(text, separator)[0]
+    )
     return list(chain.from_iterable(pairs))
 
 
@@ -471,8 +476,8 @@ def without_unit(text: str) -> tuple[str, tuple[str, int] | None]:
     dimension, name, raised = found.groups(default="")
     powers = {{"sq": 2, "cu": 3}.get(dimension[:2], 0), int(raised.strip("{ }") or 0)} - {0}
     if degrees or len(powers) > 1:
-        raise Unreadable(f"{text!r} has two units")
-    return value, (UNITS[name], *(powers or {1}))
+        raise ExpressionError(f"{text!r} has two units")
+    return value, (UNIT_NAMES[name], *(powers or {1}))
 
 
 def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | None) -> str | None:
@@ -487,7 +492,7 @@ def in_unit(text: str, unit: tuple[str, int] | None, other: tuple[str, int] | No
 
 def is_choice(prediction: str, letter: str) -> bool:
     """`B. 60` may repeat the option's text, but not name a second option."""
-    found = CHOICE.fullmatch(prediction)
+    found = CHOICE_ANSWER_PATTERN.fullmatch(prediction)
     if not found or (found[1] or found[2]).upper() != letter or HEDGE.search(prediction):
         return False
     if "," in found[3] or found[3].startswith(("=", "≈")):  # `(B) = 3` is an equation
@@ -495,20 +500,20 @@ def is_choice(prediction: str, letter: str) -> bool:
     return not re.search(r"(?<![A-Za-z\\])[A-H](?![A-Za-z])", found[3])
 
 
-def is_rounding(exact: str, rounded: str) -> bool:
+def is_rounded_value(exact: str, rounded: str) -> bool:
     """Whether `rounded` is a plain decimal within half its last place of `exact`: 8.66 of 5√3, and not 8.6 or 26/3."""
     (exact, unit), (rounded, rounded_unit) = without_unit(exact), without_unit(rounded)
     numeral = re.fullmatch(r"-?(?:\d+\.?|\d*\.(\d+)) ?°?", rounded)
     if not numeral or (unit and rounded_unit and unit != rounded_unit):
         return False
     half = Decimal("0.5").scaleb(-len(numeral[1] or ""))
-    values = [evaluate(exact, point) for point in POINTS]  # an `x - x` may occur, an `x` not
+    values = [evaluate(exact, point) for point in TEST_POINTS]  # an `x - x` may occur, an `x` not
     return all(value is not None and abs(value - evaluate(rounded)) <= half for value in values)
 
 
 def strip_names(text: str) -> tuple[set[str], list[str]]:
     """`AB = CD = 2*24 = 48` -> ({"AB", "CD"}, ["2*24", "48"])."""
-    *left, last = split(text, "=")[0]
+    *left, last = split_outside_brackets(text, "=")[0]
     names = set()
     while left and NAME.fullmatch(left[0]):
         name = re.sub(r"\\frac ?\{(.*?)\} ?\{", r"\1/", left.pop(0))
@@ -518,18 +523,18 @@ def strip_names(text: str) -> tuple[set[str], list[str]]:
     return names - {""}, [*left, last]
 
 
-def same(prediction: str, truth: str, as_text: bool = True) -> bool:
+def same_answer_text(prediction: str, truth: str, as_text: bool = True) -> bool:
     """Whether two normalised answers are the same one. Raises Unreadable; each step removes one kind of structure."""
     if not prediction or not truth:
         return False
-    if WORDS.fullmatch(truth):
+    if WORDS_PATTERN.fullmatch(truth):
         return prediction.casefold() == truth.casefold()
     squashed, true_squashed = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (prediction, truth))  # `4 8` is not 48
     if squashed == true_squashed and (as_text or NAME.fullmatch(truth)):
         return True
     if "∞" in (squashed.lstrip("+-"), true_squashed.lstrip("+-")):
         return squashed.lstrip("+") == true_squashed.lstrip("+")
-    again = partial(same, as_text=as_text)
+    again = partial(same_answer_text, as_text=as_text)
 
     for separator in ",∪":  # a list or a union in any order, but never more answers than asked for
         items, truths = members(prediction, separator), members(truth, separator)
@@ -541,7 +546,10 @@ def same(prediction: str, truth: str, as_text: bool = True) -> bool:
                 return all(map(again, items, truths))  # values without names come in the order of the names
             return len(items) == len(truths) and all_paired([[again(item, t) for t in truths] for item in items])
 
-    (items, signs), (truths, true_signs) = split(prediction, "<>≤≥≠"), split(truth, "<>≤≥≠")
+    (items, signs), (truths, true_signs) = (
+        split_outside_brackets(prediction, "<>≤≥≠"),
+        split_outside_brackets(truth, "<>≤≥≠"),
+    )
     if signs or true_signs:
         mirrored = signs[::-1].translate(MIRROR) == true_signs and all(map(again, items[::-1], truths))
         return mirrored or (signs == true_signs and all(map(again, items, truths)))
@@ -551,7 +559,7 @@ def same(prediction: str, truth: str, as_text: bool = True) -> bool:
 def same_equation(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
     """Every value of a chain has to be right: `x = 47 = 48` is a hedge; and `48 cm = 48 m`, whose truth is 48, too."""
     name, _, value = prediction.partition(":")
-    exact, _ = without_unit(split(truth, "=")[0][-1])
+    exact, _ = without_unit(split_outside_brackets(truth, "=")[0][-1])
     letters = re.search(r"(?<![A-Za-z\\])[A-Za-zα-ωΔ]", exact)
     named = NAME.fullmatch(name) and not re.fullmatch(r"\(? ?[A-H] ?\)?", name)  # `A: 48` is a choice
     if name and value and ":" not in truth and named and not letters:
@@ -573,7 +581,7 @@ def same_sides(prediction: str, truth: str, again: Callable[[str, str], bool]) -
 
     A truth without letters, as `2+3=5`, asks for nothing, and no answer equals it but its own text.
     """
-    (items, _), (sides, _) = split(prediction, "="), split(truth, "=")
+    (items, _), (sides, _) = split_outside_brackets(prediction, "="), split_outside_brackets(truth, "=")
     if len(sides) != 2 or not re.search(r"(?<![A-Za-z\\])[A-Za-zα-ω]", truth):
         return False
     if FUNCTION.search(sides[0]):
@@ -583,34 +591,34 @@ def same_sides(prediction: str, truth: str, again: Callable[[str, str], bool]) -
         return False
     one, other = (f"({left}-({right}))" for left, right in (items, sides))
     # Of letters that are lengths a multiple has one ratio everywhere, and is nowhere 0.
-    ratios = [evaluate(f"{one}/{other}", point) for point in POINTS]
+    ratios = [evaluate(f"{one}/{other}", point) for point in TEST_POINTS]
     first = ratios[0]
-    return bool(first) and all(r is not None and abs(r - first) <= CLOSE * abs(first) for r in ratios)
+    return bool(first) and all(r is not None and abs(r - first) <= RELATIVE_TOLERANCE * abs(first) for r in ratios)
 
 
 def same_rounded(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
     r"""`5\sqrt{3} \approx 8.66` is one answer if the two agree, and a hedge if not."""
-    items = split(prediction, "≈")[0]
-    truth = split(truth, "≈")[0][-1]
+    items = split_outside_brackets(prediction, "≈")[0]
+    truth = split_outside_brackets(truth, "≈")[0][-1]
     if len(items) == 1:
         return same_single(prediction, truth, again)
     items = items[1:] if NAME.fullmatch(items[0]) else items
     if len(items) == 1:
         return again(items[0], truth)
-    return len(items) == 2 and is_rounding(*items) and any(again(item, truth) for item in items)
+    return len(items) == 2 and is_rounded_value(*items) and any(again(item, truth) for item in items)
 
 
 def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) -> bool:
     """Points and intervals member by member; ratios; the rest by value in the truth's unit."""
     point, true_point = (re.fullmatch(r"([(\[])(.*)([)\]])", text) for text in (prediction, truth))
     if point and true_point:
-        items, truths = split(point[2], ",")[0], split(true_point[2], ",")[0]
+        items, truths = split_outside_brackets(point[2], ",")[0], split_outside_brackets(true_point[2], ",")[0]
         if len(items) > 1 or len(truths) > 1:
             brackets = point[1] == true_point[1] and point[3] == true_point[3]
             return brackets and len(items) == len(truths) and all(map(again, items, truths))
     elif true_point and "," in truth:
         return False  # math-verify takes a set for a point
-    items, truths = split(prediction, ":")[0], split(truth, ":")[0]
+    items, truths = split_outside_brackets(prediction, ":")[0], split_outside_brackets(truth, ":")[0]
     if len(items) == len(truths) > 1:  # a time, or a ratio to 0: 12:00 is not 1:00
         if re.match(r"\d+:0\d|[1-9]\d*:0(?::0)?$", truth):
             return all(map(again, items, truths))
@@ -630,22 +638,26 @@ def same_single(prediction: str, truth: str, again: Callable[[str, str], bool]) 
 
 def holds_answer(truth: str) -> bool:
     """Whether a normalised truth says anything: not if it is empty, a word for nothing, signs alone or a lone unit."""
-    if truth.casefold() in {"none", "null", "nan", "n/a"} or not re.search(r"\w", truth) or SPECIAL_TOKEN.search(truth):
+    if (
+        truth.casefold() in {"none", "null", "nan", "n/a"}
+        or not re.search(r"\w", truth)
+        or SPECIAL_TOKEN_PATTERN.search(truth)
+    ):
         return False
     return truth == "m" or not UNIT.fullmatch(truth)
 
 
-def verdict(prediction: str, answer: str, as_text: bool) -> bool:
+def compare_answers(prediction: str, answer: str, as_text: bool) -> bool:
     """`same_answer`, but it may raise."""
     truth = normalise(answer)
     if not holds_answer(truth):  # a hole in the data: an answer to it cannot be right
         count("bad_truth")
         return False
-    if SPECIAL_TOKEN.search(prediction):
-        raise Unreadable("a special token in the answer")
+    if SPECIAL_TOKEN_PATTERN.search(prediction):
+        raise ExpressionError("a special token in the answer")
     text = normalise(prediction)
     if re.search(r"\\(?:boxed|fbox)", text):  # math-verify would read that box alone, and drop what stands around it
-        raise Unreadable("a box in the answer")
+        raise ExpressionError("a box in the answer")
     if letter := re.fullmatch(r"(?:\( ?([A-H]) ?\)|([A-H]))(?:$|[.:)]? .*|[.:)])", truth):
         return is_choice(text, letter[1] or letter[2])
     values = LIST.sub(", ", truth)
@@ -654,7 +666,7 @@ def verdict(prediction: str, answer: str, as_text: bool) -> bool:
     text = text.replace(" to ", ":") if ":" in truth else text
     if (HEDGE.search(text) and not HEDGE.search(truth)) or (text.count("±") > 1 and "±" not in truth):
         return False
-    return same(text, truth, as_text)
+    return same_answer_text(text, truth, as_text)
 
 
 def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
@@ -667,12 +679,12 @@ def same_answer(prediction: str, answer: str, as_text: bool = True) -> bool:
     Never raises and never hangs on a prediction; see `reward.Counting`. Without `as_text` it is not enough that the two
     are the same text: they have to have a value.
     """
-    out_of_range = (Refused, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
+    out_of_range = (ExpressionTooLarge, decimal.Overflow, decimal.Underflow, RecursionError, MemoryError)
     try:
         with decimal.localcontext(CONTEXT):
-            right = verdict(prediction, answer, as_text)
+            right = compare_answers(prediction, answer, as_text)
     # The one place that says what a policy's text may raise; what has no value is unreadable too.
-    except (Unreadable, decimal.DecimalException, RecursionError, MemoryError) as error:
+    except (ExpressionError, decimal.DecimalException, RecursionError, MemoryError) as error:
         count("refused" if isinstance(error, out_of_range) else "unreadable")
         right = False
     count("graded")
@@ -700,7 +712,7 @@ def format_reward(response: str) -> float:
     The language of verl's geo3k regex `<think>.*</think>.*\\boxed\{.*\}.*` (verl/utils/reward_score/geo3k.py, DOTALL,
     fullmatch).
     """
-    return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN.search(response))
+    return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN_PATTERN.search(response))
 
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
@@ -722,14 +734,14 @@ def geo3k(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     """0.9 * accuracy + 0.1 * format, on the text alone as verl does: a response cut off has no complete box."""
     boxed = extract_boxed(response)
     accuracy = boxed is not None and same_answer(boxed, example.ground_truth)
-    return weighted(accuracy, format_reward(response))
+    return accuracy_and_format_reward(accuracy, format_reward(response))
 
 
 # --- toy --------------------------------------------------------------------------------------------------------------
 
 TOY_TYPES = ("angle", "area", "hypotenuse", "tangent")
 STEP = 18  # pixels between the lattice's lines
-GREY = (190, 190, 190)  # the lattice
+LATTICE_GREY = (190, 190, 190)  # the lattice
 LEGS = range(1, 5)  # lengths, in squares
 DEMO = {"see_steps": 320, "habit_steps": 60, "questions": 1, "steps": 40}  # of demo.py
 
@@ -739,8 +751,8 @@ def draw_triangle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, ac
     size = 4 * STEP
     left, top = (rng.randint(0, SIDE - size - 1) for _ in range(2))
     for i in range(0, size + 1, STEP):
-        draw.line((left, top + i, left + size, top + i), fill=GREY)
-        draw.line((left + i, top, left + i, top + size), fill=GREY)
+        draw.line((left, top + i, left + size, top + i), fill=LATTICE_GREY)
+        draw.line((left + i, top, left + i, top + size), fill=LATTICE_GREY)
     x = left + STEP * rng.randint(0, 4 - across)
     y = top + STEP * rng.randint(0, 4 - up)
     corners = [(x + right, y + down) for down in (0, up * STEP) for right in (0, across * STEP)]
@@ -772,8 +784,11 @@ def scenes(rng: random.Random) -> Scene:
         across, up = rng.choice(LEGS), rng.choice(LEGS)
         draw_triangle(ImageDraw.Draw(image), rng, colour, across, up)
         thought, asked = f"{across} by {up}", triangle_questions(across, up)
-    questions = [(kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, thought), truth) for kind, text, truth in asked]
-    return [png(image)], questions
+    questions = [
+        (kind, f"{IMAGE_PLACEHOLDER}{text} {INSTRUCTION}", make_boxed_response(truth, thought), truth)
+        for kind, text, truth in asked
+    ]
+    return [encode_png(image)], questions
 
 
 toy = toy_of("geo3k", scenes, TOY_TYPES, "problem", answers="answer")

@@ -18,38 +18,38 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw
 
-from errors import UserError, need, refusing
-from prepare_data import MARK, Raw, TaskConfig
-from reward import SPECIAL_TOKEN, register
+from errors import UserError, as_user_error, need
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
+from reward import SPECIAL_TOKEN_PATTERN, register
 from tasks._places import REGION_NAMES
 from tasks._tables import any_rows, files_below, first, row_of
-from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, in_one_split, png, toy_of
+from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, encode_png, in_one_split, toy_of
 
 INSTRUCTION = (
     "Where was this image taken? Look at its signs, buildings, vegetation and roads, then answer on the last line with "
     'one JSON object, names in English: {"country": "...", "region": "...", "city": "...", "lat": 0.0, "lon": 0.0}'
 )
-MAX_ANSWER_CHARS = 2000  # of the end of a response; what stands before is its reasoning
+MAX_GEOSPOT_CHARS = 2000  # of the end of a response; what stands before is its reasoning
 MAX_VALUE_CHARS = 100
 EARTH_KM = 6371.0088  # mean radius (IUGG)
 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-class Stage(NamedTuple):
+class GeospotStage(NamedTuple):
     first_step: int
     parts: tuple[str, ...]  # that earn; the others are graded and logged all the same
     tolerance_km: float  # at this distance coordinates earn 1/e
 
 
-NAMES = ("country", "region", "city")
-WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
+NAME_FIELDS = ("country", "region", "city")
+FIELD_WEIGHTS = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
 STAGES = (  # there are four parts, so the fifth stage only tightens the tolerance
-    Stage(0, ("country",), 500.0),
-    Stage(100, ("country", "coordinates"), 200.0),
-    Stage(300, ("country", "region", "coordinates"), 100.0),
-    Stage(600, ("country", "region", "city", "coordinates"), 50.0),
-    Stage(1000, ("country", "region", "city", "coordinates"), 25.0),
+    GeospotStage(0, ("country",), 500.0),
+    GeospotStage(100, ("country", "coordinates"), 200.0),
+    GeospotStage(300, ("country", "region", "coordinates"), 100.0),
+    GeospotStage(600, ("country", "region", "city", "coordinates"), 50.0),
+    GeospotStage(1000, ("country", "region", "city", "coordinates"), 25.0),
 )
 
 CURRICULUM = [
@@ -62,49 +62,49 @@ CURRICULUM = [
 ]
 
 
-def stage_of(options: Mapping[str, Any]) -> Stage:
+def parse_stage_options(options: Mapping[str, Any]) -> GeospotStage:
     """Return the stage that a curriculum's options describe; what they leave out is as in the last of STAGES."""
     unknown = ", ".join(map(repr, options.keys() - {"pays", "tolerance_km"}))
     need(not unknown, f"geospot has no options {unknown} in a curriculum; it has 'pays' and 'tolerance_km'")
     pays, tolerance = options.get("pays", STAGES[-1].parts), options.get("tolerance_km", STAGES[-1].tolerance_km)
-    need(isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= WEIGHTS.keys(),
-         f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(WEIGHTS)}")
+    need(isinstance(pays, list | tuple) and pays and set(map(str, pays)) <= FIELD_WEIGHTS.keys(),
+         f"pays of geospot in a curriculum is {pays!r}; give a list of some of {', '.join(FIELD_WEIGHTS)}")
     need(isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 < tolerance <= 20_000,
          f"tolerance_km of geospot is {tolerance!r}; give more than 0, at most 20000")
-    return Stage(0, tuple(dict.fromkeys(pays)), float(tolerance))
+    return GeospotStage(0, tuple(dict.fromkeys(pays)), float(tolerance))
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = {  # of a file, OSV-5M's names too
+FIELD_COLUMNS = {  # of a file, OSV-5M's names too
     "country": ("country",),
     "region": ("region",),
     "city": ("city",),
     "lat": ("lat", "latitude"),
     "lon": ("lon", "lng", "longitude"),
 }
-IMAGES = ("image", "image_url", "thumb_original_url")
+GEOSPOT_IMAGE_COLUMNS = ("image", "image_url", "thumb_original_url")
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
     """CSV, JSONL or parquet with image or image_url, country, region, city, lat and lon; any but one may be missing.
 
     OSV-5M's own CSV names no files: its images are found by `id` below --image-root.
     """
-    return any_rows(cfg, IMAGES, lambda record, root: geo_record(record, root, cfg))
+    return any_rows(cfg, GEOSPOT_IMAGE_COLUMNS, lambda record, root: geo_record(record, root, cfg))
 
 
-def place_of(record: dict) -> dict[str, Any]:
+def read_place(record: dict) -> dict[str, Any]:
     """Field -> what the first of its columns that holds something has, or None."""
-    return {field: first([record.get(name) for name in columns]) for field, columns in COLUMNS.items()}
+    return {field: first([record.get(name) for name in columns]) for field, columns in FIELD_COLUMNS.items()}
 
 
-def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
+def geo_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
-    found = place_of(record)
-    fields = {field: found[field] for field in NAMES if found[field] is not None}
+    found = read_place(record)
+    fields = {field: found[field] for field in NAME_FIELDS if found[field] is not None}
     for field, name in fields.items():
-        need(isinstance(name, str) and plain(name) and len(name) <= MAX_VALUE_CHARS,
+        need(isinstance(name, str) and normalize_name(name) and len(name) <= MAX_VALUE_CHARS,
              f"{field} is {name!r:.80}, expected a name of at most {MAX_VALUE_CHARS} characters, or nothing")
     lat, lon = found["lat"], found["lon"]
     if (lat, lon) != (None, None):
@@ -114,26 +114,32 @@ def geo_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     need(fields, "no country, region, city, lat or lon; at least one of these columns has to hold something")
     here = first([record.get(name) for name in (cfg.image_key, "image")])
     by_id = files_below(root, "*.jpg").get(f"{record['id']}.jpg") if here is None and "id" in record else None
-    image = first([here, by_id, *(record.get(name) for name in IMAGES)])
-    need(image is not None,
-         f"no image: looked for columns {', '.join((cfg.image_key, *IMAGES))}, and for id.jpg below {root}")
+    image = first([here, by_id, *(record.get(name) for name in GEOSPOT_IMAGE_COLUMNS)])
+    need(
+        image is not None,
+        f"no image: looked for columns {', '.join((cfg.image_key, *GEOSPOT_IMAGE_COLUMNS))}, and for id.jpg below {root}",
+    )
     truth = json.dumps(fields, ensure_ascii=False)
-    return row_of("geospot", record, (*IMAGES, *chain(*COLUMNS.values())), image, truth, cfg, INSTRUCTION)
+    return row_of(
+        "geospot", record, (*GEOSPOT_IMAGE_COLUMNS, *chain(*FIELD_COLUMNS.values())), image, truth, cfg, INSTRUCTION
+    )
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-LETTERS = str.maketrans(
+LETTER_REPLACEMENTS = str.maketrans(
     {"ł": "l", "ø": "o", "đ": "d", "ð": "d", "æ": "ae", "œ": "oe", "ı": "i", "þ": "th", "&": " and "}
 )
-SHORT = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
-KINDS = """
+ABBREVIATIONS = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
+REGION_KINDS = """
 state province region county prefecture district oblast department governorate autonomous community of canton
 voivodeship krai kray kraj lan republic respublika emirate territory comune regione wojewodztwo regiao autonoma
 bundesland freistaat avtonomnyy okrug departement fylke land commonwealth
 """.split()
-TAIL = re.compile("(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$")  # also of Korea, Japan and China: Suwon-si
-ALSO = {  # what people write, and ISO 3166 does not have
+NAME_TAIL_PATTERN = re.compile(
+    "(?<=[a-z]) (?:city|metropolis|do|si|ken|fu|sheng|shi)$"
+)  # also of Korea, Japan and China: Suwon-si
+COUNTRY_ALIASES = {  # what people write, and ISO 3166 does not have
     "GB": "uk|britain|great britain|england|scotland|wales|northern ireland",
     "US": "america|united states of america", "RU": "russia", "TR": "turkey|turkiye", "CZ": "czech republic",
     "CI": "ivory coast", "KR": "korea|south korea|republic of korea", "MM": "burma", "NL": "holland",
@@ -156,18 +162,18 @@ ALSO = {  # what people write, and ISO 3166 does not have
 
 
 @lru_cache(65536)
-def plain(text: str) -> str:
+def normalize_name(text: str) -> str:
     """Lower case, without accents, punctuation and articles: `St. Étienne` -> `saint etienne`."""
-    text = unicodedata.normalize("NFKD", text.casefold()).translate(LETTERS)
+    text = unicodedata.normalize("NFKD", text.casefold()).translate(LETTER_REPLACEMENTS)
     text = re.sub(r"[\u0300-\u036f\u200b-\u200f\u2060\ufeff.'’‘ʼ`´]", "", text)
     words = re.sub(r"[\W_]+", " ", text).split()
-    return " ".join(SHORT.get(word, word) for word in words if word != "the")
+    return " ".join(ABBREVIATIONS.get(word, word) for word in words if word != "the")
 
 
 @cache
 def country_codes() -> dict[str, str]:
     """Plain name or code -> ISO 3166 alpha-2."""
-    with refusing(ImportError, "geospot grading needs pycountry; pip install -r requirements.txt"):
+    with as_user_error(ImportError, "geospot grading needs pycountry; pip install -r requirements.txt"):
         import pycountry
     codes = {}
     for country in pycountry.countries:
@@ -175,24 +181,26 @@ def country_codes() -> dict[str, str]:
         names = [getattr(country, field) for field in fields if hasattr(country, field)]
         first, _, rest = country.name.partition(", ")  # "Korea, Republic of"
         names += [f"{rest} {first}", country.name.partition(" (")[0]]
-        codes |= {plain(name): country.alpha_2 for name in names}
-    for code, names in ALSO.items():
-        codes |= dict.fromkeys(map(plain, names.split("|")), code)
+        codes |= {normalize_name(name): country.alpha_2 for name in names}
+    for code, names in COUNTRY_ALIASES.items():
+        codes |= dict.fromkeys(map(normalize_name, names.split("|")), code)
     return codes
 
 
-def country_of(text: str) -> str:
+def normalize_country(text: str) -> str:
     """ISO code of a country, or else the plain text, which an invented map's names are."""
     codes = country_codes()
-    if found := codes.get(plain(text)):
+    if found := codes.get(normalize_name(text)):
         return found
-    twice = {codes.get(plain(part)) for part in re.split(r"[()/,–-]", text) if plain(part)}  # "France (FR)"
-    return twice.pop() if len(twice) == 1 and None not in twice else plain(text)
+    twice = {
+        codes.get(normalize_name(part)) for part in re.split(r"[()/,–-]", text) if normalize_name(part)
+    }  # "France (FR)"
+    return twice.pop() if len(twice) == 1 and None not in twice else normalize_name(text)
 
 
 def without_kind(name: str) -> str:
-    words = TAIL.sub("", name).split()
-    return " ".join([word for word in words if word not in KINDS] or words)
+    words = NAME_TAIL_PATTERN.sub("", name).split()
+    return " ".join([word for word in words if word not in REGION_KINDS] or words)
 
 
 @cache
@@ -203,7 +211,9 @@ def region_names(country: str) -> dict[str, str]:
 
     names = {}
     for region in pycountry.subdivisions.get(country_code=country) or ():
-        variants = [plain(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if plain(part)]
+        variants = [
+            normalize_name(part.partition(",")[0]) for part in re.split(r"[\[\]/]", region.name) if normalize_name(part)
+        ]
         names |= {without_kind(name): without_kind(variants[0]) for name in variants}
     others = REGION_NAMES.get(country, ()) if len(country) == 2 else chain(*REGION_NAMES.values())
     for other, name in others:
@@ -212,21 +222,21 @@ def region_names(country: str) -> dict[str, str]:
 
 
 @lru_cache(65536)
-def region_of(text: str, country: str) -> str:
+def normalize_region(text: str, country: str) -> str:
     """Plain name of a region, without "state of" and the like; ISO's codes `CA` and `US-CA` are names too."""
     import pycountry
 
-    name = plain(text)
+    name = normalize_name(text)
     if len(name) <= 6 and len(country) == 2:
         code = name.upper().replace(" ", "-").removeprefix(f"{country}-")
         found = pycountry.subdivisions.get(code=f"{country}-{code}")
-        name = plain(re.split(r"[\[/,]", found.name)[0]) if found else name
+        name = normalize_name(re.split(r"[\[/,]", found.name)[0]) if found else name
     names, short = region_names(country), without_kind(name)
     return names.get(name) or names.get(short, short)  # `moscow oblast` is not `moscow`
 
 
-def city_of(text: str) -> str:
-    return TAIL.sub("", plain(text).removeprefix("city of "))
+def normalize_city(text: str) -> str:
+    return NAME_TAIL_PATTERN.sub("", normalize_name(text).removeprefix("city of "))
 
 
 # --- reading an answer ------------------------------------------------------------------------------------------------
@@ -240,21 +250,23 @@ LABELS = {
     "coordinates": "coordinates coordinate coords gps",
 }
 FIELDS = {label: field for field, labels in LABELS.items() for label in labels.split()}
-FILLERS = "name code or and approximate estimated decimal degrees".split()
+ANSWER_FILLERS = "name code or and approximate estimated decimal degrees".split()
 LABEL = re.compile(r"(?<!\w)([A-Za-z][A-Za-z/ _()]{1,30}?)[*_`\"' ]{0,4}[:=：]")
-NUMBER = r"[0-9]{1,3}(?:\.[0-9]*)?(?:e-[0-9]{1,2})?"  # no other script's digits: JSON has none
-ANGLE = rf" ?([+-]?) ?({NUMBER}) ?(?:°|deg|degrees)? ?(?:({NUMBER}) ?' ?(?:({NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
+ANGLE_NUMBER = r"[0-9]{1,3}(?:\.[0-9]*)?(?:e-[0-9]{1,2})?"  # no other script's digits: JSON has none
+ANGLE = rf" ?([+-]?) ?({ANGLE_NUMBER}) ?(?:°|deg|degrees)? ?(?:({ANGLE_NUMBER}) ?' ?(?:({ANGLE_NUMBER}) ?(?:\"|''))?)? ?([A-Z]?) ?"
 PAIR = re.compile(rf"{ANGLE}[,; ]{ANGLE}", re.I)
 SIGNS = str.maketrans("−–’′”″º", "--''\"\"°")
 
 
-def field_of(label: str) -> str | None:
+def field_name(label: str) -> str | None:
     """`Latitude`, `state/province`, `country_code` -> the field that is meant."""
-    words = plain(label).split()
+    words = normalize_name(label).split()
     fields = {FIELDS[word] for word in words if word in FIELDS}
     if fields == {"lat", "lon"} or "coordinates" in fields:
         fields = {"coordinates"}
-    return fields.pop() if len(fields) == 1 and all(word in FIELDS or word in FILLERS for word in words) else None
+    return (
+        fields.pop() if len(fields) == 1 and all(word in FIELDS or word in ANSWER_FILLERS for word in words) else None
+    )
 
 
 def json_pairs(text: str) -> list[tuple[str, Any]]:
@@ -279,26 +291,28 @@ def line_pairs(text: str) -> list[tuple[str, str]]:
     return list(zip(parts[::2], values, strict=True))
 
 
-def read_answer(response: str) -> dict[str, Any]:
+def parse_answer(response: str) -> dict[str, Any]:
     """Field -> value, as written: of JSON objects, or else of `name: value`.
 
     Reasoning in `<think>` does not count. A field that is given twice with different values is no answer.
     """
     text = response.rpartition("</think>")[2]
-    if "<think>" in text or SPECIAL_TOKEN.search(text):
+    if "<think>" in text or SPECIAL_TOKEN_PATTERN.search(text):
         return {}
-    text = text[-MAX_ANSWER_CHARS:]
+    text = text[-MAX_GEOSPOT_CHARS:]
     found: dict[str, list] = {}
     for pairs in (json_pairs(text), line_pairs(text)):
         for label, value in pairs:
-            if field := field_of(label[:MAX_VALUE_CHARS]):
+            if field := field_name(label[:MAX_VALUE_CHARS]):
                 found.setdefault(field, []).append(value)
         if found:
             break
     return {field: values[0] for field, values in found.items() if all(value == values[0] for value in values)}
 
 
-def degrees(sign: str, whole: str, minutes: str | None, seconds: str | None, letter: str, axis: str) -> float | None:
+def parse_degrees(
+    sign: str, whole: str, minutes: str | None, seconds: str | None, letter: str, axis: str
+) -> float | None:
     """One angle; `axis` is its letters, positive and negative: "NS" or "EW". None if it has not exactly one reading."""
     value = float(whole) + float(minutes or 0) / 60 + float(seconds or 0) / 3600
     letter = letter.upper()
@@ -318,7 +332,7 @@ def read_coordinates(answer: dict[str, Any]) -> tuple[float, float] | None:
     match = PAIR.fullmatch(" ".join(given.translate(SIGNS).strip("()[]{} ").split()))
     if match is None:
         return None
-    lat, lon = degrees(*match.groups()[:5], "NS"), degrees(*match.groups()[5:], "EW")
+    lat, lon = parse_degrees(*match.groups()[:5], "NS"), parse_degrees(*match.groups()[5:], "EW")
     return None if lat is None or lon is None else (lat, lon)
 
 
@@ -342,30 +356,34 @@ def distance_km(lat: float, lon: float, other_lat: float, other_lon: float) -> f
 
 
 @lru_cache(4096)  # a truth is met once for each of its samples
-def read_truth(truth: str) -> dict[str, Any]:
+def parse_place_truth(truth: str) -> dict[str, Any]:
     """The truth by field; without those that it has no value for. Raises UserError if it holds nothing to grade."""
     told = f"the truth {truth[:200]!r} is no JSON object with country, region, city, lat and lon"
-    with refusing((ValueError, RecursionError), told):
+    with as_user_error((ValueError, RecursionError), told):
         fields = json.loads(truth)
     need(isinstance(fields, dict), f"{told}; make the file with `python prepare_data.py geospot`")
-    fields = fields | place_of(fields)
-    place = {field: as_text(fields[field]) for field in NAMES}
-    place = {field: text for field, text in place.items() if plain(text)}
+    fields = fields | read_place(fields)
+    place = {field: as_text(fields[field]) for field in NAME_FIELDS}
+    place = {field: text for field, text in place.items() if normalize_name(text)}
     if coordinates := read_coordinates(fields):
         place["coordinates"] = coordinates
     need(place, f"{told}; make the file with `python prepare_data.py geospot`")
     return place
 
 
-def same_names(answer: dict[str, Any], truth: dict[str, str]) -> dict[str, float]:
+def matching_names(answer: dict[str, Any], truth: dict[str, str]) -> dict[str, float]:
     """1 for each of country, region and city that is right, else 0. A city may stand before its region and country."""
-    country = country_of(truth.get("country", ""))
-    normal = {"country": country_of, "region": lambda text: region_of(text, country), "city": city_of}
+    country = normalize_country(truth.get("country", ""))
+    normal = {
+        "country": normalize_country,
+        "region": lambda text: normalize_region(text, country),
+        "city": normalize_city,
+    }
     names = {field: normal[field](truth[field]) for field in normal if field in truth}
 
     def right(field: str) -> bool:
         text = as_text(answer.get(field))
-        if field not in names or not plain(text):
+        if field not in names or not normalize_name(text):
             return False
         head, *more = text.split(",")
         wider = [other for other in ("region", "country") if other in names and other != field]
@@ -375,34 +393,34 @@ def same_names(answer: dict[str, Any], truth: dict[str, str]) -> dict[str, float
     return {field: float(right(field)) for field in normal}
 
 
-def geospot_reward(response: str, truth: str, stage: Stage = STAGES[-1]) -> dict[str, float]:
+def geospot_reward(response: str, truth: str, stage: GeospotStage = STAGES[-1]) -> dict[str, float]:
     """Return each part from 0 to 1, under "reward" the weighted sum of those that the stage pays for, and under "km"
     the distance, if response and truth have coordinates.
 
     The weight of a part that the truth lacks goes to those parts of the truth that the stage pays for, or if there are
     none, to all parts of the truth. Raise UserError if the truth holds nothing to grade; no response raises.
     """
-    place = read_truth(truth)
-    answer = read_answer(response)
-    parts = same_names(answer, place)
+    place = parse_place_truth(truth)
+    answer = parse_answer(response)
+    parts = matching_names(answer, place)
     there = read_coordinates(answer) if "coordinates" in place else None
     km = {"km": distance_km(*there, *place["coordinates"])} if there else {}
     parts["coordinates"] = math.exp(-km["km"] / stage.tolerance_km) if km else 0.0
     paid = [part for part in stage.parts if part in place] or list(place)
-    whole, possible = (sum(map(WEIGHTS.get, names)) for names in (stage.parts, paid))
-    return parts | km | {"reward": sum(WEIGHTS[part] * parts[part] for part in paid) * whole / possible}
+    whole, possible = (sum(map(FIELD_WEIGHTS.get, names)) for names in (stage.parts, paid))
+    return parts | km | {"reward": sum(FIELD_WEIGHTS[part] * parts[part] for part in paid) * whole / possible}
 
 
 def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
     rewards = earned(truth)
-    return all(rewards[part] > 0.999 for part in read_truth(truth))
+    return all(rewards[part] > 0.999 for part in parse_place_truth(truth))
 
 
 @register("geospot", "osv5m", answerable=answerable)
 def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
     """Grade by the options of a curriculum's `stage`, a reward.Stage; without any, all parts count at 25 km."""
-    with refusing(UserError, f"row {example.uid!r}"):
-        return geospot_reward(response, example.ground_truth, stage_of(stage.options if stage else {}))
+    with as_user_error(UserError, f"row {example.uid!r}"):
+        return geospot_reward(response, example.ground_truth, parse_stage_options(stage.options if stage else {}))
 
 
 # --- an invented map --------------------------------------------------------------------------------------------------
@@ -426,7 +444,7 @@ def toy_place(colour: str, shape: str, marks: int) -> dict[str, Any]:
 
 def toy_answer(place: dict[str, Any]) -> str:
     """As the toy policy is to write it: short."""
-    names = "; ".join(f"{field}: {place[field]}" for field in NAMES)
+    names = "; ".join(f"{field}: {place[field]}" for field in NAME_FIELDS)
     return f"{names}; coordinates: {place['lat']}, {place['lon']}"
 
 
@@ -438,7 +456,7 @@ def draw_map(rng: random.Random, colour: str, shape: str, marks: int) -> bytes:
     coast = [(SIDE / 2 + reach * math.cos(angle), SIDE / 2 + reach * math.sin(angle)) for angle, reach in reaches]
     draw.polygon(coast, fill=(245, 245, 240), outline=COLOURS[colour], width=6)
     draw_shapes(draw, rng, INK, shape, marks)
-    return png(image)
+    return encode_png(image)
 
 
 @in_one_split("geospot/")
@@ -446,7 +464,7 @@ def scenes(rng: random.Random) -> Scene:
     """An island, and what is where it is."""
     where = rng.choice(list(COLOURS)), rng.choice(list(REGIONS)), rng.randint(1, len(CITIES))
     data, place = draw_map(rng, *where), toy_place(*where)
-    return [data], [("place", f"{MARK}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
+    return [data], [("place", f"{IMAGE_PLACEHOLDER}{TOY_INSTRUCTION}", toy_answer(place), json.dumps(place))]
 
 
 toy = toy_of("geospot", scenes, ["place"])

@@ -15,11 +15,22 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need
-from prepare_data import MARK, Raw, TaskConfig
-from reward import register, unwrap_truth, weighted
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
+from reward import accuracy_and_format_reward, register, unwrap_truth
 from tasks._tables import any_rows, files_below, first, row_of
-from tasks.shapes import COLOURS, SHAPES, Scene, boxed, draw_shape, in_split, only_box, png, random_of, toy_of
-from tasks.vqa import FILLER, LETTERS, SCALES, answer_of, clean, is_known, known_words, number_at, vqa
+from tasks.shapes import (
+    COLOURS,
+    SHAPES,
+    Scene,
+    belongs_to_split,
+    draw_shape,
+    encode_png,
+    has_only_box,
+    make_boxed_response,
+    random_of,
+    toy_of,
+)
+from tasks.vqa import CHOICE_LETTERS, FILLER, SCALES, clean, extract_answer, is_known, known_words, number_at, vqa
 
 INSTRUCTION = r"Is the statement about the images true or false? Answer in \boxed{}."
 WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
@@ -27,14 +38,14 @@ WHICH_INSTRUCTION = r"Answer with the number of the image in \boxed{}."
 # --- reward -----------------------------------------------------------------------------------------------------------
 
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
-ALL, NONE = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing")
+ALL_WORDS, NONE_WORDS = ("all", "both", "every", "each"), ("none", "neither", "no", "nothing")
 MEANINGLESS = FILLER | {"images", "photos", "figure", "side", "hand", "answer"}
-NAMES = {*ALL, *NONE, "one"}
+NAME_WORDS = {*ALL_WORDS, *NONE_WORDS, "one"}
 ARTICLE = re.compile(r"(?<!image )\ba (?=(?!and\b)[a-z]{3})")  # `image A` is a name
 COUNTED = r"([a-z0-9]+) (?:(?:of (?:the|these) )?(?:images|photos|pictures|figures)|of (?:them|these)|in total|only)\b|"
 COUNTED += r"\b(?:the|these|those|only|just|exactly|of|there(?:'s| is| are)|has|have|see|shows?|a|its|my) ([a-z0-9]+)\b"
 COUNTED = re.compile(rf"(?=\b(?:{COUNTED}))")  # says how many (`the two`), not which
-WORDS = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+WORD_PATTERN = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 IMAGE_CHARS = re.compile(r"[a-z0-9 .,:;'()\[\]#*\"]*")  # all that an answer may be made of
 
 
@@ -46,7 +57,7 @@ def nlvr2(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     return vqa(response, example, finish_reason)
 
 
-def position(word: str, n: int) -> int | None:
+def parse_image_position(word: str, n: int) -> int | None:
     """The image that one word names, counted from 0."""
     if word in ("left", "leftmost"):
         return 0 if n <= 3 or word == "leftmost" else None
@@ -61,7 +72,7 @@ def position(word: str, n: int) -> int | None:
     elif word in ORDINALS:
         place = ORDINALS.index(word)
     else:
-        place = LETTERS.lower().find(word) if len(word) == 1 else -1
+        place = CHOICE_LETTERS.lower().find(word) if len(word) == 1 else -1
     return place if 0 <= place < n else None
 
 
@@ -72,19 +83,23 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
     `1 or 2`, `not 1`, `1?`, `2 images`.
     """
     text = clean(text).replace("-hand", " hand").replace("-most", "most")
-    counted = any(word not in NONE and number_at([word]) for word in chain(*COUNTED.findall(text)))
+    counted = any(word not in NONE_WORDS and number_at([word]) for word in chain(*COUNTED.findall(text)))
     if not IMAGE_CHARS.fullmatch(text) or counted:  # `2 images` is how many
         return None
-    words = [word for word in WORDS.findall(ARTICLE.sub("", text)) if word not in MEANINGLESS]
-    words = [word for word in words if not is_known(word, known) or position(word, 10) is not None or word in NAMES]
+    words = [word for word in WORD_PATTERN.findall(ARTICLE.sub("", text)) if word not in MEANINGLESS]
+    words = [
+        word
+        for word in words
+        if not is_known(word, known) or parse_image_position(word, 10) is not None or word in NAME_WORDS
+    ]
     if len(words) > 1 and words[-1] == "one" and words[-2] != "and" and not number_at(words[-2:-1]):  # `the second one`
         words.pop()
-    if words == ["no", "one"] or words in ([word] for word in NONE):
+    if words == ["no", "one"] or words in ([word] for word in NONE_WORDS):
         return frozenset()
-    every = bool(words) and words[0] in ALL and (words[0] != "both" or n == 2)
+    every = bool(words) and words[0] in ALL_WORDS and (words[0] != "both" or n == 2)
     if every:
         words = words[1:] or [str(i + 1) for i in range(n)]
-    named = [position(word, n) for word in words if word != "and"]
+    named = [parse_image_position(word, n) for word in words if word != "and"]
     joined = every or " and " in text or "," in text  # `1 2` and `left 2` are two answers
     if not named or None in named or (len(named) > 1 and not joined):
         return None
@@ -92,7 +107,7 @@ def images_named(text: str, n: int, known: frozenset[str] = frozenset()) -> froz
 
 
 @register("which", instruction=WHICH_INSTRUCTION)
-def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
+def which_image(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     r"""0.9 * accuracy + 0.1 * format, the format being that of visual questions.
 
     `images`: 1 for each image of which the answer says what the truth does, that it is one of those asked for or that
@@ -103,11 +118,11 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
     need(truth is not None,
          f"row {example.uid!r}: ground_truth {example.ground_truth!r} names none of its {n} images; write 1 to {n}, "
          "both, all or none")
-    answer = answer_of(response, finish_reason)
+    answer = extract_answer(response, finish_reason)
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
-    known = known_words(question.replace(MARK, " ").replace(WHICH_INSTRUCTION, " "))
+    known = known_words(question.replace(IMAGE_PLACEHOLDER, " ").replace(WHICH_INSTRUCTION, " "))
     named = images_named(answer or "", n, known)
-    rewards = weighted(named == truth, answer is not None and only_box(response, answer))
+    rewards = accuracy_and_format_reward(named == truth, answer is not None and has_only_box(response, answer))
     return rewards | {"images": [float(named is not None and (i in named) == (i in truth)) for i in range(n)]}
 
 
@@ -116,7 +131,7 @@ def which(response: str, example: Any, finish_reason: str) -> dict[str, Any]:
 SIDES = (("left_image", "right_image"), ("left_url", "right_url"))
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
     """NLVR2's JSON lines (identifier, sentence, label), or CSV and parquet with the same columns.
 
     Images are the columns left_image and right_image, or left_url and right_url, or --image-key, a list; or else the
@@ -126,7 +141,7 @@ def rows(cfg: TaskConfig) -> Iterator[Raw]:
     return any_rows(cfg, SIDES[0] + SIDES[1], lambda record, root: pair_record(record, root, cfg))
 
 
-def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
+def pair_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
     statement = first([record.get(cfg.prompt_key), record.get("sentence")])
     text = first([statement, record.get("question")])
@@ -145,8 +160,8 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
     images = first([record.get(cfg.image_key), images])
     columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
     need(images is not None, f"no images: looked for {columns}, and for {stem}-img0.png below {root}")
-    asked = MARK * (len(images) if isinstance(images, list) else 1) + asked
-    prompt = asked if cfg.instruction or MARK in text else f"{asked} {instruction}"
+    asked = IMAGE_PLACEHOLDER * (len(images) if isinstance(images, list) else 1) + asked
+    prompt = asked if cfg.instruction or IMAGE_PLACEHOLDER in text else f"{asked} {instruction}"
     used = (cfg.answer_key, "sentence", "question", "label", "answer", *chain(*SIDES))
     return row_of(source, record | {cfg.prompt_key: prompt, "answer_type": kind}, used, images, str(truth), cfg)
 
@@ -154,25 +169,25 @@ def pair_record(record: dict, root: Path, cfg: TaskConfig) -> dict:
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
 DEMO = {"see_steps": 500, "habit_steps": 60, "steps": 40}  # of demo.py
-SMALL = 56  # pixels a side: several images are many tokens
+SMALL_SIDE = 56  # pixels a side: several images are many tokens
 
 
-def drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
+def single_shape_drawings(rng: random.Random, split: str) -> Iterator[tuple[bytes, str]]:
     """Endless (png, colour) of one split: a shape in an image of its own."""
     while True:
         colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
-        image = Image.new("RGB", (SMALL, SMALL), (rng.randint(236, 255),) * 3)
-        x, y = (SMALL / 2 + rng.uniform(-6, 6) for _ in range(2))
+        image = Image.new("RGB", (SMALL_SIDE, SMALL_SIDE), (rng.randint(236, 255),) * 3)
+        x, y = (SMALL_SIDE / 2 + rng.uniform(-6, 6) for _ in range(2))
         draw_shape(ImageDraw.Draw(image), shape, x, y, rng.uniform(14, 20), COLOURS[colour])
-        data = png(image)
-        if in_split(data, split):
+        data = encode_png(image)
+        if belongs_to_split(data, split):
             yield data, colour
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless groups of images, each of a colour of its own: eight of ten times two, else three or four."""
     rng = random_of("pairs/", split, seed)
-    source = drawings(rng, split)
+    source = single_shape_drawings(rng, split)
     while True:
         n = rng.choice([2] * 8 + [3, 4])
         by_colour: dict[str, bytes] = {}
@@ -185,14 +200,14 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
         claim = colours[place] if rng.random() < 0.5 else rng.choice(others)  # true as often as false
         true = str(claim == colours[place])
         asked = rng.randrange(n)
-        statement = f"{MARK * n}{INSTRUCTION} Statement: the {ORDINALS[place]} image is {claim}."
-        question = f"{MARK * n}{WHICH_INSTRUCTION} Which image is {colours[asked]}?"
+        statement = f"{IMAGE_PLACEHOLDER * n}{INSTRUCTION} Statement: the {ORDINALS[place]} image is {claim}."
+        question = f"{IMAGE_PLACEHOLDER * n}{WHICH_INSTRUCTION} Which image is {colours[asked]}?"
         seen = " ".join(colours)
         yield (
             images,
             [
-                ("statement", statement, boxed(true.lower(), seen), true),
-                ("which", question, boxed(str(asked + 1), seen), str(asked + 1)),
+                ("statement", statement, make_boxed_response(true.lower(), seen), true),
+                ("which", question, make_boxed_response(str(asked + 1), seen), str(asked + 1)),
             ],
         )
 

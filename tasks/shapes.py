@@ -14,8 +14,15 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from errors import need
-from prepare_data import MARK
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, extract_boxed, register, weighted
+from prepare_data import IMAGE_PLACEHOLDER
+from reward import (
+    BOX_PATTERN,
+    MAX_ANSWER_CHARS,
+    SPECIAL_TOKEN_PATTERN,
+    accuracy_and_format_reward,
+    extract_boxed,
+    register,
+)
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
 CELL = 28
@@ -24,12 +31,12 @@ SHAPES = ("circle", "square", "triangle", "star")
 ANGLES = (30, 60, 90, 120, 150)
 ANSWER_TYPES = ("count", "colour", "shape", "exists", "angle")
 INSTRUCTION = r"Answer in \boxed{}."  # before the question, so that all questions about an image share it
-SALT = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
+SPLIT_SEEDS = {"warm": 1, "train": 2, "test": 3}  # the splits draw from different random streams
 
 # --- reward -------------------------------------------------------------------------------------------------------
 
 
-def plain(text: str) -> str:
+def normalize_answer_text(text: str) -> str:
     """Without case, needless spaces, a final period, LaTeX's text commands and degree signs."""
     text = " ".join(text.casefold().replace("$", " ").split())  # first: the patterns below are slow on runs of spaces
     text = re.sub(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf)|boldsymbol) ?\{([^{}]*)\}", r"\1", text)
@@ -37,13 +44,13 @@ def plain(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
-def only_box(response: str, boxed: str) -> bool:
+def has_only_box(response: str, boxed: str) -> bool:
     """The format: an optional `<think>...</think>`, then the box with this content, and nothing else."""
     rest = response.strip()
     if rest.startswith("<think>"):
         rest = rest.partition("</think>")[2].strip()
-    one_box = len(BOX.findall(response)) == 1 and BOX.fullmatch(rest.removesuffix(f"{boxed}}}"))
-    return bool(one_box) and not SPECIAL_TOKEN.search(response)
+    one_box = len(BOX_PATTERN.findall(response)) == 1 and BOX_PATTERN.fullmatch(rest.removesuffix(f"{boxed}}}"))
+    return bool(one_box) and not SPECIAL_TOKEN_PATTERN.search(response)
 
 
 @register("shapes")
@@ -59,9 +66,12 @@ def shapes(response: str, example: Any, finish_reason: str) -> dict[str, float]:
          "`python prepare_data.py shapes`")
     boxed = extract_boxed(response)
     if boxed is None:
-        return weighted(0.0, 0.0)
-    accuracy = len(boxed) <= MAX_ANSWER_CHARS and plain(boxed) == plain(example.ground_truth) != ""
-    return weighted(accuracy, only_box(response, boxed))
+        return accuracy_and_format_reward(0.0, 0.0)
+    accuracy = (
+        len(boxed) <= MAX_ANSWER_CHARS
+        and normalize_answer_text(boxed) == normalize_answer_text(example.ground_truth) != ""
+    )
+    return accuracy_and_format_reward(accuracy, has_only_box(response, boxed))
 
 
 # --- toy --------------------------------------------------------------------------------------------------------------
@@ -72,14 +82,14 @@ Scenes = Callable[[str, int], Iterator[Scene]]  # of a split and a seed
 Toy = Callable[[int, str, int], Iterator[dict]]  # n rows, of a split and a seed
 
 
-def boxed(answer: str, thought: str = "") -> str:
+def make_boxed_response(answer: str, thought: str = "") -> str:
     """A response of the perfect format."""
     return (f"<think>{thought}</think>" if thought else "") + rf"\boxed{{{answer}}}"
 
 
 DEMO = {"eval_every": 5}  # of demo.py
 USUAL = {"count": "2", "colour": "red", "shape": "circle", "exists": "yes", "angle": "90"}
-USUAL = {kind: boxed(answer) for kind, answer in USUAL.items()}  # a lazy annotator's, in the demo
+USUAL = {kind: make_boxed_response(answer) for kind, answer in USUAL.items()}  # a lazy annotator's, in the demo
 
 
 # --- images -------------------------------------------------------------------------------------------------------
@@ -116,18 +126,18 @@ def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missi
     draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
 
 
-def png(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
-def in_split(data: bytes, split: str) -> bool:
+def belongs_to_split(data: bytes, split: str) -> bool:
     """Whether an image may occur in a split: the hash of its bytes decides if that is test, or any other."""
     return (hashlib.sha256(data).digest()[0] < 64) == (split == "test")
 
 
-def exists(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
+def make_exists_question(rng: random.Random, question: str, truth: str, options: list[str]) -> tuple[str, str, str]:
     """Asks for what is there as often as for what is not."""
     present = rng.random() < 0.5
     asked = truth if present else rng.choice([option for option in options if option != truth])
@@ -142,7 +152,7 @@ def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scen
             rng = random_of(name, split, seed)
             while True:
                 images, questions = draw(rng)
-                if in_split(images[0], split):
+                if belongs_to_split(images[0], split):
                     yield images, questions
 
         return scenes
@@ -152,8 +162,8 @@ def in_one_split(name: str) -> Callable[[Callable[[random.Random], Scene]], Scen
 
 def random_of(name: str, split: str, seed: int) -> random.Random:
     """Return the random numbers of a split's drawings."""
-    need(split in SALT, f"--split {split!r}: toys have {', '.join(SALT)}")
-    return random.Random(f"{name}{SALT[split]}/{seed}")
+    need(split in SPLIT_SEEDS, f"--split {split!r}: toys have {', '.join(SPLIT_SEEDS)}")
+    return random.Random(f"{name}{SPLIT_SEEDS[split]}/{seed}")
 
 
 @in_one_split("")
@@ -164,24 +174,32 @@ def drawings(rng: random.Random) -> Scene:
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
     if missing:
         draw_angle(ImageDraw.Draw(image), rng, colour, missing)
-        return [png(image)], [("angle", "What is the missing angle?", str(missing))]
+        return [encode_png(image)], [("angle", "What is the missing angle?", str(missing))]
     draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
-    return [png(image)], [
+    return [encode_png(image)], [
         ("count", "How many shapes are there?", str(count)),
         ("colour", "What colour are they?", colour),
         ("shape", "Which shape is it?", shape),
-        exists(rng, "Is there a {} shape?", colour, list(COLOURS)),
-        exists(rng, "Is there a {}?", shape, list(SHAPES)),
+        make_exists_question(rng, "Is there a {} shape?", colour, list(COLOURS)),
+        make_exists_question(rng, "Is there a {}?", shape, list(SHAPES)),
     ]
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Endless drawings, no image in two splits."""
     for images, questions in drawings(split, seed):
-        yield images, [(kind, f"{MARK}{INSTRUCTION} {asked}", boxed(truth), truth) for kind, asked, truth in questions]
+        yield (
+            images,
+            [
+                (kind, f"{IMAGE_PLACEHOLDER}{INSTRUCTION} {asked}", make_boxed_response(truth), truth)
+                for kind, asked, truth in questions
+            ],
+        )
 
 
-def in_turn(n: int, source: Iterator[Scene], kinds: Sequence[str]) -> Iterator[tuple[list[bytes], str, str, str]]:
+def alternate_types(
+    n: int, source: Iterator[Scene], kinds: Sequence[str]
+) -> Iterator[tuple[list[bytes], str, str, str]]:
     """n times (images, answer type, prompt, truth): one question to a scene, no scene twice, the types in turn."""
     waiting: dict[str, list] = {kind: [] for kind in kinds}
     seen = set()
@@ -204,7 +222,7 @@ def toy_of(
     columns of prompts, images and answers."""
 
     def toy(n: int, split: str, seed: int) -> Iterator[dict]:
-        for index, (files, kind, prompt, truth) in enumerate(in_turn(n, scenes(split, seed), kinds)):
+        for index, (files, kind, prompt, truth) in enumerate(alternate_types(n, scenes(split, seed), kinds)):
             answer = {answers: truth} if answers else {"reward_model": {"style": "rule", "ground_truth": truth}}
             uid = f"{task}-{split}-{seed}-{index}"
             yield answer | {

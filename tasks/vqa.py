@@ -23,21 +23,30 @@ from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from errors import UserError, need
-from prepare_data import MARK, Raw, TaskConfig
-from reward import BOX, MAX_ANSWER_CHARS, SPECIAL_TOKEN, count, extract_boxed, register, unwrap_truth, weighted
+from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
+from reward import (
+    BOX_PATTERN,
+    MAX_ANSWER_CHARS,
+    SPECIAL_TOKEN_PATTERN,
+    accuracy_and_format_reward,
+    count,
+    extract_boxed,
+    register,
+    unwrap_truth,
+)
 from tasks._tables import any_rows
-from tasks.shapes import COLOURS, Scene, boxed, drawings, only_box, toy_of
+from tasks.shapes import COLOURS, Scene, drawings, has_only_box, make_boxed_response, toy_of
 
 INSTRUCTION = r"Put the answer, a word, a number or the letter of a choice, in \boxed{}."
 DEFAULTS = {"prompt_key": "question", "image_key": "image", "answer_key": "answer", "instruction": "vqa"}
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHOICE_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MULTIPLE_CHOICE = "multiple choice"
-COUNTING = ("counting", "count")  # types whose numbers are exact, whatever `tolerance` says
+COUNTING_TYPES = ("counting", "count")  # types whose numbers are exact, whatever `tolerance` says
 
 # --- words, as data -----------------------------------------------------------------------------------------------
 
 YES, NO = "yes yeah yep yup sure indeed affirmative true correct", "no nope nah false incorrect untrue"
-SAYS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
+YES_NO_WORDS = {word: word in YES.split() for word in f"{YES} {NO}".split()}
 NEGATIONS = set("not never cannot neither nor without zero 0 none nobody nothing".split())  # and all that ends with n't
 HEDGES = set("or but maybe perhaps possibly probably unsure either".split())
 MODALS = set("could might may would".split())  # hedge too, unless the question has them
@@ -52,7 +61,7 @@ present shown depicted appears appear seems seem looks look like to has have onl
 says say reads read who with currently contains contain displays display made called named titled located situated
 """.split()
 )
-SHOWN = set("image picture photo".split())  # of FILLER
+IMAGE_WORDS = set("image picture photo".split())  # of FILLER
 SYNONYMS = """
 grey gray
 purple violet
@@ -146,7 +155,7 @@ fahrenheit °f
 MEANING = {word: line.split()[0] for line in SYNONYMS.strip().splitlines() for word in line.split()}
 NO_PLURALS = set("glasses shorts news goods means customs lens".split())  # other things than their singulars
 
-UNITS = set(
+UNIT_WORDS = set(
     """
 dollar euro cent meter kilometer centimeter millimeter foot inch yard mile kilogram gram pound ounce hour minute second
 day week month year old celsius fahrenheit degree mph kmh percent
@@ -158,12 +167,12 @@ SPELLING_RULES = (("(?<=[a-z]{3})our$", "or"), ("(?<=[a-z]{2})([tb])re$", r"\1er
 ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen""".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-SMALL = {word: n for n, word in enumerate(ONES)} | {word: 10 * n for n, word in enumerate(TENS, 2)}
-SMALL |= dict.fromkeys("no none nobody nothing".split(), 0) | {"single": 1}
+SMALL_NUMBERS = {word: n for n, word in enumerate(ONES)} | {word: 10 * n for n, word in enumerate(TENS, 2)}
+SMALL_NUMBERS |= dict.fromkeys("no none nobody nothing".split(), 0) | {"single": 1}
 SCALES = {"pair": 2, "pairs": 2, "couple": 2, "dozen": 12, "dozens": 12, "hundred": 100, "thousand": 1000,
           "million": 10**6, "billion": 10**9}
 PHRASES = {("half", "a", "dozen"): 6, ("half", "dozen"): 6, ("no", "one"): 0, ("not", "any"): 0}
-NUMBER_WORDS = SMALL | SCALES
+NUMBER_WORDS = SMALL_NUMBERS | SCALES
 BEFORE_NUMBERS = (*ARTICLES, "only", "just", "exactly", "total", "of")
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -172,30 +181,34 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # of VQA's evaluation
 DIGIT_COMMA = re.compile(r"[0-9],[0-9]")
 PERIOD = re.compile(r"\.(?![0-9])")
 END = ".,!?;:"  # of a word in a sentence
-NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?")
+NUMBER_REGEX = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{0,15})(?:\.[0-9]{1,30})?")
 IN_TEXT = re.compile(r"\\(?:text|math)[a-z]* ?\{([^{}]*)\}")  # `\text{red}`
 LEAD = r"^(?:so,? |therefore,? |thus,? )?(?:(?:the |my )?(?:final |correct |right )?(?:answer|option|choice)"
 LEAD += r"(?: (?:is|would be|should be) ?:?| ?:| (?=\([a-z]\))) ?"
 LEAD += r"|i (?:can |do |would |will )?(?:see|count|saw|counted|think|believe|say|choose|pick) )"
 LEAD = re.compile(LEAD)
-TAIL = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|right)"
-TAIL = re.compile(TAIL + r"(?: (?:answer|option|choice|one))?$| at all$")
+TAIL_PATTERN = r"(?<!\bit)(?<!\bthis)(?<!\bthat)(?<!\bstatement) is (?:the )?(?:correct|right)"
+TAIL_PATTERN = re.compile(TAIL_PATTERN + r"(?: (?:answer|option|choice|one))?$| at all$")
 QUOTES = re.compile(r'(?<!\w)"|"(?!\w)')
 DENIED = re.compile(r"(?:\bnot|(?<=is)n't) (true|correct|false|incorrect)\b")
 IT_IS = re.compile(r"(?:it|they|that|there|these|those|he|she)'(?:s|re) (.+)")
 SUBJECT = r"((?:the|an?|it|they|this|that|these|those|there|he|she)\b.*)"
 SUBJECT = re.compile(SUBJECT + r" (?:is|are|was|were|says?|reads?):? (.+)")
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|%")
-OFFERED = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # one of `left or right` is the answer
-OFFERED = re.compile(OFFERED + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
-CHOICE = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
+CHOICE_PATTERN = r"\b(under|above|behind|inside|outside|in|on) or ([a-z]+)|"  # one of `left or right` is the answer
+CHOICE_PATTERN = re.compile(CHOICE_PATTERN + r"([a-z]+),? or (?:(?:an?|the|in|on|at|to) )*([a-z]+)")
+CHOICE_REPLY_PATTERN = re.compile(r"(?:option |choice |answer )?([(\[]?)([a-z])(?![a-z0-9'])([.,:)\]]*) ?(.*)")
 FIRST_CHOICE = re.compile(r"[\s(]A[.):]\s", re.IGNORECASE)
 GLOSS = re.compile(r"([^()]+) \(([^()]+)\)([^()]*)")  # `3 (three) dogs`
 SIGN = re.compile(r"[+<>≤≥=^]|(?<![a-z0-9])-|-(?![a-z0-9])")  # of `sin x - 1` and `C++`; none in `t-shirt`
 DASH = re.compile(r"^- (?=[a-z]{2})|(?<=[a-z]{3}) -+ (?=[a-z]{2})")  # punctuation between words, not a minus
-FORMULA = re.compile(rf"(?=.*(?:{SIGN.pattern})).+|(?!.*(?<![a-z\\])[a-z]{{2}})(?=.*[-()\[\]/]).+")  # `x - 1`, `(1, 2)`
+FORMULA_PATTERN = re.compile(
+    rf"(?=.*(?:{SIGN.pattern})).+|(?!.*(?<![a-z\\])[a-z]{{2}})(?=.*[-()\[\]/]).+"
+)  # `x - 1`, `(1, 2)`
 BRACKETS = re.compile(r"^[(\[]([^()\[\],]+)[)\]]$")
-NUMBERS = re.compile(r"-?[0-9.]+(?:(?: ?, ?(?:and )?| and | ?& ?)-?[0-9.]+)+")  # a list of two or more numbers
+NUMBER_LIST_PATTERN = re.compile(
+    r"-?[0-9.]+(?:(?: ?, ?(?:and )?| and | ?& ?)-?[0-9.]+)+"
+)  # a list of two or more numbers
 LABELLED = re.compile(r"([a-z' ]+): ([a-z0-9.,-]+)")
 MONEY = re.compile(r"\$ ?([0-9](?:[0-9.,]*[0-9])?)(?![0-9]| ?\$)")  # `$5`, but not LaTeX's `$5$`
 ASKED_UNIT = re.compile(r"\bin ([a-z]+)\W*$|\bhow (old)\b")  # `How tall is it in feet?`
@@ -221,7 +234,7 @@ def clean(text: str) -> str:
         text = text.replace(old, new)
     text = MONEY.sub(r"\1 dollars", text).replace("$", " ")
     text = LEAD.sub("", IN_TEXT.sub(r"\1", " ".join(text.split())).strip())
-    return TAIL.sub("", " ".join(QUOTES.sub("", text).split()).removesuffix(".").rstrip())
+    return TAIL_PATTERN.sub("", " ".join(QUOTES.sub("", text).split()).removesuffix(".").rstrip())
 
 
 @lru_cache(16384)
@@ -251,13 +264,15 @@ def plain_words(text: str) -> list[str]:
 
 
 @lru_cache(4096)
-def normal(text: str) -> str:
+def normalize_text(text: str) -> str:
     """The normal form of a cleaned text: plain words, numbers in digits, each word's stem. "" equals nothing."""
-    return " ".join(stem(word) if value is None else str(value) for word, value in with_numbers(plain_words(text)))
+    return " ".join(
+        stem(word) if value is None else str(value) for word, value in merge_number_words(plain_words(text))
+    )
 
 
 @lru_cache(16384)
-def root(word: str) -> str:
+def verb_stem(word: str) -> str:
     """The stem of a verb's forms too: `playing`, `played` and `plays` -> play."""
     return re.sub(r"([bdgmnprt])\1$", r"\1", re.sub("(?<=...)(?:ing|ed|e)$", "", stem(word)))
 
@@ -266,15 +281,15 @@ def root(word: str) -> str:
 def known_words(question: str) -> frozenset[str]:
     """Stems that may stand around an answer without being a second one: of the question's words, and a few more."""
     words = set(WORD.findall(clean(question[:4000]))) | FILLER
-    words -= HEDGES | NEGATIONS | {"and"} | set(NUMBER_WORDS) | set(SAYS)
-    words -= set(chain(*OFFERED.findall(clean(question))))
-    return frozenset(root(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
+    words -= HEDGES | NEGATIONS | {"and"} | set(NUMBER_WORDS) | set(YES_NO_WORDS)
+    words -= set(chain(*CHOICE_PATTERN.findall(clean(question))))
+    return frozenset(verb_stem(word) for word in words if len(word) != 1 or word == "%")  # a letter may be an answer
 
 
 def is_known(word: str, known: frozenset[str]) -> bool:
     """Of `t-shirt` each part; nothing with digits or other characters."""
     found = WORD.findall(word)
-    return "".join(found) == word.replace("-", "") != "" and all(root(part) in known for part in found)
+    return "".join(found) == word.replace("-", "") != "" and all(verb_stem(part) in known for part in found)
 
 
 def all_known(words: Iterable[str], known: frozenset[str]) -> bool:
@@ -295,8 +310,8 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
     last = ""
     while at < len(words):
         word = words[at]
-        small, scale = SMALL.get(word), SCALES.get(word)
-        written = NUMBER.fullmatch(word) if word.strip("-") else None
+        small, scale = SMALL_NUMBERS.get(word), SCALES.get(word)
+        written = NUMBER_REGEX.fullmatch(word) if word.strip("-") else None
         if small is not None:
             tens = last in TENS and 0 < small < 10
             if not (group is None or tens or (last == "hundred" and small)) or small >= least:
@@ -314,14 +329,14 @@ def number_at(words: Sequence[str], start: int = 0) -> tuple[Decimal, int] | Non
             group = (group or 0) + Decimal("0.5")
             at += 3
             break
-        elif not (word == "and" and last in SCALES and SMALL.keys() & words[at + 1 : at + 2]):
+        elif not (word == "and" and last in SCALES and SMALL_NUMBERS.keys() & words[at + 1 : at + 2]):
             break
         last = word if word != "and" else last
         at += 1
     return (sign * (total + (group or 0)), at) if last else None
 
 
-def with_numbers(words: Sequence[str]) -> Iterator[tuple[str, Decimal | None]]:
+def merge_number_words(words: Sequence[str]) -> Iterator[tuple[str, Decimal | None]]:
     """The words, each run of them that is a number spelled out as one: (its words, its value)."""
     at = 0
     while at < len(words):
@@ -346,8 +361,8 @@ def quantity(text: str, known: frozenset[str] = frozenset()) -> tuple[Decimal, s
     if found is None:
         return None
     value, end = found
-    others = [word for word in words[end:] if word != "of" and stem(word) not in UNITS]
-    units = [stem(word) for word in words[end:] if stem(word) in UNITS - {"old", "degree"}]
+    others = [word for word in words[end:] if word != "of" and stem(word) not in UNIT_WORDS]
+    units = [stem(word) for word in words[end:] if stem(word) in UNIT_WORDS - {"old", "degree"}]
     return (value, "".join(units)) if len(units) < 2 and all_known(others, known) else None
 
 
@@ -359,11 +374,13 @@ HALVES = {"in the morning": "am", "in the afternoon": "pm", "in the evening": "p
 
 
 @lru_cache(4096)
-def time_of(text: str) -> tuple[int, int, str] | None:
+def parse_clock_time(text: str) -> tuple[int, int, str] | None:
     """(hour from 0 to 11, minute, am, pm or "") of `5:30 pm`, `17:30`, `half past five`, `five thirty`."""
     text = re.sub(" ?o[' ]?clock", " :00", text)
     words = [TIME_WORDS.get(word, word) for word in number_words(text) if word not in ("a", "at", "minutes")]
-    written = " ".join(word if value is None else str(value) for word, value in with_numbers(words)).replace(" :", ":")
+    written = " ".join(word if value is None else str(value) for word, value in merge_number_words(words)).replace(
+        " :", ":"
+    )
     if found := BESIDE_HOUR.fullmatch(written):
         minute = int(found[1]) if found[2] != "to" else 60 - int(found[1])
         hour = (int(found[3]) - (found[2] == "to") - 1) % 12 + 1
@@ -375,18 +392,18 @@ def time_of(text: str) -> tuple[int, int, str] | None:
     return hour % 12, int(found[2] or 0), "pm" if hour > 12 else half or "am" * (hour == 0 and ":" in written)
 
 
-def says(text: str, asked: "Asked") -> bool | None:
+def parse_yes_no(text: str, asked: "QuestionContext") -> bool | None:
     """True for yes, False for no, None for neither or both. A reason may follow, unless it takes the word back."""
     text = DENIED.sub(lambda found: "true" if found[1] in NO.split() else "false", text)
     text = re.sub(r"\bthat(?:'s| is) right\b", "true", text)
     first, mark, rest = re.match(r"([a-z]*)([,.;:!]?)(.*)", text).groups()
-    said, words = SAYS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
+    said, words = YES_NO_WORDS.get(first), re.findall(r"[^\s.,!?;:]+", rest)
     if said is None or len(words) > 30 or not all(re.fullmatch(r"[a-z0-9'-]+", word) for word in words):
         return None
-    wanted = words_of(asked.question)
+    wanted = split_contractions(asked.question)
     negated = any(word in NEGATIONS or word.endswith("n't") for word in words)
     denied = negated or DENIALS & {*words} - {*wanted}
-    other = any(SAYS.get(word, said) != said for word in words) or (said and denied)
+    other = any(YES_NO_WORDS.get(word, said) != said for word in words) or (said and denied)
     hedged = HEDGES & {*words} or MODALS & {*words} - {*wanted}
     expected = NEGATIONS | {"one"} if said else NEGATIONS  # `yes there is one`, but not `no one`
     if other or hedged or not (mark or all_known(set(words) - expected, asked.known)):
@@ -397,11 +414,13 @@ def says(text: str, asked: "Asked") -> bool | None:
 
 AUXILIARIES = set("is are was were does do did has have can will would could".split())
 PRONOUNS = set("there it he she they this that these those".split())
-ASKS = re.compile(rf"(?:{'|'.join(AUXILIARIES)}) (?:the|{'|'.join(PRONOUNS)}) ")  # `is the statement true`
-SAY_NOTHING = AUXILIARIES | PRONOUNS | SHOWN | set("a an the any be seen visible present here in on of".split())
+YES_NO_QUESTION_PATTERN = re.compile(
+    rf"(?:{'|'.join(AUXILIARIES)}) (?:the|{'|'.join(PRONOUNS)}) "
+)  # `is the statement true`
+SAY_NOTHING = AUXILIARIES | PRONOUNS | IMAGE_WORDS | set("a an the any be seen visible present here in on of".split())
 
 
-def words_of(text: str) -> list[str]:
+def split_contractions(text: str) -> list[str]:
     """`There isn't one.` -> there, is, not, one"""
     return re.sub("n't(?![a-z])", " not", text).rstrip(END).split()
 
@@ -412,40 +431,40 @@ def gives_reason(yes: bool, words: list[str], apart: bool, asked: list[str]) -> 
     `Yes, just kidding` has nothing of the question's, `No, there is a dog` says yes, and `no sofa` denies something
     else than the dog on the sofa that was asked for.
     """
-    content, wanted = ([root(w) for w in of if w not in SAY_NOTHING] for of in (words, asked))
+    content, wanted = ([verb_stem(w) for w in of if w not in SAY_NOTHING] for of in (words, asked))
     if yes:
-        plain = SAY_NOTHING | CERTAIN | set(NUMBER_WORDS) | set(SAYS)
-        return not words or any(w in plain or w.isdecimal() or root(w) in wanted for w in words)
+        plain = SAY_NOTHING | CERTAIN | set(NUMBER_WORDS) | set(YES_NO_WORDS)
+        return not words or any(w in plain or w.isdecimal() or verb_stem(w) in wanted for w in words)
     denies = not content or "no" in words
     if denies or apart or words[0] in {*PRONOUNS, *ARTICLES}:
         there = not denies and words[0] == "there" in asked[1:2] and content == wanted[: len(content)]
-        return not there and states(" ".join(words), " ".join(asked)) is not True
+        return not there and parse_yes_no_sentence(" ".join(words), " ".join(asked)) is not True
     definite = asked[0] not in AUXILIARIES or {"the", *PRONOUNS} & set(asked[1:2]) - {"there"}
-    return bool(definite) or content[0] in map(root, NEAR.split(" ".join(asked))[0].split())
+    return bool(definite) or content[0] in map(verb_stem, NEAR.split(" ".join(asked))[0].split())
 
 
-def states(text: str, question: str) -> bool | None:
+def parse_yes_no_sentence(text: str, question: str) -> bool | None:
     """Yes or no in a sentence: it has all that was asked, as `There is no dog`, or is short, as `There isn't one`.
 
     None if it leaves something out (`There is a dog`, of a dog on the mat), adds something, or asks.
     """
-    asked, words = words_of(question), words_of(text)
+    asked, words = split_contractions(question), split_contractions(text)
     said = [word for word in words if word not in NEGATIONS and word != "no"]
     if len(said) < 2 or not all(word.isalnum() for word in said) or HEDGES & {*said, *asked} or len(asked) < 2:
         return None
     if asked[0] not in AUXILIARIES or len(words) - len(said) > 1 or MODALS & set(said) - set(asked):
         return None
-    content, wanted = ([root(w) for w in of if w not in SAY_NOTHING] for of in (said, asked))
+    content, wanted = ([verb_stem(w) for w in of if w not in SAY_NOTHING] for of in (said, asked))
     it_is = asked[1] == "there" and len(words) == len(said)  # `it is not` may be about anything
     named = asked[1] not in PRONOUNS - {"this", "that", "these", "those"}
     subject = words[0] in PRONOUNS and (asked[1] == words[0] or named or it_is)
-    short = subject and said[1] == asked[0] and set(content) <= {root("one")}
+    short = subject and said[1] == asked[0] and set(content) <= {verb_stem("one")}
     whole = content == wanted and words[0] in {*PRONOUNS, *ARTICLES, asked[1]}
     pronoun = words[0] in PRONOUNS - {"there"} and 0 < len(content) < len(wanted) and wanted[-len(content) :] == content
     return len(words) == len(said) if short or whole or pronoun else None
 
 
-EXACT = (Decimal(0), Decimal(0))
+ZERO_TOLERANCE = (Decimal(0), Decimal(0))
 APPROXIMATELY = re.compile(r"^(?:about|around|approximately|approx\.?|roughly|circa|~|≈) ?")
 PLATE = re.compile("(?<=[a-z])(?=[0-9])|(?<=[0-9])(?=[a-z])")  # `abc123` is `abc 123`
 BOTH = re.compile("[a-z]+ and [a-z]+")
@@ -459,28 +478,28 @@ PLACED = re.compile(r"(in|on|at|inside|by|near|with|from|of|to|for) (.+)")  # `u
 ONE = re.compile(r"^(?:the )?one (?=on |in |at |with )| one$")
 
 
-class Asked(NamedTuple):
+class QuestionContext(NamedTuple):
     """What a question leaves open: words known from it, how far a number may be off (absolute, and as a share of the
     truth), whether it counts, and the question itself."""
 
     known: frozenset[str] = frozenset()
-    tolerance: tuple[Decimal, Decimal] = EXACT
+    tolerance: tuple[Decimal, Decimal] = ZERO_TOLERANCE
     counting: bool = False
     question: str = ""
 
 
-UNASKED = Asked()
+NO_QUESTION = QuestionContext()
 
 # --- grading ------------------------------------------------------------------------------------------------------
 
 
-def same(text: str, truth: str, asked: Asked) -> bool:
+def matches_truth(text: str, truth: str, asked: QuestionContext) -> bool:
     """Whether a cleaned answer means a cleaned truth."""
-    if truth in SAYS:
-        said = says(text, asked)
-        return (states(text, asked.question) if said is None else said) == SAYS[truth]
-    if IS_TIME.search(truth) and (time := time_of(truth)):
-        given = time_of(text)
+    if truth in YES_NO_WORDS:
+        said = parse_yes_no(text, asked)
+        return (parse_yes_no_sentence(text, asked.question) if said is None else said) == YES_NO_WORDS[truth]
+    if IS_TIME.search(truth) and (time := parse_clock_time(truth)):
+        given = parse_clock_time(text)
         return given is not None and given[:2] == time[:2] and time[2] in ("", given[2])
     if number := quantity(truth):
         # About 3 is 2 or 4 as well: no count. Of a measure it is the only way to say what one sees.
@@ -491,28 +510,31 @@ def same(text: str, truth: str, asked: Asked) -> bool:
             return True
         if not number[1]:  # `50 metres` of 50, but not `50%`, unless they were asked for
             wanted = ASKED_UNIT.search(asked.question)
-            other = wanted and stem(wanted[1] or wanted[2]) in UNITS
-            return root(value[1]) in asked.known or not (asked.counting or other or value[1] == "percent")
-        return not value[1] and root(number[1]) in asked.known
-    (place, what), (other_place, other) = placed(text), placed(truth)
+            other = wanted and stem(wanted[1] or wanted[2]) in UNIT_WORDS
+            return verb_stem(value[1]) in asked.known or not (asked.counting or other or value[1] == "percent")
+        return not value[1] and verb_stem(number[1]) in asked.known
+    (place, what), (other_place, other) = split_place(text), split_place(truth)
     return same_text(text, truth) or (same_text(what, other) and (not place or not other_place or place == other_place))
 
 
 def same_text(text: str, truth: str) -> bool:
     """Equal after normalising: as they are, with `t-shirt`, `tshirt` and `t shirt` as one, or as lists in any order."""
     text, truth = DASH.sub(" ", text), DASH.sub(" ", truth)
-    if FORMULA.fullmatch(truth):
+    if FORMULA_PATTERN.fullmatch(truth):
         return as_written(text) == as_written(truth)
-    if NUMBERS.fullmatch(truth):  # `3,4` is not 34
-        return sorted(map(normal, AND.split(text))) == sorted(map(normal, AND.split(truth))) and text[0] not in "(["
+    if NUMBER_LIST_PATTERN.fullmatch(truth):  # `3,4` is not 34
+        return (
+            sorted(map(normalize_text, AND.split(text))) == sorted(map(normalize_text, AND.split(truth)))
+            and text[0] not in "(["
+        )
     if SIGN.search(text) or ("-" in text + truth and ("/" in text) != ("/" in truth)):  # `ab/cd` is not `ab-cd`
         return False
-    if PLATE.sub(" ", normal(text)) == PLATE.sub(" ", normal(truth)) != "":
+    if PLATE.sub(" ", normalize_text(text)) == PLATE.sub(" ", normalize_text(truth)) != "":
         return True
     words, wanted = plain_words(text), plain_words(truth)
     if stem("".join(words)) == stem("".join(wanted)) != "" and not re.search("[0-9]", text):
         return all(len(word) > 2 for word in words + wanted) or "-" in text + truth  # `base ball`, but not `gr ay`
-    items = [sorted(map(normal, AND.split(listed))) for listed in (text, truth)]
+    items = [sorted(map(normalize_text, AND.split(listed))) for listed in (text, truth)]
     return items[0] == items[1] and len(items[1]) > 1
 
 
@@ -522,21 +544,21 @@ def as_written(formula: str) -> str:
     return text if "," in text else BRACKETS.sub(r"\1", text)
 
 
-def placed(text: str) -> tuple[str, str]:
+def split_place(text: str) -> tuple[str, str]:
     """`on the sofa` -> (on, the sofa); `the left one` -> ("", the left)"""
     text = ONE.sub("", text)
     found = PLACED.fullmatch(text)
     return (found[1], found[2]) if found else ("", text)
 
 
-def choice_of(text: str, choices: Sequence[str], asked: Asked = UNASKED) -> int | None:
+def parse_choice(text: str, choices: Sequence[str], asked: QuestionContext = NO_QUESTION) -> int | None:
     """Which choice a cleaned text names: `b`, `(b)`, `b. red`, `option b`, `red`; None if none, or more than one."""
 
     def is_choice(part: str, i: int) -> bool:
-        return same(part, clean(str(choices[i])), asked)
+        return matches_truth(part, clean(str(choices[i])), asked)
 
-    if found := CHOICE.fullmatch(text):
-        i = LETTERS.lower().index(found[2])
+    if found := CHOICE_REPLY_PATTERN.fullmatch(text):
+        i = CHOICE_LETTERS.lower().index(found[2])
         if i < len(choices) and (not found[4] or is_choice(found[4], i)):
             return i
         if found[1] or found[3]:  # `b. blue`, where b is red
@@ -545,37 +567,39 @@ def choice_of(text: str, choices: Sequence[str], asked: Asked = UNASKED) -> int 
     return named[0] if len(named) == 1 else None
 
 
-def answer_of(response: str, finish_reason: str) -> str | None:
+def extract_answer(response: str, finish_reason: str) -> str | None:
     """What the last box holds; of a response without a box, all of it, except for its thinking.
 
     None if thinking or the box does not end, if boxes hold different answers, if a plain answer was cut off, and with a
     special token.
     """
     rest = response.rpartition("</think>")[2]
-    if "<think>" in rest or SPECIAL_TOKEN.search(rest):
+    if "<think>" in rest or SPECIAL_TOKEN_PATTERN.search(rest):
         return None
-    if not BOX.search(rest):
+    if not BOX_PATTERN.search(rest):
         answer = rest.strip() if finish_reason == "stop" else None
     else:
         answer = extract_boxed(rest)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
         return None
-    return answer if all(rest.startswith(f"{answer}}}", box.end()) for box in BOX.finditer(rest)) else None
+    return answer if all(rest.startswith(f"{answer}}}", box.end()) for box in BOX_PATTERN.finditer(rest)) else None
 
 
-def offers(question: str) -> bool:
+def offers_choices(question: str) -> bool:
     """Whether it asks for yes or no, or between answers: its words are an answer then."""
     return question.partition(" ")[0] in AUXILIARIES or bool(re.search(r" or |/", question))
 
 
-def of_another(text: str, question: str) -> bool:
+def is_about_other_object(text: str, question: str) -> bool:
     """Whether it is about trucks alone (`the truck is red`, `3 trucks`), of a car next to the truck, or says something
     of the question's in another place: `the car next to the red truck is blue`, of a blue truck."""
     found = ABOUT.fullmatch(text)
     parts = (*(found.groups("") if found else ("", "", "")), *NEAR.split(question, maxsplit=1), "")[:5]
-    subject, told, counted, asked, near = ({root(w) for w in WORD.findall(p) if w not in SAY_NOTHING} for p in parts)
+    subject, told, counted, asked, near = (
+        {verb_stem(w) for w in WORD.findall(p) if w not in SAY_NOTHING} for p in parts
+    )
     if told and told <= asked | near and subject & (asked | near) and not re.search("[0-9]", text):
-        return not offers(question) and not question.rstrip("?").endswith(parts[1].rstrip(END))
+        return not offers_choices(question) and not question.rstrip("?").endswith(parts[1].rstrip(END))
     said = counted if "how many" in question else subject
     return bool(said and asked - QUESTION_WORDS and not said & asked and said <= near)
 
@@ -587,11 +611,11 @@ def without_clause(text: str, question: str) -> str:
         text = text[: compared.start()]
     for both in BOTH.findall(question):  # `3 cats and dogs` are one number
         text = text.replace(both, both.replace(" and ", " "))
-    if offers(question):
+    if offers_choices(question):
         return text
     if rest and BEFORE.match(first) and f" {first}" in question:
         text, question = rest, question.replace(f" {first}", "")
-    asked, words = words_of(question.rstrip("?")), text.rstrip(END).split()
+    asked, words = split_contractions(question.rstrip("?")), text.rstrip(END).split()
     end = 0
     while end < min(len(words), len(asked)) - 1 and words[-1 - end] == asked[-1 - end]:
         end += 1
@@ -599,14 +623,14 @@ def without_clause(text: str, question: str) -> str:
     return " ".join(rest) if rest and rest[-1][-1] not in END else text  # `red, blue bus` are two
 
 
-def without_subject(text: str, asked: Asked) -> str:
+def without_subject(text: str, asked: QuestionContext) -> str:
     """`the car is red` -> `red`, if the words before the verb are the question's: `Is the car red or blue?`"""
     if found := IT_IS.fullmatch(text):
         return found[1]
-    found = SUBJECT.fullmatch(" ".join(words_of(text)) if "n't" in text else text)
+    found = SUBJECT.fullmatch(" ".join(split_contractions(text)) if "n't" in text else text)
     if not found or all_known(found[1].split()[1:], asked.known):
         return found[2] if found else text
-    return found[2] if found[1] in asked.question and not offers(asked.question) else text
+    return found[2] if found[1] in asked.question and not offers_choices(asked.question) else text
 
 
 def without_known(text: str, known: frozenset[str]) -> str:
@@ -633,18 +657,18 @@ def choices_in(question: str) -> tuple[str, ...]:
     """The choices that a question ends with, as `A. red B. blue` or line by line; none if there are not two."""
     _, *parts = re.split(r"(?:^|[\s(])([A-Za-z])[.):]\s", question.removesuffix(INSTRUCTION))
     texts = tuple(text.strip().partition("\n")[0] for text in parts[1::2])
-    return texts if len(texts) > 1 and LETTERS.startswith("".join(parts[::2]).upper()) else ()
+    return texts if len(texts) > 1 and CHOICE_LETTERS.startswith("".join(parts[::2]).upper()) else ()
 
 
-def kind_of(example: Any) -> str:
+def answer_kind(example: Any) -> str:
     return re.sub("[-_]", " ", str(example.extra.get("answer_type")).casefold())
 
 
-def tolerance_of(example: Any) -> tuple[Decimal, Decimal]:
+def number_tolerance(example: Any) -> tuple[Decimal, Decimal]:
     """(absolute, share of the truth) that a number may be off, of the column `tolerance`."""
     text = str(example.extra.get("tolerance") or 0).strip()
-    if kind_of(example) in COUNTING:
-        return EXACT
+    if answer_kind(example) in COUNTING_TYPES:
+        return ZERO_TOLERANCE
     with suppress(InvalidOperation):
         number = Decimal(text.removesuffix("%"))
         if number.is_finite() and 0 <= number:
@@ -668,67 +692,72 @@ def vqa(response: str, example: Any, finish_reason: str) -> dict[str, float]:
     for a `tolerance` that is no number, and for a truth that is none of the row's `choices`.
     """
     question = "\n".join(m["content"] for m in example.messages if m["role"] == "user")
-    tolerance, truths = tolerance_of(example), references(example.ground_truth)
+    tolerance, truths = number_tolerance(example), references(example.ground_truth)
     choices = from_json(example.extra.get("choices")) or ()
-    if kind_of(example) == MULTIPLE_CHOICE and not choices:
+    if answer_kind(example) == MULTIPLE_CHOICE and not choices:
         choices = choices_in(question)
     options = ", ".join(map(str, choices))
     for truth in truths if choices else ():
-        need(choice_of(truth, choices) is not None,
+        need(parse_choice(truth, choices) is not None,
              f"row {example.uid!r}: ground_truth {truth!r} is none of the choices {options}; correct or remove it")
-    answer = answer_of(response, finish_reason)
+    answer = extract_answer(response, finish_reason)
     other = re.search(r"\?|[0-9] ?!", answer or "")  # `Red?` asks, and `3!` is 6
     if answer is None or other and other[0][-1] not in example.ground_truth:
-        return weighted(0.0, 0.0)
-    tolerance = EXACT if choices else tolerance
-    asked = asked_of(question, tolerance, kind_of(example) in COUNTING, tuple(map(str, choices)))
+        return accuracy_and_format_reward(0.0, 0.0)
+    tolerance = ZERO_TOLERANCE if choices else tolerance
+    asked = make_question_context(question, tolerance, answer_kind(example) in COUNTING_TYPES, tuple(map(str, choices)))
     if "\n" in answer.strip():  # lines are no sentence
         asked = asked._replace(known=frozenset())
 
     def is_right(text: str, truth: str) -> bool:
         if choices:
-            return choice_of(text, choices, asked) == choice_of(truth, choices)
-        return same(text, truth, asked) and not (truth in SAYS and ASKS.match(said))
+            return parse_choice(text, choices, asked) == parse_choice(truth, choices)
+        return matches_truth(text, truth, asked) and not (truth in YES_NO_WORDS and YES_NO_QUESTION_PATTERN.match(said))
 
     said = clean(answer)
-    readings = [read_as(text, asked) for text in glossed(said if choices else without_label(said, asked.counting))]
+    readings = [
+        strip_question_words(text, asked)
+        for text in split_gloss(said if choices else without_label(said, asked.counting))
+    ]
     hits = 0
     for truth in truths:  # the brackets of a formula say something
-        texts_of = [read_as(said, asked)] if FORMULA.fullmatch(truth) and not choices else readings
+        texts_of = [strip_question_words(said, asked)] if FORMULA_PATTERN.fullmatch(truth) and not choices else readings
         hits += all(any(is_right(text, truth) for text in texts) for texts in texts_of)
     accuracy = min(hits / max(1, min(3, len(truths))), 1.0)
-    return weighted(accuracy, only_box(response, answer))
+    return accuracy_and_format_reward(accuracy, has_only_box(response, answer))
 
 
 @lru_cache(1024)
-def asked_of(question: str, tolerance: tuple[Decimal, Decimal], counting: bool, choices: tuple[str, ...]) -> Asked:
-    text = question[:4000].replace(MARK, " ").replace(INSTRUCTION, " ")
+def make_question_context(
+    question: str, tolerance: tuple[Decimal, Decimal], counting: bool, choices: tuple[str, ...]
+) -> QuestionContext:
+    text = question[:4000].replace(IMAGE_PLACEHOLDER, " ").replace(INSTRUCTION, " ")
     text = clean(FIRST_CHOICE.split(text)[0] if choices else text)
     hints = " ".join(words for hint, words in HINTS.items() if re.search(rf"\b(?:{hint})\b", text))
-    known = known_words(question) | set(map(root, hints.split()))
-    known -= set(map(root, WORD.findall(clean(" ".join(choices)))))  # what they say is an answer
+    known = known_words(question) | set(map(verb_stem, hints.split()))
+    known -= set(map(verb_stem, WORD.findall(clean(" ".join(choices)))))  # what they say is an answer
     sentence, mark, _ = text.rpartition("?")  # `Answer in \boxed{}.` may stand before it
     sentence = re.split("[.:!?] ", sentence)[-1] + "?" if mark else text
-    return Asked(known, tolerance, counting or "how many" in text, sentence)
+    return QuestionContext(known, tolerance, counting or "how many" in text, sentence)
 
 
 def without_label(text: str, counting: bool) -> str:
     """`dogs: 3` -> `3 dogs` where dogs are counted, `statement: true` -> `true statement`, `(3)` -> `3`"""
     text = BRACKETS.sub(r"\1", text)
     found = LABELLED.fullmatch(text)
-    labelled = found and (found[2] in SAYS or counting and number_at([found[2]]))
+    labelled = found and (found[2] in YES_NO_WORDS or counting and number_at([found[2]]))
     return f"{found[2]} {found[1]}" if labelled else text
 
 
-def glossed(text: str) -> list[str]:
+def split_gloss(text: str) -> list[str]:
     """`3 (three) dogs` says it twice, and both have to be right; anything else once."""
     found = GLOSS.fullmatch(text)
     return [" ".join(f"{found[1]} {found[3]}".split()), found[2]] if found else [text]
 
 
-def read_as(text: str, asked: Asked) -> list[str]:
+def strip_question_words(text: str, asked: QuestionContext) -> list[str]:
     """An answer without the subject of its sentence, and without the question's words around it."""
-    if of_another(text, asked.question):
+    if is_about_other_object(text, asked.question):
         return []
     short = without_clause(text, asked.question)
     rest = without_known(short, asked.known)
@@ -739,7 +768,7 @@ def read_as(text: str, asked: Asked) -> list[str]:
 # --- data ---------------------------------------------------------------------------------------------------------
 
 
-def rows(cfg: TaskConfig) -> Iterator[Raw]:
+def rows(cfg: ToyConfig) -> Iterator[RawRow]:
     """Rows {image, question, answer, type} of .jsonl, .csv or .parquet files, or of a folder of parquet shards."""
     return any_rows(cfg, (), lambda record, root: to_columns(record, cfg.prompt_key, cfg.answer_key))
 
@@ -759,10 +788,10 @@ def to_columns(record: dict, question_key: str, answer_key: str) -> dict:
         row.setdefault("answer_type", kind)
     if choices:
         choices = list(choices.values()) if isinstance(choices, dict) else choices
-        need(isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS),
-             f"choices is {choices!r}, expected a list of 2 to {len(LETTERS)} texts")
+        need(isinstance(choices, list) and 2 <= len(choices) <= len(CHOICE_LETTERS),
+             f"choices is {choices!r}, expected a list of 2 to {len(CHOICE_LETTERS)} texts")
         row["choices"] = [str(choice) for choice in choices]
-        row[answer_key] = letter_of(answer, choices)
+        row[answer_key] = choice_letter(answer, choices)
         row[question_key] = with_choices(row.get(question_key), row["choices"])
     return row
 
@@ -777,27 +806,27 @@ def from_json(value: object) -> object:
     return value
 
 
-def letter_of(answer: object, choices: list) -> str:
+def choice_letter(answer: object, choices: list) -> str:
     """Return the letter of the choice that an answer names by letter, by text or, as in ScienceQA, by its index from 0
     (an integer, if all choices are texts). Raises UserError if it names two, or none."""
     text, names = clean(unwrap_truth(str(answer))), list(map(str, choices))
     by_text = {i for i, choice in enumerate(names) if text == clean(choice)}
-    by_text = by_text or {i for i, choice in enumerate(names) if normal(text) == normal(clean(choice))}
-    by_place = {LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
+    by_text = by_text or {i for i, choice in enumerate(names) if normalize_text(text) == normalize_text(clean(choice))}
+    by_place = {CHOICE_LETTERS.lower().index(text)} if re.fullmatch("[a-z]", text) else set()
     by_place |= {answer} if type(answer) is int and names == choices else set()
     named = by_text | {i for i in by_place if 0 <= i < len(choices)}
-    if not named and (found := choice_of(text, names)) is not None:  # `(B)`, `B. blue`
+    if not named and (found := parse_choice(text, names)) is not None:  # `(B)`, `B. blue`
         named = {found}
     told = f"answer {answer!r} names {len(named)} of the choices {', '.join(names)}; give the letter or text of one"
     if len(by_text) == len(by_place) == 1:
-        told += f" (its text is {LETTERS[min(by_text)]}, its place is {LETTERS[min(by_place)]})"
+        told += f" (its text is {CHOICE_LETTERS[min(by_text)]}, its place is {CHOICE_LETTERS[min(by_place)]})"
     need(len(named) == 1, told)
-    return LETTERS[named.pop()]
+    return CHOICE_LETTERS[named.pop()]
 
 
 def with_choices(question: object, choices: list[str]) -> str:
     need(isinstance(question, str), f"question is a {type(question).__name__}, expected a string where choices are")
-    lines = [f"{LETTERS[i]}. {choice}\n" for i, choice in enumerate(choices)]
+    lines = [f"{CHOICE_LETTERS[i]}. {choice}\n" for i, choice in enumerate(choices)]
     return f"{question}\n{''.join(lines)}"  # the last line ends too: an instruction may follow
 
 
@@ -817,11 +846,15 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
             count, colour, shape = (answer for _, _, answer in questions[:3])
             choices = rng.sample(list(COLOURS), len(COLOURS))
             question = with_choices("Which colour do you see?", choices)
-            questions.append((MULTIPLE_CHOICE, question, LETTERS[choices.index(colour)]))
+            questions.append((MULTIPLE_CHOICE, question, CHOICE_LETTERS[choices.index(colour)]))
             seen = f"{count} {colour} {shape}"
-            yield images, [
-                (kind, f"{MARK}{text} {INSTRUCTION}", boxed(truth, seen), truth) for kind, text, truth in questions
-            ]
+            yield (
+                images,
+                [
+                    (kind, f"{IMAGE_PLACEHOLDER}{text} {INSTRUCTION}", make_boxed_response(truth, seen), truth)
+                    for kind, text, truth in questions
+                ],
+            )
 
 
 toy = toy_of("vqa", scenes, TOY_TYPES, "question", "image", "answer")

@@ -22,15 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from packing import (
     assign_to_ranks,
     balance,
-    balance_over_ranks,
+    balance_across_ranks,
     bins_needed,
     flop_rates,
     group_flops,
-    heaviest,
+    load_imbalance,
     rollouts_flops,
 )
 from rollout import Rollout
-from utils import Context, Meter
+from utils import DistContext, Meter
 
 ROOT = Path(__file__).parent.parent
 
@@ -212,11 +212,11 @@ def test_every_rank_gets_a_group_of_every_minibatch_that_has_enough():
 
 def test_the_heaviest_rank_is_compared_with_the_mean_minibatch_by_minibatch():
     """Ranks wait for each other: (3 + 2) / (2 + 2), and a rank without anything counts, too: (4 + 2) / (2 + 1)."""
-    assert heaviest([3.0, 2.0, 1.0, 2.0], [0, 0, 1, 1], 2, 2) == 5 / 4
-    assert heaviest([4.0, 2.0], [0, 0], 2, 2) == 2.0
+    assert load_imbalance([3.0, 2.0, 1.0, 2.0], [0, 0, 1, 1], 2, 2) == 5 / 4
+    assert load_imbalance([4.0, 2.0], [0, 0], 2, 2) == 2.0
 
 
-class Rank(Context):
+class Rank(DistContext):
     """One of several processes of a test that is a single one: `gather` finds what each of them gave, call by call."""
 
     def gather(self, item):
@@ -266,7 +266,7 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
         made = []
         for uid in uids:
             number = int(uid[1:])
-            images = [processor.image(uid, picture(56, 56, number))] * (number % 3 == 0)
+            images = [processor.image_to_patches(uid, picture(56, 56, number))] * (number % 3 == 0)
             made.append(written(uid, list(range(5 + number % 4)), [1], images).prompt)
         return made
 
@@ -283,7 +283,7 @@ def test_groups_arrive_whole_and_once_and_even_the_ranks(world, tp, minibatches,
     def work(ctx):
         groups = {keys[i]: sampled(i) for i in range(ctx.rank, n_groups, world)}
         meter = Meter()
-        return balance_over_ranks(groups, chosen, minibatches, rates, ctx, meter), meter.values
+        return balance_across_ranks(groups, chosen, minibatches, rates, ctx, meter), meter.values
 
     done = Everyone(world, tp).run(work)
     assert all(evenness == done[0][1] for _, evenness in done)

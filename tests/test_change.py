@@ -145,7 +145,7 @@ def test_readmes_task_is_a_file_with_its_data_and_its_reward(copy, toys):
     done = subprocess.run(made, cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0 and "wrote 8 rows" in done.stdout, done.stderr
     row = train_on(copy, toys["qwen2_5_vl"], copy / "dark.parquet")
-    assert row["reward/mean"] == 0 and row["reward/constant_groups"] == 1  # a random toy never says yes
+    assert row["reward/mean"] == 0 and row["reward/zero_std_frac"] == 1  # a random toy never says yes
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ REFUSED = {
     "vllm": {"--rollout vllm": "engines/vllm"},
     "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},
     "curriculum": {"--curriculum stages.toml": "rewards/curriculum"},
-    "pages": {"--track tensorboard": "report/page/trackers"},
+    "pages": {"--report-to tensorboard": "report/page/trackers"},
     "tasks": {"--env calculator": "--env calculator builds on a file"},
     "tensor parallelism": {},
     "sampling ahead": {"--async-steps 1": "engines/ahead"},
@@ -71,8 +71,8 @@ def check_no_pages(train, evaluated, run, tmp_path):
     assert {path.suffix for path in (tmp_path / "run" / "rollouts").iterdir()} == {".jsonl"}
     assert "report/page/ is not in this copy" in evaluated and "report.html" not in evaluated
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "predictions.jsonl"]
-    watched = run("eval.py", "--watch", tmp_path / "run", "--out", tmp_path / "curves")
-    assert "--watch: report/page/plots.py is not in this copy; leave the flag out" in watched.stderr
+    watched = run("eval.py", "--plot-runs", tmp_path / "run", "--out", tmp_path / "curves")
+    assert "--plot-runs: report/page/plots.py is not in this copy; leave the flag out" in watched.stderr
 
 
 @pytest.mark.slow

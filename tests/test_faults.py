@@ -29,14 +29,14 @@ import train
 import utils
 from errors import Interrupted, UserError, check_writable
 from parallel import watch
-from parallel.checkpoint import complete_checkpoints
-from parallel.resume import holds_run
-from parallel.watch import SIGNALS, Interrupt, Watch
+from parallel.checkpoint import list_checkpoints
+from parallel.resume import contains_run
+from parallel.watch import SIGNALS, SignalHandler, Watchdog
 from report.files import json_line, lock_folder, read_rows, write_text
-from report.log import Skipped
-from report.warnings import Warnings
+from report.log import SkippedUpdates
+from report.warnings import RunWarnings
 from tasks.shapes import shapes_rows
-from utils import Context, Meter, Stages
+from utils import DistContext, Meter, StepTimer
 
 ROOT = Path(__file__).parent.parent
 QUICK, LONG = ("kills", "signals", "numbers", "flips", "one_folder"), ("operations", "hurries", "silence", "torchrun")
@@ -110,14 +110,14 @@ def watched(monkeypatch, capfd):
     """watched(word) -> (seconds until rank 0's watch ended the run, or None after an hour; what it said)."""
 
     def drive(word, stage="rollout", entered=3):
-        clock, stages = [1000.0], Stages()
-        stages.stage = stage
-        stages.entered = entered
+        clock, stages = [1000.0], StepTimer()
+        stages.current_phase = stage
+        stages.phase_count = entered
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
-        one = Watch(Context(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
+        one = Watchdog(DistContext(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
         one.came, one.since, one.words = [1000.0] * 3, [1000.0] * 3, 3 * one.words
-        one.judged, one.ctx, one.store = one.words, Context(0, 3, torch.device("cpu")), Store(clock, word)
+        one.judged, one.ctx, one.store = one.words, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
         try:
             while clock[0] < 4600:
                 clock[0] += one.period
@@ -181,7 +181,7 @@ def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
 
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
-    one = Watch(Context(0, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
+    one = Watchdog(DistContext(0, 1, torch.device("cpu")), StepTimer(), minutes=1.0)  # alone, so it does not start
     one.store = SimpleNamespace(set=lambda *_: None, multi_get=gone)
     exchanging = threading.Thread(target=one._repeat, args=[one.exchange], daemon=True)
     exchanging.start()
@@ -199,7 +199,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
         given.append(minutes)
         raise Ended
 
-    monkeypatch.setattr(watch, "dist_setup", stand_in)
+    monkeypatch.setattr(watch, "setup_distributed", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60
@@ -213,7 +213,7 @@ def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
     leave = lambda self, number, text="": ends.append((number, text or self.last_words))  # noqa: E731
-    monkeypatch.setattr(Interrupt, "_leave", leave)
+    monkeypatch.setattr(SignalHandler, "_exit", leave)
     yield ends
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -231,9 +231,9 @@ def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_
     """It is in a C call, as in a collective, and no Python handler can run."""
     code = """
 import ctypes
-from parallel.watch import Interrupt
-interrupt = Interrupt(0.3)
-interrupt.arm(lambda: 'saved')
+from parallel.watch import SignalHandler
+interrupt = SignalHandler(0.3)
+interrupt.enable_saving(lambda: 'saved')
 print('ready', flush=True)
 libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.sem_init(semaphore, 0, 0)
@@ -251,35 +251,35 @@ while True:
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
-    interrupt = Interrupt(grace=60)
-    interrupt.arm(lambda: "saved in x; --resume auto goes on")
+    interrupt = SignalHandler(grace=60)
+    interrupt.enable_saving(lambda: "saved in x; --resume auto goes on")
     interrupt.check()  # nothing yet
-    assert not interrupt.requested() and interrupt.agreed() == 0
+    assert not interrupt.requested() and interrupt.reduce_signal() == 0
     send(number, interrupt.requested)
-    assert interrupt.requested() and interrupt.agreed() == number and not left
+    assert interrupt.requested() and interrupt.reduce_signal() == number and not left
     assert f"{number.name}: saving after this stage" in capfd.readouterr().err
     with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
         interrupt.check()
-    assert stop.value.number == number
+    assert stop.value.signal_number == number
 
 
 def test_a_signal_during_the_set_up_ends_at_once(left):
-    Interrupt(grace=60)
+    SignalHandler(grace=60)
     send(signal.SIGTERM, lambda: left)
     assert left[0][0] == signal.SIGTERM and "nothing was trained yet" in left[0][1]
 
 
 def test_the_grace_period_ends_a_stage_that_does_not(left):
-    interrupt = Interrupt(grace=0.05)
-    interrupt.arm(lambda: "saved")
+    interrupt = SignalHandler(grace=0.05)
+    interrupt.enable_saving(lambda: "saved")
     send(signal.SIGTERM, lambda: left)
     told = "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint"
     assert left == [(signal.SIGTERM, told)]
 
 
 def test_ctrl_c_twice_ends_at_once_but_one_key_press_is_one(left):
-    interrupt = Interrupt(grace=60)
-    interrupt.arm(lambda: "saved")
+    interrupt = SignalHandler(grace=60)
+    interrupt.enable_saving(lambda: "saved")
     for _ in range(2):
         send(signal.SIGINT, lambda: False, 0.3)
     assert not left
@@ -321,16 +321,16 @@ def test_metrics_without_a_number_are_null():
 
 
 def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
-    assert not holds_run(tmp_path)
+    assert not contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "lo')
-    assert not holds_run(tmp_path)
+    assert not contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert holds_run(tmp_path)
+    assert contains_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
-    assert not holds_run(tmp_path)  # never completed
+    assert not contains_run(tmp_path)  # never completed
     (tmp_path / "checkpoints" / "step_000007" / "trainer.json").write_text("{}")
-    assert holds_run(tmp_path)
+    assert contains_run(tmp_path)
 
 
 # --- updates that are left out --------------------------------------------------------------------------------------
@@ -340,13 +340,13 @@ def test_a_run_is_what_has_a_step_or_a_checkpoint(tmp_path):
 def skipped(tmp_path):
     """Of the first of some ranks, of which each other one has met the same updates."""
 
-    class Ranks(Context):
+    class Ranks(DistContext):
         others = ()
 
         def gather_main(self, items):
             return [*items, *self.others]
 
-    return Skipped(tmp_path, Ranks(0, 1, torch.device("cpu")))
+    return SkippedUpdates(tmp_path, Ranks(0, 1, torch.device("cpu")))
 
 
 def test_a_skipped_update_is_told_once_with_the_uids_of_all_ranks(skipped, tmp_path, capfd):
@@ -377,7 +377,7 @@ def test_processes_that_divide_a_model_tell_their_batch_once(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.distributed, "gather_object", gather)
     for rank in (3, 2, 1, 0):  # the first comes when all others have told
-        skipped = Skipped(tmp_path, Context(rank, 4, torch.device("cpu"), tp=2))
+        skipped = SkippedUpdates(tmp_path, DistContext(rank, 4, torch.device("cpu"), tp=2))
         skipped.after_update(math.inf, False, 1.0 + rank, ["abcd"[rank]], Meter())
         skipped.report(1, pytest.fail)
     update = json.loads((tmp_path / "skipped" / "step_000001.json").read_text())["updates"][0]
@@ -403,8 +403,8 @@ def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
 
 def test_a_step_without_a_signal_is_known():
     def flat(adv, constant, steps):
-        warnings = Warnings(Path("o"), grpo.ADVANTAGES[adv].grouped)
-        warnings.feed({"reward/constant_groups": constant, "update/steps": steps})
+        warnings = RunWarnings(Path("o"), grpo.ADVANTAGES[adv].grouped)
+        warnings.update({"reward/zero_std_frac": constant, "update/steps": steps})
         return warnings.flat_steps == 1
 
     assert flat("grpo", 1.0, 0) and flat("gae", 1.0, 0)
@@ -444,7 +444,7 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     start("return 0.25", "--steps", 3, "--resume", "auto")
     text = "".join(capfd.readouterr())
     assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
-    assert complete_checkpoints(tmp_path / "out")[-1].name == "step_000007"
+    assert list_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 
 def test_the_adaptive_kl_coefficient_stays_where_nothing_was_trained(start, tmp_path):
@@ -539,7 +539,7 @@ def test_what_is_said_of_a_signal_may_reach_nobody(monkeypatch):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(os, "write", closed)
-    watch.say("SIGTERM: saving")
+    watch.print_once("SIGTERM: saving")
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
@@ -566,7 +566,9 @@ def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
 
 def test_a_killed_torchrun_takes_its_processes_along(tmp_path):
     """What it starts is sent SIGTERM, as a run is that has to save and end."""
-    code = "import time; from parallel.watch import Interrupt as I; I(5.0); print('ready', flush=True); time.sleep(60)"
+    code = (
+        "import time; from parallel.watch import SignalHandler as I; I(5.0); print('ready', flush=True); time.sleep(60)"
+    )
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     env = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "log", "w") as log:

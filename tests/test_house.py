@@ -184,7 +184,7 @@ def test_every_metric_is_documented(toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", shapes_rows(8, "train", 0))
     common = flags(toys["qwen2_5_vl"], data, tmp_path / "run", "--eval-data", data, "--steps", 1)
     run([sys.executable, "train.py", *common[:6], *common[8:]])  # with the task's own reward
-    more = "--algo ppo --algo-args critic=separate --kl-coef 0.1 --sample-rounds 2 --truncated penalise".split()
+    more = "--algo ppo --algo-args critic=separate --kl-coef 0.1 --max-gen-batches 2 --truncated penalise".split()
     run([sys.executable, "train.py", *flags(toys["qwen2_5_vl"], data, tmp_path / "more", "--steps", 1, *more)])
     keys = {key for name in ("run", "more") for row in rows(tmp_path / name) for key in row}
     documented = set(re.findall(r"`([a-z_]+(?:/[a-zA-Z_*<>@=]+)*)`", (ROOT / "docs" / "metrics.md").read_text()))

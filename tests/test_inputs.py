@@ -18,9 +18,9 @@ from test_prepare_data import BLUE, RED, png, read_examples, run, save, verl_row
 
 import prepare_data as pd
 from errors import UserError
-from prepare_data import FileConfig, Raw, ReadingConfig, build_example
+from prepare_data import ConvertConfig, DataFormatConfig, RawRow, build_example
 from sources import remote
-from sources.content import fill_template, place_images, template_columns
+from sources.content import fill_template, insert_image_placeholders, template_columns
 from sources.fetch import fetch
 from sources.remote import RemoteFile
 
@@ -29,9 +29,9 @@ TEXT = {name: base64.b64encode(data).decode() for name, data in (("red", RED), (
 URI = {name: f"data:image/png;base64,{text}" for name, text in TEXT.items()}
 
 
-def example_of(record: dict, reading: ReadingConfig | None = None, root=None) -> pd.Example:
-    reading = reading or ReadingConfig(answer_key="answer")
-    return build_example(Raw("f row 0", 0, {"answer": "1", **record}, *([root] if root else [])), reading)
+def example_of(record: dict, reading: DataFormatConfig | None = None, root=None) -> pd.Example:
+    reading = reading or DataFormatConfig(answer_key="answer")
+    return build_example(RawRow("f row 0", 0, {"answer": "1", **record}, *([root] if root else [])), reading)
 
 
 def user(*parts) -> list[dict]:
@@ -265,7 +265,7 @@ def test_tasks_take_two_image_columns_from_parquet(tmp_path):
     from tasks._tables import any_rows
 
     path = save(tmp_path / "f.parquet", [{"left": RED, "right": BLUE, "thumb": b"x", "label": 1}])
-    cfg = pd.TaskConfig(out="", input=(str(path),))
+    cfg = pd.ToyConfig(out="", input=(str(path),))
     [raw] = any_rows(cfg, ("left", "right"), lambda record, _: record)
     assert raw.record == {"left": RED, "right": BLUE, "label": 1}
 
@@ -356,18 +356,18 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
 )  # fmt: skip
 def test_rows_name_only_remote_stores(store, tmp_path, cell):
     put(store, "/bucket/red.png", RED)
-    cfg = FileConfig(out="", answer_key="answer", data_source="t")
+    cfg = ConvertConfig(out="", answer_key="answer", data_source="t")
     for value in (cell, [cell], {"bytes": None, "path": cell}):
         with pytest.raises(UserError, match="image 0 .*has a scheme that a row may not have"):
             example_of({"prompt": "<image>a?", "images": value}, cfg, tmp_path)
     with pytest.raises(UserError, match="has a scheme that a row may not have"):
-        RemoteFile.of_row(cell)
+        RemoteFile.from_row_url(cell)
 
 
 def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
-    root = RemoteFile.of("s3://bucket/data")
-    cfg = FileConfig(out="", answer_key="answer", data_source="t", url_tries=1)
+    root = RemoteFile.from_url("s3://bucket/data")
+    cfg = ConvertConfig(out="", answer_key="answer", data_source="t", url_tries=1)
     for cell in (str(tmp_path / "red.png"), f"file://{tmp_path}/red.png"):
         with pytest.raises(UserError, match="is a path of this machine in a row from elsewhere"):
             example_of({"prompt": "<image>a?", "images": cell}, cfg, root)
@@ -389,7 +389,7 @@ def test_training_touches_no_store(store, tmp_path):
 
 def test_size_time_and_tries_are_bounded(store, monkeypatch):
     put(store, "/bucket/large.png", bytes(2 << 20))
-    file = RemoteFile.of_row("s3://bucket/large.png")
+    file = RemoteFile.from_row_url("s3://bucket/large.png")
     assert fetch(file, max_mb=2) == bytes(2 << 20)
     with pytest.raises(UserError, match=r"large.png cannot be fetched: it is larger than 1 MiB \(raise --url-max-mb\)"):
         fetch(file, max_mb=1)
@@ -429,7 +429,7 @@ def test_without_its_library_a_store_is_a_line(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="s3://bucket/x.jsonl: run pip install fsspec s3fs: No module named 'fsspec'"):
         run("jsonl", "--input", "s3://bucket/x.jsonl", "--out", tmp_path / "o.parquet")
     with pytest.raises(UserError, match="s3://bucket/x.png: run pip install fsspec s3fs: No module named 'fsspec'"):
-        RemoteFile.of_row("s3://bucket/x.png")
+        RemoteFile.from_row_url("s3://bucket/x.png")
 
 
 def test_errors_of_a_stores_library_are_a_line(monkeypatch):
@@ -441,12 +441,12 @@ def test_errors_of_a_stores_library_are_a_line(monkeypatch):
     library = types.SimpleNamespace(BotoCoreError=BotoCoreError)
     monkeypatch.setitem(sys.modules, "botocore.exceptions", library)
     with pytest.raises(UserError, match="s3://b/x cannot be read: .*BotoCoreError: no credentials"):
-        with remote.refusing_remote("s3://b/x"):
+        with remote.remote_read_errors("s3://b/x"):
             raise BotoCoreError("no credentials\nmore")
-    with pytest.raises(KeyError), remote.refusing_remote("s3://b/x"):
+    with pytest.raises(KeyError), remote.remote_read_errors("s3://b/x"):
         raise KeyError("our own mistake")
 
 
 def test_place_images_leaves_what_is_no_prompt():
     for prompt in (None, 5, [], [None, {"role": "user"}], {"a": 1}):
-        assert place_images(prompt, [RED]) == (prompt, [RED])
+        assert insert_image_placeholders(prompt, [RED]) == (prompt, [RED])

@@ -10,13 +10,13 @@ from PIL import Image
 import prepare_data
 import train
 from errors import UserError
-from prepare_data import DataConfig, ReadingConfig, read_examples
-from rewards.grade import check_tasks, score
+from prepare_data import DataConfig, DataFormatConfig, read_examples
+from rewards.grade import check_tasks, grade
 from tasks import vqa
-from tasks.shapes import png
+from tasks.shapes import encode_png
 
 COLOURS = ("red", "green", "blue", "black", "white", "yellow", "grey")
-PNG = {colour: {"bytes": png(Image.new("RGB", (30, 30), colour)), "path": None} for colour in COLOURS}
+PNG = {colour: {"bytes": encode_png(Image.new("RGB", (30, 30), colour)), "path": None} for colour in COLOURS}
 
 
 def table(path, rows):
@@ -30,7 +30,7 @@ def prepare(source, *flags):
 
 def prepared(tmp_path, source, file, *flags):
     prepare(source, "--input", file, "--out", tmp_path / "out.parquet", *flags)
-    examples, _ = read_examples(tmp_path / "out.parquet", ReadingConfig())
+    examples, _ = read_examples(tmp_path / "out.parquet", DataFormatConfig())
     check_tasks(examples)
     return examples
 
@@ -45,7 +45,7 @@ def colours(example):
 
 
 def is_right(example, response):
-    return score(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
+    return grade(rf"\boxed{{{response}}}", example)["accuracy"] == 1.0
 
 
 def mmmu(tmp_path):
@@ -165,7 +165,7 @@ def test_marks_are_added_where_there_are_none_and_told_once(tmp_path, capsys):
     with pytest.raises(UserError, match="row 1: 1 <image> marks in the prompt but 2 images; write one mark") as error:
         read_examples(table(tmp_path / "a.parquet", rows), DataConfig(data=""))
     known = {f"--{name.replace('_', '-')}" for name in train.parse_args(
-        ["--model", "m", "--data", "d", "--out", "o", "--steps", "1"]).flat()}  # fmt: skip
+        ["--model", "m", "--data", "d", "--out", "o", "--steps", "1"]).to_flags()}  # fmt: skip
     assert {word.rstrip(",.;") for word in str(error.value).split() if word.startswith("--")} <= known
 
 

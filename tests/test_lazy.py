@@ -22,7 +22,7 @@ from test_prepare_data import BLUE, RED, encode, save, verl_row
 
 import prepare_data as pd
 from errors import UserError
-from prepare_data import Example, ReadingConfig, decode_image, write_examples
+from prepare_data import DataFormatConfig, Example, decode_image, write_examples
 from sources import lazy
 from sources.lazy import LazyImages
 
@@ -36,7 +36,7 @@ def fresh(monkeypatch):
 
 
 def read(path, **settings) -> list[Example]:
-    return pd.read_examples(path, ReadingConfig(**settings))[0]
+    return pd.read_examples(path, DataFormatConfig(**settings))[0]
 
 
 def noise(i: int, side: int = 40) -> bytes:
@@ -65,7 +65,7 @@ def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bound", [1, 30_000, 1 << 30])
 def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, bound):
     """Whatever the size of row groups and of what is kept, in order, backwards, at random and from 4 threads."""
-    monkeypatch.setattr(lazy, "BOUND", bound)
+    monkeypatch.setattr(lazy, "CACHE_BYTES", bound)
     images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
     examples = read(tmp_path / "f.parquet")
     assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROW_GROUPS.kept

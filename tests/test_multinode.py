@@ -21,8 +21,8 @@ import engines.serve
 import train
 from errors import Interrupted, UserError
 from parallel import nodes, watch
-from parallel.checkpoint import complete_checkpoints
-from utils import Context, Stages
+from parallel.checkpoint import list_checkpoints
+from utils import DistContext, StepTimer
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "runs" / "multinode.sh"
@@ -167,7 +167,7 @@ def one_agent(toys, shapes, tmp_path_factory):  # noqa: F811
 
 def stored_values(folder):
     """The bytes behind the header of each file of the last checkpoint; the header's own order differs."""
-    files = sorted(complete_checkpoints(folder)[-1].glob("*.safetensors"))
+    files = sorted(list_checkpoints(folder)[-1].glob("*.safetensors"))
     return {file.name: data[8 + int.from_bytes(data[:8], "little") :] for file in files if (data := file.read_bytes())}
 
 
@@ -239,8 +239,10 @@ def test_a_lost_node_is_named_and_the_run_goes_on(how, toys, shapes, one_agent, 
 
 def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
     def told(after, error):
-        one = watch.Watch(Context(1, 1, torch.device("cpu")), Stages(), minutes=1.0)  # alone, so it does not start
-        one.ctx = Context(1, 3, torch.device("cpu"))
+        one = watch.Watchdog(
+            DistContext(1, 1, torch.device("cpu")), StepTimer(), minutes=1.0
+        )  # alone, so it does not start
+        one.ctx = DistContext(1, 3, torch.device("cpu"))
         last = [[7, 3, "update", f"host{rank}"] for rank in range(3)]  # which may still be on the way
         one.words, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
 
@@ -264,15 +266,15 @@ def test_torchrun_of_a_node_without_the_signal_is_told(local_rank, parent, told,
     """By one process of a node; and not whoever adopted them after torchrun's end."""
     killed, before = [], {number: signal.getsignal(number) for number in watch.SIGNALS}
     monkeypatch.setattr(os, "getppid", lambda: 5)
-    interrupt = watch.Interrupt(60.0)
+    interrupt = watch.SignalHandler(60.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    monkeypatch.setattr(interrupt, "agreed", lambda: signal.SIGUSR1)
+    monkeypatch.setattr(interrupt, "reduce_signal", lambda: signal.SIGUSR1)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    interrupt.arm(lambda: "saved")
+    interrupt.enable_saving(lambda: "saved")
     with pytest.raises(Interrupted, match="SIGUSR1: saved"):
         interrupt.check()
     assert killed == told
@@ -287,16 +289,16 @@ def test_torchrun_of_a_node_without_the_signal_is_told(local_rank, parent, told,
 
 def two(theirs):
     """A context of two ranks; the other says `theirs(what this one says)`."""
-    ctx = Context(0, 2, torch.device("cpu"))
+    ctx = DistContext(0, 2, torch.device("cpu"))
     object.__setattr__(ctx, "gather", lambda mine: [mine, theirs(mine)])
     return ctx
 
 
 def test_other_flags_on_another_node_are_refused():
     settings = {"lr": 1e-6, "model": "/a/model"}
-    nodes.check_settings(settings, two(lambda mine: ("b", mine[1])))
+    nodes.check_same_settings(settings, two(lambda mine: ("b", mine[1])))
     with pytest.raises(UserError, match=r"--lr is 1e-06 on rank 0 \(.*\), 0.1 on rank 1 \(b\)"):
-        nodes.check_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
+        nodes.check_same_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
 
 
 def test_restarts_that_could_not_work_are_refused(monkeypatch):
@@ -305,13 +307,13 @@ def test_restarts_that_could_not_work_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        nodes.check_restarts()
+        nodes.check_restart_support()
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "False"), ("TORCHELASTIC_MAX_RESTARTS", "0")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            nodes.check_restarts()
+            nodes.check_restart_support()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    nodes.check_restarts()
+    nodes.check_restart_support()
 
 
 def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
@@ -329,15 +331,15 @@ def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
         return two(answer)
 
     data = {"--data": examples}
-    nodes.check_shared(tmp_path, data, other())
+    nodes.check_shared_storage(tmp_path, data, other())
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"--out .*: rank 1 \(b\) does not see"):
-        nodes.check_shared(tmp_path, data, other(seen=False))
+        nodes.check_shared_storage(tmp_path, data, other(seen=False))
     with pytest.raises(UserError, match=r"the rows of --data is .* on rank 0 .*, x on rank 1 \(b\); start the"):
-        nodes.check_shared(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
-    before = nodes.digest(examples)
+        nodes.check_shared_storage(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
+    before = nodes.hash_examples(examples)
     examples[0].ground_truth = "2"
-    assert nodes.digest(examples) != before
+    assert nodes.hash_examples(examples) != before
 
 
 # --- runs/multinode.sh ------------------------------------------------------------------------------------------------

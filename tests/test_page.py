@@ -32,10 +32,10 @@ import report.page.gallery as G
 import report.page.page as P
 import report.records as R
 from prepare_data import Example
-from report.evaluation import sample_record
-from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, parts, shown
+from report.evaluation import make_sample_record
+from report.page.formulas import ATTRIBUTES, ELEMENTS, mathml, render_segment, split_formulas
 from report.page.plots import Curve
-from report.writer import Shown
+from report.writer import ReportPage
 from tasks.shapes import shapes_rows
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def asked(uid, content="How many?", images=()):
 
 def first_page(title, records=(), examples=None, curves=(), **more):
     """The first page, most often the only one."""
-    return next(P.pages(Shown(title, records, examples or {}, **more), curves))
+    return next(P.pages(ReportPage(title, records, examples or {}, **more), curves))
 
 
 def page_of(records, title="T", images=(), **more):
@@ -130,7 +130,7 @@ class Sources(html.parser.HTMLParser):
 
 
 def as_html(text):
-    return "".join(map(shown, parts(text)))
+    return "".join(map(render_segment, split_formulas(text)))
 
 
 def check_formulas(text):
@@ -217,7 +217,7 @@ def test_formulas_have_the_structure_that_was_written():
 
 
 def test_a_formula_with_lines_of_its_own_takes_the_empty_ones_around_it():
-    first, formula, last = parts("so\n\n$$x^2$$\n\n\nand")
+    first, formula, last = split_formulas("so\n\n$$x^2$$\n\n\nand")
     assert (first.source, formula.source, last.source) == ("so", "\n\n$$x^2$$\n\n\n", "and") and formula.latex == "x^2"
 
 
@@ -350,7 +350,7 @@ def test_of_too_many_prompts_the_telling_ones_come_first():
     records[1400] = record("wrong", sample(accuracy=0.0), index=1400)
     records[1401] = record("cut", sample(finish="length"), index=1401)
     summary = {"n": 1500, "accuracy": 0.9, "baselines": [{"gained_uids": ["u1498"], "lost_uids": ["u1499"]}]}
-    chosen = R.choose(records, summary)
+    chosen = R.select_records(records, summary)
     assert len(chosen) == 1000 and [r["uid"] for r in chosen[-4:]] == ["wrong", "cut", "u1498", "u1499"]
     assert [r["uid"] for r in chosen[:996]] == [f"u{i}" for i in range(996)]  # in order
     examples = {r["uid"]: asked(r["uid"]) for r in chosen}  # no more than those are asked for
@@ -358,7 +358,10 @@ def test_of_too_many_prompts_the_telling_ones_come_first():
     assert "1,000 of 1,500 prompts are shown, first those gained, lost" in text
     lost = {f"u{i}" for i in range(500, 1500)}  # too many even of these: none but these
     summary["baselines"][0] |= {"gained_uids": [], "lost_uids": lost}
-    assert {r["uid"] for r in R.choose(records, summary)} == lost - {"u1400", "u1401"} | {"wrong", "cut"} - set()
+    assert {r["uid"] for r in R.select_records(records, summary)} == lost - {"u1400", "u1401"} | {
+        "wrong",
+        "cut",
+    } - set()
 
 
 def test_records_of_other_models_and_those_that_have_none():
@@ -386,11 +389,11 @@ def test_a_sample_that_failed_and_one_that_was_cut():
 
 def test_an_episode_is_shown_turn_by_turn():
     pixels = Image.new("RGB", (30, 20), "red")
-    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], turns=2, ended_by="done", messages=[
+    r = SimpleNamespace(is_episode=True, images=[SimpleNamespace(image=pixels)], n_turns=2, ended_by="done", messages=[
         {"role": "assistant", "content": "zoom <image>"}, {"role": "user", "content": "here <image> it is"},
         {"role": "assistant", "content": "three"}])  # fmt: skip
     vars(r).update(text="x", finish_reason="stop", response_mask=[True])
-    page = page_of([record("a", sample_record(r, {"reward": 1.0}))])
+    page = page_of([record("a", make_sample_record(r, {"reward": 1.0}))])
     found = Tags(page)
     assert [size for _, size in found.images] == [(30, 20)] and "ended by done" in found.text
     assert "zoom <image>" in found.text  # what the policy writes is no image
@@ -399,7 +402,7 @@ def test_an_episode_is_shown_turn_by_turn():
     found = Tags(page_of([record("a", sample() | bad)]))
     assert not found.tags["img"] and "cannot be read" in found.text
     r.is_episode = False
-    assert "messages" not in sample_record(r, {})
+    assert "messages" not in make_sample_record(r, {})
 
 
 def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
@@ -469,7 +472,7 @@ def many_pages(n=450):
     records = [record(f"u{i}", sample(accuracy=float(i < 300)), index=i, groups={"g": str(i % 2)}) for i in range(n)]
     image = photo()
     examples = {r["uid"]: asked(r["uid"], images=[image]) for r in records}
-    return Shown("T", records, examples, {"n": n, "accuracy": 0.6})
+    return ReportPage("T", records, examples, {"n": n, "accuracy": 0.6})
 
 
 def test_a_page_has_200_prompts_and_links_the_others(tmp_path):
@@ -906,7 +909,7 @@ def test_a_page_of_a_thousand_photos_is_light_and_quick(opened, tmp_path, n=1000
             f"u{i}", "t", [{"role": "user", "content": "<image>Find $x$."}], Photos(i % photos), "70", {}
         )
     assert Image.open(io.BytesIO(Photos(1)[0])).size == (4000, 3000)
-    shown = Shown("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
+    shown = ReportPage("T", records, examples, {"n": n, "samples": 8, "accuracy": 0.6})
     start = time.perf_counter()
     P.write_pages(tmp_path / "report.html", shown)
     took = time.perf_counter() - start

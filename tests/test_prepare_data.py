@@ -32,7 +32,16 @@ import prepare_data as pd
 import train
 from errors import UserError
 from model import Processor
-from prepare_data import Example, FileConfig, Raw, ReadingConfig, decode_image, main, parse_args, write_examples
+from prepare_data import (
+    ConvertConfig,
+    DataFormatConfig,
+    Example,
+    RawRow,
+    decode_image,
+    main,
+    parse_args,
+    write_examples,
+)
 from reward import Task, full_marks
 from rewards.grade import Grader
 from rollout import drop_long_prompts, load_examples
@@ -81,7 +90,7 @@ def save(path: Path, rows: list[dict], **kw) -> Path:
 
 
 def read_examples(path, limit=None, **settings) -> tuple[list[Example], list[str]]:
-    return pd.read_examples(path, ReadingConfig(**settings), limit)
+    return pd.read_examples(path, DataFormatConfig(**settings), limit)
 
 
 def message_of(path, **settings) -> str:
@@ -230,7 +239,7 @@ def test_a_task_file_makes_a_source(tmp_path, monkeypatch):
             yield {"data_source": "mine", "prompt": f"{i}?", "a": i, "toy": drawn}
 
     def rows(cfg):
-        return (Raw(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
+        return (RawRow(f"mine row {i}", i, row) for i, row in enumerate(toy(cfg.n, cfg.split, cfg.seed, drawn=False)))
 
     task = types.ModuleType("mine", "Rows of mine.")
     vars(task).update(toy=toy, rows=rows, INSTRUCTION="Say it.", DEFAULTS={"answer_key": "a", "instruction": "mine"})
@@ -253,7 +262,7 @@ def test_reads_verl_unchanged(tmp_path):
     assert examples[1] == Example(
         uid="hiyouga/geometry3k/train/verl/1", data_source="hiyouga/geometry3k",
         messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
-        extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
+        extra_info={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
     )  # fmt: skip
 
 
@@ -855,7 +864,9 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
-words = words.filter(lambda s: "<image>" not in s and "<video>" not in s and not pd.SPECIAL.search(s))
+words = words.filter(
+    lambda s: "<image>" not in s and "<video>" not in s and not pd.PROMPT_SPECIAL_TOKEN_PATTERN.search(s)
+)
 numbers = st.integers(-9, 9) | st.integers(2**64, 2**70) | st.floats(allow_nan=False)
 values = st.none() | st.booleans() | numbers | words | st.lists(st.integers(-9, 9) | words, max_size=3)
 values |= st.dictionaries(st.sampled_from("xy"), st.integers(-9, 9), max_size=2)
@@ -1048,7 +1059,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     special = set(processor.special_tokens.values())
 
     def count(messages):
-        return sum(i in special for i in processor.render(messages))
+        return sum(i in special for i in processor.tokenize_messages(messages))
 
     plain, refused, rendered = count([{"role": "user", "content": "a"}]), 0, 0
     per_image = count([{"role": "user", "content": "a<image>"}]) - plain
@@ -1056,7 +1067,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
         text = "".join(rng.choice(pieces, rng.integers(1, 12))) + "x"
         record = {"prompt": text, "images": [RED] * text.count("<image>"), "reward_model": {"ground_truth": "1"}}
         try:
-            example = pd.build_example(Raw("f row 0", 0, record), ReadingConfig())
+            example = pd.build_example(RawRow("f row 0", 0, record), DataFormatConfig())
         except UserError:
             refused += 1
             assert "<|" in text
@@ -1362,9 +1373,9 @@ def test_hostile_rows_are_examples_or_bad_rows(tmp_path):
         for name in rng.choice(list(good), rng.integers(1, 3), replace=False):
             value = HOSTILE[rng.integers(len(HOSTILE))]
             good[name] = {"k": value} if name == "extra_info" and rng.random() < 0.5 else value
-        raws.append(Raw(f"f\x1b row {i}", i, good, tmp_path))
+        raws.append(RawRow(f"f\x1b row {i}", i, good, tmp_path))
     bad: list[str] = []
-    examples = list(pd.good_rows(raws, FileConfig(out="", answer_key="answer", bad_rows="skip"), bad))
+    examples = list(pd.valid_examples(raws, ConvertConfig(out="", answer_key="answer", bad_rows="skip"), bad))
     assert len(examples) + len(bad) == len(raws) and min(len(examples), len(bad)) > 200
     assert all(line.startswith("f\\x1b row ") and line.isprintable() and len(line) < 700 for line in bad)
     assert write_examples(examples, tmp_path / "o.parquet") == len(examples)

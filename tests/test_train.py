@@ -29,12 +29,12 @@ import parallel.models
 import train
 from errors import UserError
 from model import Policy
-from packing import Batch, Packer, flop_rates, token_batch
-from parallel.checkpoint import load_trained
+from packing import Packer, TrainBatch, flop_rates, make_token_batch
+from parallel.checkpoint import load_model_or_checkpoint
 from parallel.models import Models, probe_memory
-from report.log import Skipped
-from rewards.order import batch_of
-from rollout import Examples
+from report.log import SkippedUpdates
+from rewards.order import shuffled_batch
+from rollout import ExampleList
 from settings import naming_origins
 from tasks.shapes import shapes_rows
 from utils import Meter
@@ -139,7 +139,7 @@ def assert_moved(one, several, what):
     [
         ("qwen2_5_vl", "--train-vision all"),
         pytest.param("qwen3_vl", "--train-vision all --loss-agg seq", marks=pytest.mark.slow),
-        pytest.param("qwen2_vl", "--loss-agg const --grad-checkpointing", marks=pytest.mark.slow),
+        pytest.param("qwen2_vl", "--loss-agg const --gradient-checkpointing", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "--train-vision merger", marks=pytest.mark.slow),
         ("qwen3_5_moe", "--train-vision tower"),
     ],
@@ -215,7 +215,7 @@ def test_bfloat16_weights_with_and_without_adapters(toys, shapes, tmp_path):
         run([*TORCHRUN, 2, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], out, *command)])
         assert rows(out)[0]["policy/grad_norm"] > 0
         after, before = (
-            load_trained(str(out)).state_dict(),
+            load_model_or_checkpoint(str(out)).state_dict(),
             M.load_hf(str(toys["qwen2_5_vl"])).state_dict(),
         )
         name = "model.language_model.layers.0.mlp.up_proj.weight"
@@ -226,22 +226,22 @@ def test_bfloat16_weights_with_and_without_adapters(toys, shapes, tmp_path):
 
 # With two epochs the policy of the worker is away from the old one, and some ratios are clipped
 ALGORITHMS = [
-    "--algo dapo --truncated mask --epochs 2",
-    "--algo gspo --epochs 2",
-    "--algo cispo --clip-high 0.1 --epochs 2",
-    "--algo sapo --epochs 2",
+    "--algo dapo --truncated mask --update-epochs 2",
+    "--algo gspo --update-epochs 2",
+    "--algo cispo --clip-high 0.1 --update-epochs 2",
+    "--algo sapo --update-epochs 2",
     "--algo rloo",
-    "--algo grpo --algo-args norm_std=batch dual_clip=1.2 --epochs 2",
+    "--algo grpo --algo-args norm_std=batch dual_clip=1.2 --update-epochs 2",
     "--algo reinforce++",
-    "--algo reinforce++ --kl-coef 0 --epochs 2",
-    "--algo grpo --kl-coef 0.1 --epochs 2",
+    "--algo reinforce++ --kl-coef 0 --update-epochs 2",
+    "--algo grpo --kl-coef 0.1 --update-epochs 2",
     "--algo rloo --kl-coef 0.1 --algo-args kl_in=reward",
     "--algo grpo --entropy-coef 0.05",
-    "--algo grpo --kl-coef 0.1 --lora-rank 4 --epochs 2",
-    "--algo grpo --lora-rank 4 --train-vision tower --grad-checkpointing --epochs 2",
-    "--algo grpo --algo-args tis_cap=1.5 tis_mask=0.8,1.25",
-    "--algo ppo --epochs 1",
-    "--algo ppo --epochs 2 --algo-args critic=separate --kl-coef 0.1 --algo-args kl_in=reward --train-vision all",
+    "--algo grpo --kl-coef 0.1 --lora-rank 4 --update-epochs 2",
+    "--algo grpo --lora-rank 4 --train-vision tower --gradient-checkpointing --update-epochs 2",
+    "--algo grpo --algo-args tis_cap=1.5 ratio_mask=0.8,1.25",
+    "--algo ppo --update-epochs 1",
+    "--algo ppo --update-epochs 2 --algo-args critic=separate --kl-coef 0.1 --algo-args kl_in=reward --train-vision all",
 ]
 
 
@@ -268,9 +268,9 @@ def test_no_algorithm_depends_on_the_processes_or_the_micro_batches(toys, tmp_pa
         if "kl-coef 0.1" in case:
             assert one["metrics"]["policy/kl_ref"] > 1e-4
         if "epochs 2" in case:
-            assert one["metrics"]["policy/kl_old"] > 1e-2
+            assert one["metrics"]["policy/approx_kl"] > 1e-2
         if "epochs 2" in case and "sapo" not in case:
-            assert 0 < one["metrics"]["policy/clipped"] < 1
+            assert 0 < one["metrics"]["policy/clip_frac"] < 1
         if "tis" in case:
             assert one["metrics"]["rollout/tis_masked"] > 0 and one["metrics"]["rollout/tis_capped"] > 0
     # and the cases differ from each other: no flag was without effect
@@ -319,8 +319,8 @@ def often_ending(model):
 
 # All that a run carries from step to step: value head, refreshed reference, adaptive coefficient, position of the data
 EVERYTHING = (
-    "--algo ppo --epochs 1 --algo-args critic_lr=1e-3 critic_warmup_steps=1 kl_in=reward kl_target=0.01 ref_every=4 "
-    "--kl-coef 0.1 --sample-rounds 4 --truncated penalise"
+    "--algo ppo --update-epochs 1 --algo-args critic_lr=1e-3 critic_warmup_steps=1 kl_in=reward kl_target=0.01 ref_every=4 "
+    "--kl-coef 0.1 --max-gen-batches 4 --truncated penalise"
 ).split()
 
 EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-tokens", 60]
@@ -329,7 +329,7 @@ EPISODES = ["--env", "{env}", "--max-turns", 3, "--turn-gamma", 0.9, "--max-new-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world,more",
-    [(1, ["--epochs", 2]), (2, ["--epochs", 2]), (2, EVERYTHING), (2, EPISODES)],
+    [(1, ["--update-epochs", 2]), (2, ["--update-epochs", 2]), (2, EVERYTHING), (2, EPISODES)],
     ids=["1", "2", "everything", "episodes"],
 )
 def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, toys, shapes, tmp_path):
@@ -411,7 +411,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
             "critic=separate",
             "--algo-args",
             "critic_lr=1e-3",
-            "--epochs",
+            "--update-epochs",
             1,
             "--save-every",
             1,
@@ -700,7 +700,7 @@ def model_must_not_load(monkeypatch):
         raise AssertionError("a model was loaded before the input was checked")
 
     monkeypatch.setattr(engines.launch, "load_hf", forbidden)
-    monkeypatch.setattr(parallel.models, "meta_hf", forbidden)
+    monkeypatch.setattr(parallel.models, "build_meta_model", forbidden)
 
 
 def bad_rows(shapes):
@@ -804,7 +804,7 @@ def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["train.py", *new])
     cfg = train.parse_args(new)
     told = "--warmup-steps 5 exceeds --steps 2: --steps 20, --group-size 8, --lr 1e-06, --clip-low 0.28"
-    with pytest.raises(UserError) as error, naming_origins(cfg.flat(), cfg.run.origin):
+    with pytest.raises(UserError) as error, naming_origins(cfg.to_flags(), cfg.run.origin):
         raise UserError(told)
     assert str(error.value) == told.replace("size 8", "size 8 (the default)").replace(
         "--lr 1e-06", "--lr 1e-06 (the default)")
@@ -813,7 +813,7 @@ def test_an_error_says_where_a_value_comes_from_that_was_not_given(monkeypatch, 
     cfg = replace(cfg, run=replace(cfg.run, resume="auto"))
     monkeypatch.setattr(train, "main", lambda cfg: cfg.optim.check(cfg.model, cfg.run.steps))
     with pytest.raises(UserError, match=r"--warmup-steps 5 \(from the run that is resumed\) exceeds --steps 2$"):
-        train.run(cfg)
+        train.run_training(cfg)
 
 
 def test_all_that_is_missing_is_named_at_once():
@@ -879,7 +879,7 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
     policy = Policy(hf, processor, train_vision="all")
     policy.zero_grad()
     cfg = SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=40))
-    assert 290 <= probe_memory(policy, Examples([example], [length]), packer, processor, cfg) <= 300
+    assert 290 <= probe_memory(policy, ExampleList([example], [length]), packer, processor, cfg) <= 300
     assert all(p.grad is None for p in policy.parameters())
 
 
@@ -887,32 +887,32 @@ def test_the_probe_fills_a_micro_batch_and_leaves_no_gradient(loaded):
 
 
 def test_each_epoch_is_a_new_shuffle_without_repeats():
-    steps = [batch_of(s, 10, 3, seed=1) for s in range(6)]
+    steps = [shuffled_batch(s, 10, 3, seed=1) for s in range(6)]
     for epoch in (steps[:3], steps[3:]):
         seen = [i for batch in epoch for i in batch]
         assert len(set(seen)) == 9 and set(seen) <= set(range(10))
-    assert steps[:3] != steps[3:] and batch_of(4, 10, 3, seed=1) == steps[4]
-    assert batch_of(4, 10, 3, seed=2) != steps[4]
+    assert steps[:3] != steps[3:] and shuffled_batch(4, 10, 3, seed=1) == steps[4]
+    assert shuffled_batch(4, 10, 3, seed=2) != steps[4]
 
 
 def test_learning_rate_schedule():
     cfg = train.parse_args("--model m --data d --out o --steps 10 --lr 2 --warmup-steps 4 --schedule cosine".split())
-    rates = [2 * cfg.optim.factor(s, 10) for s in range(10)]
+    rates = [2 * cfg.optim.lr_factor(s, 10) for s in range(10)]
     assert (
         rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0 and rates[7] == pytest.approx(1.0) and 0 < rates[9] < 0.2
     )
     constant = replace(cfg.optim, schedule="constant")
-    assert {2 * constant.factor(s, 10) for s in range(4, 10)} == {2.0}
+    assert {2 * constant.lr_factor(s, 10) for s in range(4, 10)} == {2.0}
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx):
     """Gradients of one update against the same with each token's weight applied by hand."""
     hf, processor = loaded["qwen2_5_vl"]
-    images = [processor.image("a", picture(56, 56, 1))]
+    images = [processor.image_to_patches("a", picture(56, 56, 1))]
     ids = {
-        "text": processor.encode([{"role": "user", "content": "Hello?"}], []),
-        "image": processor.encode([{"role": "user", "content": "<image>Hello?"}], images),
+        "text": processor.tokenize_prompt([{"role": "user", "content": "Hello?"}], []),
+        "image": processor.tokenize_prompt([{"role": "user", "content": "<image>Hello?"}], images),
     }
     policy = Policy(hf, processor)
     models = Models(policy, torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.0))
@@ -937,28 +937,28 @@ def test_mismatch_is_measured_by_kind_and_corrected(passes, loaded, picture, ctx
                 "o",
                 "--steps",
                 "1",
-                "--epochs",
+                "--update-epochs",
                 str(passes),
                 "--max-grad-norm",
                 "1e9",
                 *more,
             ]
         )
-        batch = Batch(made, token_batch(made, [1 / 9] * 3), [packer.pack(made)])
-        train.compute_before_update(batch, models, cfg)
+        batch = TrainBatch(made, make_token_batch(made, [1 / 9] * 3), [packer.pack(made)])
+        train.compute_logprobs_and_values(batch, models, cfg)
         batch.tokens.advantages = torch.tensor(advantages).repeat_interleave(3)
         meter = Meter()
-        train.update_policy(models, batch, cfg, train.State(), ctx, meter, Skipped(Path("-"), ctx))
+        train.update_policy(models, batch, cfg, train.TrainState(), ctx, meter, SkippedUpdates(Path("-"), ctx))
         return meter.reduce(ctx), policy.hf.lm_head.weight.grad.clone()
 
     metrics, _ = gradient()
     k3 = {kind: math.exp(x) - 1 - x for kind, x in shift.items()}
-    assert metrics["rollout/kl"] == pytest.approx(sum(k3.values()) / 3, rel=1e-3)
-    assert metrics["rollout/kl/images=1"] == pytest.approx(k3["image"], rel=1e-3)
-    assert metrics["rollout/kl/images=0"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
+    assert metrics["mismatch/kl"] == pytest.approx(sum(k3.values()) / 3, rel=1e-3)
+    assert metrics["mismatch/kl/images=1"] == pytest.approx(k3["image"], rel=1e-3)
+    assert metrics["mismatch/kl/images=0"] == pytest.approx((k3["text"] + k3["far"]) / 2, rel=1e-3)
     assert metrics["rollout/max_abs_dlogp/images=1"] == pytest.approx(0.2, rel=1e-3)
     assert metrics["rollout/max_abs_dlogp"] == metrics["rollout/max_abs_dlogp/images=0"] == pytest.approx(2.0, rel=1e-3)
-    capped, got = gradient("--algo-args", "tis_cap=1.2", "--algo-args", "tis_mask=0.5,2")
+    capped, got = gradient("--algo-args", "tis_cap=1.2", "--algo-args", "ratio_mask=0.5,2")
     _, expected = gradient(advantages=(1.2, math.exp(-0.2), 1e-30))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
     assert capped["rollout/tis_capped"] == pytest.approx(2 / 3) and capped["rollout/tis_masked"] == passes

@@ -10,19 +10,19 @@ from functools import lru_cache
 from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
-MOST_CHARS = 1500  # of a formula's source; longer ones stay as they are
+MAX_CHARS = 1500  # of a formula's source; longer ones stay as they are
 MOST_INLINE = 500  # of one in \( \), whose end is searched for at each beginning
-MOST_DEPTH = 24  # of nested elements: a browser's layout takes a time that grows with a power of it
+MAX_MATHML_DEPTH = 24  # of nested elements: a browser's layout takes a time that grows with a power of it
 INSIDE = r"[^{}\\]|\\."  # of braces, which may be nested
 for _ in range(5):
     INSIDE = rf"[^{{}}\\]|\\.|\{{(?:{INSIDE})*+\}}"
 FORMULA = re.compile(
     rf"""
-    (?:(?<!\n)\n++)? \$\$ (?!\$\$) (?P<block>.{{1,{MOST_CHARS}}}?) \$\$ \n*  # a block has the empty lines around it
-    | (?:(?<!\n)\n++)? \\\[ (?!\\\]) (?P<bracket>.{{1,{MOST_CHARS}}}?) \\\] \n*
+    (?:(?<!\n)\n++)? \$\$ (?!\$\$) (?P<block>.{{1,{MAX_CHARS}}}?) \$\$ \n*  # a block has the empty lines around it
+    | (?:(?<!\n)\n++)? \\\[ (?!\\\]) (?P<bracket>.{{1,{MAX_CHARS}}}?) \\\] \n*
     | \\\( (?!\\\)) (?P<inline>.{{1,{MOST_INLINE}}}?) \\\)
-    | \$ (?![\s$]) (?P<dollar>(?:[^$\\]|\\.){{1,{MOST_CHARS}}}?) (?<=\S) \$ (?!\d)
-    | \\boxed\s* \{{ (?P<boxed>(?:{INSIDE}){{1,{MOST_CHARS}}}+) \}}
+    | \$ (?![\s$]) (?P<dollar>(?:[^$\\]|\\.){{1,{MAX_CHARS}}}?) (?<=\S) \$ (?!\d)
+    | \\boxed\s* \{{ (?P<boxed>(?:{INSIDE}){{1,{MAX_CHARS}}}+) \}}
     | \\\\ | \\\$ | \$\$  # the end of a line, an escaped dollar, one without its end: no formulas
     """,
     re.DOTALL | re.VERBOSE,
@@ -46,7 +46,7 @@ VALUE = re.compile(
 )
 
 
-class Part(NamedTuple):
+class TextSegment(NamedTuple):
     """A piece of a text. `latex` is None where it is no formula."""
 
     source: str
@@ -55,11 +55,11 @@ class Part(NamedTuple):
     boxed: bool = False
 
 
-class NotShown(Exception):
+class UnsupportedFormula(Exception):
     """A formula that stays text: too deep, or of elements that are not allowed."""
 
 
-def parts(text: str) -> Iterator[Part]:
+def split_formulas(text: str) -> Iterator[TextSegment]:
     """Yield the text in pieces, whose sources joined are the text."""
     done = at = 0
     while found := FORMULA.search(text, at):
@@ -67,23 +67,23 @@ def parts(text: str) -> Iterator[Part]:
         if kind is None:
             continue
         latex = found[kind].strip()
-        if not latex or (kind == "dollar" and is_words(latex)):
+        if not latex or (kind == "dollar" and is_price_range(latex)):
             at = found.start() + 1
             continue
         if found.start() > done:
-            yield Part(text[done : found.start()])
-        yield Part(found[0], latex, kind in ("block", "bracket"), kind == "boxed")
+            yield TextSegment(text[done : found.start()])
+        yield TextSegment(found[0], latex, kind in ("block", "bracket"), kind == "boxed")
         done = at
     if done < len(text):
-        yield Part(text[done:])
+        yield TextSegment(text[done:])
 
 
-def is_words(latex: str) -> bool:
+def is_price_range(latex: str) -> bool:
     """Between two dollars that are money rather than a formula's: "5 or 6", "5.\n\nIt has"."""
     return "\n\n" in latex or (not TEX.search(latex) and bool(re.search(r"[A-Za-z]{2}.*\s|\s.*[A-Za-z]{2}", latex)))
 
 
-def shown(part: Part) -> str:
+def render_segment(part: TextSegment) -> str:
     """A piece as HTML: a formula with its source, which the page can show in its stead."""
     source = html.escape(part.source)
     if part.latex is None:
@@ -104,23 +104,23 @@ def mathml(latex: str, block: bool = False) -> str:
     from latex2mathml import exceptions
     from latex2mathml.converter import Converter
 
-    if len(latex) > MOST_CHARS or MACROS.search(latex):
+    if len(latex) > MAX_CHARS or MACROS.search(latex):
         return ""
     wrong = tuple(error for error in vars(exceptions).values() if isinstance(error, type))
     # The library has no base class of its own, and on wrong input raises these too. RuntimeError: too deep
-    wrong += (NotShown, LookupError, ValueError, TypeError, AttributeError, RuntimeError, StopIteration)
+    wrong += (UnsupportedFormula, LookupError, ValueError, TypeError, AttributeError, RuntimeError, StopIteration)
     try:
-        return serialised(Converter(display="block" if block else "inline").convert_to_element(latex))
+        return serialise_element(Converter(display="block" if block else "inline").convert_to_element(latex))
     except wrong:
         return ""
 
 
-def serialised(element: Element, depth: int = 0) -> str:
+def serialise_element(element: Element, depth: int = 0) -> str:
     """An element with what is allowed of its attributes. The library writes characters as references, in text that
     it does not escape."""
-    if element.tag not in ELEMENTS or depth > MOST_DEPTH:
-        raise NotShown(f"{element.tag} at depth {depth}")
-    children = "".join(serialised(child, depth + 1) for child in element)
+    if element.tag not in ELEMENTS or depth > MAX_MATHML_DEPTH:
+        raise UnsupportedFormula(f"{element.tag} at depth {depth}")
+    children = "".join(serialise_element(child, depth + 1) for child in element)
     inner = html.escape(html.unescape(element.text or ""), quote=False) + children
     allowed = {k: v for k, v in element.attrib.items() if k in ATTRIBUTES and VALUE.fullmatch(v)}
     if element.tag == "mrow" and len(element) == 1 and not element.text:

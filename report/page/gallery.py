@@ -9,11 +9,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from prepare_data import MARK
-from report.page.formulas import parts, shown
+from prepare_data import IMAGE_PLACEHOLDER
+from report.page.formulas import render_segment, split_formulas
 from report.page.thumbnails import Thumbnail, make_thumbnail
-from report.records import SIDE, columns_of, is_right, marks, rewards_of
-from report.writer import Shown
+from report.records import MAX_IMAGE_SIDE, filter_columns, filter_tags, is_right, record_rewards
+from report.writer import ReportPage
 
 PER_PAGE = 200  # prompts
 LEFT_OUT = "an image that is left out: the page has its weight"
@@ -44,12 +44,12 @@ class Texts:
 
     def with_formulas(self, text: str) -> Markup:
         pieces = []
-        for part in parts(text):
-            piece = shown(part)
+        for part in split_formulas(text):
+            piece = render_segment(part)
             if part.latex is not None:
                 if len(piece) > self.room:
                     self.left_as_source += 1
-                    piece = shown(part._replace(latex=None))
+                    piece = render_segment(part._replace(latex=None))
                 else:
                     self.room -= len(piece)
             pieces.append(piece)
@@ -64,14 +64,14 @@ def numbered(drawn: Iterator[Thumbnail | str], n: int) -> list[tuple[int, Thumbn
 class Gallery:
     """The prompts of a report. `cards` makes what one page shows of them."""
 
-    def __init__(self, shown: Shown, records: Sequence[dict]):
+    def __init__(self, shown: ReportPage, records: Sequence[dict]):
         self.records = records
         self.examples = shown.examples
         self.summary = shown.summary
         self.folder = shown.folder
         self.most_bytes = FULL_SIZE_BYTES // max(1, self.count_images(records))
         self.others = [(label, {r["uid"]: r for r in of}) for label, of in shown.others.items()]
-        self.groups = {name: values for name, values in columns_of(records).items() if len(set(values)) > 1}
+        self.groups = {name: values for name, values in filter_columns(records).items() if len(set(values)) > 1}
         self.facts = [self.facts_of(n) for n in range(len(records))]
 
     def images_of(self, record: dict) -> list[Sequence[bytes]]:
@@ -83,9 +83,9 @@ class Gallery:
 
     def facts_of(self, n: int) -> dict[str, Any]:
         """Return what page.js filters and sorts a prompt by."""
-        record, rewards = self.records[n], rewards_of(self.records[n])
+        record, rewards = self.records[n], record_rewards(self.records[n])
         facts = {
-            "is": " ".join(sorted(marks(record, self.summary))),
+            "is": " ".join(sorted(filter_tags(record, self.summary))),
             "tokens": max((s["tokens"] for s in record["samples"]), default=0),
         }
         if rewards:
@@ -111,7 +111,7 @@ class Gallery:
         left_out = {
             f"images are left out: a page shows {PAGE_IMAGES}.": self.count_images(records) - sum(map(len, drawn)),
             f"images of more than {self.most_bytes:,} bytes have only their thumbnails here.":
-                sum(max(image.full_size) > SIDE and not image.file for image in made) if self.folder else 0,
+                sum(max(image.full_size) > MAX_IMAGE_SIDE and not image.file for image in made) if self.folder else 0,
             "long texts are shown by their beginning and end; predictions.jsonl, or the .jsonl file of the step, has "
             "them whole.": self.texts.clipped,
             "formulas stay as they were written: the page has its weight.": self.texts.left_as_source,
@@ -127,20 +127,20 @@ class Gallery:
         asked = [self.message(m["role"], m["content"], images) for m in example.messages]
         truth = self.texts.with_formulas(str(record["ground_truth"]))
         said = [self.sample(sample, drawn) for sample in record["samples"]]
-        others = [self.other(label, of[uid]["samples"]) for label, of in self.others if uid in of]
+        others = [self._comparison(label, of[uid]["samples"]) for label, of in self.others if uid in of]
         place = {"n": n, "place": record.get("index", n), "uid": uid, "facts": self.facts[n]}
         return place | {"about": about, "asked": asked, "rest": images, "truth": truth, "said": said, "others": others}
 
     def message(self, role: str, content: str, images: list[tuple]) -> dict[str, Any]:
         """Return a role with its blocks: texts, and rows of images, which are taken from `images` at each mark."""
-        pieces = content.split(MARK)
+        pieces = content.split(IMAGE_PLACEHOLDER)
         blocks = [self.texts.show(pieces[0])] if pieces[0].strip() or len(pieces) == 1 else []
         row: list[tuple] = []  # images with no text between them
         for piece in pieces[1:]:
             if images:
                 row.append(images.pop(0))
             else:  # a mark that somebody wrote
-                piece = MARK + piece
+                piece = IMAGE_PLACEHOLDER + piece
             if piece.strip():
                 blocks += [row, self.texts.show(piece.removeprefix("\n"))]
                 row = []
@@ -156,7 +156,7 @@ class Gallery:
             said.append(self.message(message["role"], message["content"], theirs))
         return {"sample": sample, "right": is_right(sample, self.summary), "said": said, "rest": images}
 
-    def other(self, label: str, samples: Sequence[dict]) -> dict[str, Any]:
+    def _comparison(self, label: str, samples: Sequence[dict]) -> dict[str, Any]:
         """Return what was said elsewhere to the same prompt; of episodes without images."""
         samples = [self.sample(sample | {"images": ()}, iter(())) for sample in samples]
         known = [s["right"] for s in samples if s["right"] is not None]

@@ -18,23 +18,23 @@ from markupsafe import Markup
 from report.files import read_rows, write_text
 from report.page.gallery import PER_PAGE, Gallery
 from report.page.plots import Curve, draw_grid, measured_panels, run_curves
-from report.records import choose
-from report.summary import IMAGES
-from report.writer import Shown
+from report.records import select_records
+from report.summary import ABLATIONS
+from report.writer import ReportPage
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(out: Path, shown: Shown | None) -> None:
+def write_run_page(out: Path, shown: ReportPage | None) -> None:
     """Draw OUT/curves.png from metrics.jsonl, if matplotlib is installed, and write OUT/report.html."""
     rows = read_rows(out / "metrics.jsonl")
     if found := measured_panels(rows):
         draw_grid(found, out / "curves.png")
     if shown or not (out / "report.html").exists():  # else keep the page from before the interruption
-        write_pages(out / "report.html", shown or Shown(out.name), run_curves(rows))
+        write_pages(out / "report.html", shown or ReportPage(out.name), run_curves(rows))
 
 
-def write_pages(path: Path, shown: Shown, curves: Sequence[Curve] = ()) -> None:
+def write_pages(path: Path, shown: ReportPage, curves: Sequence[Curve] = ()) -> None:
     """Write NAME.html, NAME-2.html, ..., and remove further ones that an earlier, longer report left."""
     n = 0
     for n, text in enumerate(pages(shown, curves, path.stem), 1):
@@ -47,16 +47,16 @@ def page_name(stem: str, n: int) -> str:
     return f"{stem}.html" if n == 1 else f"{stem}-{n}.html"
 
 
-def pages(shown: Shown, curves: Sequence[Curve], stem: str = "report") -> Iterator[str]:
+def pages(shown: ReportPage, curves: Sequence[Curve], stem: str = "report") -> Iterator[str]:
     """Yield the pages of a report. Numbers and curves are on the first."""
     summary = shown.summary
-    records = choose(shown.records, summary)
+    records = select_records(shown.records, summary)
     gallery = Gallery(shown, records)
     style, script = ((TEMPLATES / f"page.{kind}").read_text() for kind in ("css", "js"))
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                       loader=FileSystemLoader(TEMPLATES))  # fmt: skip
-    env.filters |= {"number": number, "share": share, "query": query}
-    env.globals |= {"scale": scale, "is_number": is_number, "IMAGES": IMAGES}
+    env.filters |= {"number": number, "share": format_three_digits, "query": url_query}
+    env.globals |= {"scale": scale, "is_number": is_number, "IMAGES": ABLATIONS}
     env.globals |= {
         "title": shown.title, "summary": summary,
         "facts": [(*name.rpartition("/"), value) for name, value in shown.facts.items() if is_number(value)],
@@ -91,7 +91,7 @@ def number(value: object) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value + 0.0:.4g}"  # + 0: no -0
 
 
-def share(value: float | None, form: str = ".3f") -> str:
+def format_three_digits(value: float | None, form: str = ".3f") -> str:
     return f"{value or 0:{form}}" if is_number(value) else "–"
 
 
@@ -101,5 +101,5 @@ def scale(groups: Mapping[str, Mapping], metric: str) -> tuple[float, float]:
     return min([0.0, *found]), max([1.0, *found])
 
 
-def query(text: object) -> str:
+def url_query(text: object) -> str:
     return quote(str(text), safe="", errors="replace")

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from errors import need, refusing, writing
+from errors import as_user_error, need, report_write_errors
 from report.files import read_rows
-from settings import flag_of
+from settings import flag_name
 
-POINTS = 300  # of a curve; where there are more steps each point is the mean of some that follow each other
+MAX_CURVE_POINTS = 300  # of a curve; where there are more steps each point is the mean of some that follow each other
 SMOOTH = 25  # a running mean is over so many parts of a run; with fewer points they are drawn as they are
-IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "track", "timeout_minutes",
+IGNORED_SETTINGS = {"seed", "out", "resume", "keep", "save_every", "keep_best", "report_to", "timeout_minutes",
                     "grace_seconds"}  # fmt: skip
 NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # no named rewards, or of another scale
 
@@ -55,7 +55,7 @@ class Curve(NamedTuple):
 
 
 PANELS = (  # of a run, in order; one is shown if any of its metrics was measured
-    Panel("Reward", "", {"reward/mean": "mean", "reward/constant_groups": "groups of equal rewards (share)"},
+    Panel("Reward", "", {"reward/mean": "mean", "reward/zero_std_frac": "groups of equal rewards (share)"},
           "Rises; the parts say what it is that rises. Flat with a share of equal rewards near 1: too hard, too "
           "easy, or the reward never matches.", parts="reward/"),
     Panel("Evaluation", "", {"eval/accuracy": "accuracy", "eval/reward": "reward"},
@@ -64,7 +64,7 @@ PANELS = (  # of a run, in order; one is shown if any of its metrics was measure
     Panel("Entropy", "nats a token", {"policy/entropy": "entropy"},
           "Falls slowly. Near 0 while the task is not solved: nothing is left to explore; raise --clip-high or "
           "--entropy-coef, lower --lr. Rising without end: steps are too large."),
-    Panel("KL", "nats", {"rollout/kl": "engine", "policy/kl_ref": "reference", "policy/kl_old": "before the update"},
+    Panel("KL", "nats", {"mismatch/kl": "engine", "policy/kl_ref": "reference", "policy/approx_kl": "before the update"},
           "To the engine: steady; below 1e-6 in fp32, some 1e-3 in bf16, more with --async-steps; growing: sync or "
           "engine are at fault, see tis_cap. To the reference: grows slowly; fast: --kl-coef. To before the "
           "update: below 0.1.", log=True),
@@ -119,7 +119,7 @@ def measured_panels(rows: Rows) -> list[tuple[Panel, list[Line]]]:
 # Drawing
 
 
-def thin_curve(columns: Sequence[Sequence[float]], points: int = POINTS) -> list[list[float]]:
+def thin_curve(columns: Sequence[Sequence[float]], points: int = MAX_CURVE_POINTS) -> list[list[float]]:
     """Return columns of equal length (steps, and values at each) with at most `points` rows: means of neighbours."""
     size = max(1, -(-len(columns[0]) // points))
     return [[fmean(x[i : i + size]) for i in range(0, len(x), size)] for x in columns]
@@ -214,7 +214,7 @@ def draw_grid(found: Sequence[tuple[Panel, Sequence[Line]]], file: Path, names: 
         shared = {line.get_label(): line for line in drawn if not line.get_label().startswith("_")}
         figure.legend(handles=shared.values(), loc="lower left", fontsize=8, frameon=False, reverse=True)
     temporary = file.with_name(f".{file.name}.tmp")
-    with writing(file, "--out"):
+    with report_write_errors(file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, format="png", dpi=100)
         temporary.replace(file)
@@ -224,7 +224,7 @@ def draw_grid(found: Sequence[tuple[Panel, Sequence[Line]]], file: Path, names: 
 # Several runs, and the demo
 
 
-def watch(runs: Sequence[Path], out: Path) -> None:
+def plot_runs(runs: Sequence[Path], out: Path) -> None:
     """Draw several runs over each other, in out/curves.png: those whose settings differ in the seed alone are one
     curve, the mean at the steps that all of them have, in a band from the lowest to the highest of them."""
     need(not (out / "run.json").exists(),
@@ -232,10 +232,12 @@ def watch(runs: Sequence[Path], out: Path) -> None:
     rows_of, settings_of = {}, {}
     for run in dict.fromkeys(Path(run).resolve() for run in runs):
         file = run / "run.json"
-        need(file.is_file(), f"--watch {run}: no run is there (no {file}); give directories that train.py wrote")
+        need(file.is_file(), f"--plot-runs {run}: no run is there (no {file}); give directories that train.py wrote")
         rows_of[run] = read_rows(run / "metrics.jsonl")
-        need(any(row["step"] > 0 for row in rows_of[run]), f"--watch {run}: the run has not finished a step yet")
-        with refusing((ValueError, LookupError, TypeError, AttributeError), f"{file}: damaged; leave this run out"):
+        need(any(row["step"] > 0 for row in rows_of[run]), f"--plot-runs {run}: the run has not finished a step yet")
+        with as_user_error(
+            (ValueError, LookupError, TypeError, AttributeError), f"{file}: damaged; leave this run out"
+        ):
             args = json.loads(file.read_text())["args"]
             settings_of[run] = {name: str(value) for name, value in args.items() if name not in IGNORED_SETTINGS}
     groups = group_by_settings(settings_of)
@@ -246,7 +248,7 @@ def watch(runs: Sequence[Path], out: Path) -> None:
             title = panel.title if len(panel.metrics) == 1 else f"{panel.title}: {label}"
             if any(line.steps for line in lines):
                 found.append((panel._replace(title=title), lines))
-    need(found, f"--watch {' '.join(map(str, runs))}: no metric that is drawn was ever a number; leave it out")
+    need(found, f"--plot-runs {' '.join(map(str, runs))}: no metric that is drawn was ever a number; leave it out")
     draw_grid(found, out / "curves.png", len(groups))
     for name, members in groups:
         print(f"{name}: {', '.join(map(str, members))}")
@@ -264,7 +266,7 @@ def group_by_settings(settings_of: Mapping[Path, Mapping[str, str]]) -> list[tup
     found = []
     for kind, members in zip(kinds, groups.values(), strict=True):
         # of a long path the end tells it from others
-        label = " ".join(f"{flag_of(name)} {kind.get(name, '-')[-40:]}" for name in differing) or members[0].name
+        label = " ".join(f"{flag_name(name)} {kind.get(name, '-')[-40:]}" for name in differing) or members[0].name
         found.append((f"{label} ({len(members)} runs)" if len(members) > 1 else label, members))
     return found
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
-from errors import writing
+from errors import report_write_errors
 from prepare_data import FORMATS, IMAGE_ERRORS, decode_image
-from report.records import SIDE, encode_image
+from report.records import MAX_IMAGE_SIDE, encode_image
 
 SHOWN_IN = ("PNG", "JPEG", "GIF", "WEBP")  # by every browser
 
@@ -29,16 +29,16 @@ def make_thumbnail(data: bytes, folder: Path | None, most_bytes: int) -> Thumbna
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
             kind = "JPEG" if opened.format == "MPO" else opened.format
             size = opened.size
-            opened.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
+            opened.draft("RGB", (MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))  # a large JPEG is decoded at a fraction of its size
             image = ImageOps.exif_transpose(opened).convert("RGB") if kind == "JPEG" else decode_image(data)
             full_size = size[::-1] if opened.getexif().get(0x0112, 1) >= 5 else size  # turned
     except IMAGE_ERRORS:
         return "an image that cannot be read"
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
     file = ""
-    if folder and max(size) > SIDE and len(data) <= most_bytes:
+    if folder and max(size) > MAX_IMAGE_SIDE and len(data) <= most_bytes:
         file = keep_file(data, folder, kind.lower())
-    if max(size) > SIDE or kind not in SHOWN_IN or len(data) > 20_000:
+    if max(size) > MAX_IMAGE_SIDE or kind not in SHOWN_IN or len(data) > 20_000:
         data, kind = encode_image(image), "webp"
     uri = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
     return Thumbnail(uri, image.size, full_size, file)
@@ -47,7 +47,7 @@ def make_thumbnail(data: bytes, folder: Path | None, most_bytes: int) -> Thumbna
 def keep_file(data: bytes, folder: Path, kind: str) -> str:
     """Write an image file to the folder, unless it is there. Return its path as pages name it."""
     path = folder / f"{hashlib.sha256(data).hexdigest()[:20]}.{kind}"
-    with writing(path, "the images next to a page"):
+    with report_write_errors(path, "the images next to a page"):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.stat().st_size != len(data):
             path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Where else the numbers of a run go: --track tensorboard wandb. Each is installed by whoever wants it.
+"""Where else the numbers of a run go: --report-to tensorboard wandb. Each is installed by whoever wants it.
 
 A tracker gets what metrics.jsonl gets, under the same names and steps, and tables of samples with their images. It must
 never stop a run: one that fails is told of once and switched off.
@@ -20,7 +20,7 @@ from errors import describe_error, need
 from prepare_data import Example, decode_image
 
 PROMPTS = 8  # of a table of samples
-LONGEST = 512  # pixels of an image's longer side there
+MAX_TRACKED_IMAGE_SIDE = 512  # pixels of an image's longer side there
 INIT_SECONDS = 60.0  # that wandb may take to begin, before it is given up
 FINISH_SECONDS = 300.0  # and to send what is left; what is not sent by then is on the disk (wandb sync)
 
@@ -28,8 +28,8 @@ FINISH_SECONDS = 300.0  # and to send what is left; what is not sent by then is 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError if a tracker is unknown or not installed."""
     for name in names:
-        need(name in TRACKERS, f"--track {name}: must be one of {', '.join(TRACKERS)}")
-        need(importlib.util.find_spec(name), f"--track {name}: {name} is not installed; pip install {name}, or leave "
+        need(name in TRACKERS, f"--report-to {name}: must be one of {', '.join(TRACKERS)}")
+        need(importlib.util.find_spec(name), f"--report-to {name}: {name} is not installed; pip install {name}, or leave "
              "the flag out")  # fmt: skip
 
 
@@ -60,7 +60,7 @@ class Trackers:
                 do(name)
             except Exception as error:  # whatever a service or its client comes up with: the run is worth more
                 self.active.pop(name, None)
-                tqdm.write(f"warning: --track {name} failed ({describe_error(error)}); it gets nothing more of this "
+                tqdm.write(f"warning: --report-to {name} failed ({describe_error(error)}); it gets nothing more of this "
                            "run, which goes on; metrics.jsonl has everything")  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class TensorBoard:
             self.board.add_text(f"samples/{place}", indented("\n".join(texts)), step)
             # the prompt's, then each episode's
             files = chain(example.images, *(s.get("images", ()) for s in record["samples"]))
-            for number, image in enumerate(images_of(files)):
+            for number, image in enumerate(example_images(files)):
                 self.board.add_image(f"samples/{place}/{number}", np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
@@ -129,9 +129,9 @@ class WandB:
         rows = []
         for record in records:
             example = examples[record["uid"]]
-            asked = list(map(self.wandb.Image, images_of(example.images)))
+            asked = list(map(self.wandb.Image, example_images(example.images)))
             for row, s in zip(rows_of(record, example), record["samples"], strict=True):
-                images = asked + list(map(self.wandb.Image, images_of(s.get("images", ()))))
+                images = asked + list(map(self.wandb.Image, example_images(s.get("images", ()))))
                 rows.append(row | {f"image {i}": image for i, image in enumerate(images, 1)})
         columns = list(dict.fromkeys(chain.from_iterable(rows)))  # prompts have different numbers of images
         data = [[row.get(name) for name in columns] for row in rows]
@@ -141,18 +141,18 @@ class WandB:
         self.run.finish()
 
 
-TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB}  # --track NAME, also pip's name
+TRACKERS: dict[str, type] = {"tensorboard": TensorBoard, "wandb": WandB}  # --report-to NAME, also pip's name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What they show of samples
 
 
-def images_of(files: Iterable[bytes]) -> list[Image.Image]:
+def example_images(files: Iterable[bytes]) -> list[Image.Image]:
     """Return images as the model saw them, at most LONGEST pixels."""
     images = list(map(decode_image, files))
     for image in images:
-        image.thumbnail((LONGEST, LONGEST))
+        image.thumbnail((MAX_TRACKED_IMAGE_SIDE, MAX_TRACKED_IMAGE_SIDE))
     return images
 
 
