@@ -414,7 +414,7 @@ class Engine:
     weights_version = 0  # of its weights: each call of load_weights adds 1
 
     def __init__(self, should_stop: Callable[[], bool] = never):
-        """`interrupted` returns True once the run was asked to end: stop sampling."""
+        """`should_stop` returns True once the run was asked to end: stop sampling."""
         self.should_stop = should_stop
         self.finished = RolloutCounter()  # of the last call of generate
 

@@ -30,6 +30,10 @@ from errors import UserError, as_user_error, nearest, need
 REQUIRED = MISSING  # as a setting's default: there is none, it has to be given
 BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
 METAVARS = {int: "N", float: "X"}
+RENAMED = {  # settings that had other names before; CHANGELOG.md
+    "epochs": "update_epochs", "sample_rounds": "max_gen_batches", "tis_mask": "ratio_mask", "track": "report_to",
+    "grad_checkpointing": "gradient_checkpointing", "watch": "plot_runs",
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -136,13 +140,16 @@ class FlagParser(argparse.ArgumentParser):
             unknown = flag.startswith("--") and flag != "--" and " " not in flag and flag not in flags
             if unknown and self._subparsers is None:
                 name = flag.removeprefix("--").replace("-", "_")
+                name = RENAMED.get(name, name)
                 keyed = f"; use --algo-args {name}=VALUE" if name in self.keys else nearest(flag, flags)
-                self.error(f"unknown flag {flag}{keyed}")
+                now = flag_name(name)
+                self.error(f"{flag} is now called {now}" if now in flags else f"unknown flag {flag}{keyed}")
         parsed, rest = super().parse_known_args(args, namespace)
         for pair in vars(parsed).pop("algo_args", ()):
             key, equals, text = pair.partition("=")
             need(key in self.keys,
-                 f"--algo-args {pair}: no such key{nearest(key, self.keys)}; known: {', '.join(self.keys)}")
+                 f"--algo-args {pair}: no such key{nearest(RENAMED.get(key, key), self.keys)}; known: "
+                 f"{', '.join(self.keys)}")
             need(equals, f"--algo-args {pair}: give KEY=VALUE")
             setattr(parsed, key, parse_key(*self.keys[key], text))
         return parsed, rest

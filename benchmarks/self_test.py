@@ -70,7 +70,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     examples = ExampleList(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
-    more = {"interrupted": never, "give_up": print}
+    more = {"should_stop": never, "request_stop": print}
     engine = make_training_engine(cfg, models, processor, [examples], ctx, **more)
     KEPT.append(engine)
     weights = FullParameters(models.policy, True)

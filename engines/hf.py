@@ -210,9 +210,9 @@ class HFEngine(Engine):
         processor: Processor,
         device: torch.device,
         vision_cache: VisionCache | None = None,
-        interrupted: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never,
     ):
-        super().__init__(interrupted)
+        super().__init__(should_stop)
         self.hf = hf.to(device).eval().requires_grad_(False)
         if device.type == "cpu" and hf.dtype == torch.float32:
             for layer in hf.get_submodule(f"{hf.family.language}.{hf.family.blocks}").modules():

@@ -158,19 +158,19 @@ def make_engine(
     *,
     family_paths: tuple[str, ...] = (),
     cache: VisionCache | None = None,
-    interrupted: Callable[[], bool] = never_interrupted,
+    should_stop: Callable[[], bool] = never_interrupted,
     **of_servers: Any,
 ) -> Engine:
     """Return the engine that resolve_engine chose. `sizes`: what size_limits returns; `vllm`: --vllm; `of_servers`:
     what ServerEngine alone needs."""
     if choice == "hf":
-        return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, interrupted)
+        return HFEngine(load_hf(path, dtype, family_paths), processor, ctx.device, cache, should_stop)
     if choice == "server":
-        of_servers |= {"max_model_len": sizes["max_model_len"], "interrupted": interrupted}
+        of_servers |= {"max_model_len": sizes["max_model_len"], "should_stop": should_stop}
         return plug_in("engines.server", "--rollout server").ServerEngine(servers, processor, dtype, ctx, **of_servers)
     settings = vllm_settings(vllm, choice, ctx.world) | sizes
     kind = plug_in("engines.vllm", "--rollout vllm").VLLMEngine
-    return kind(path, processor, ctx.device, dtype, interrupted, **settings)
+    return kind(path, processor, ctx.device, dtype, should_stop, **settings)
 
 
 def make_training_engine(
@@ -183,8 +183,8 @@ def make_training_engine(
     **ends: Callable,
 ) -> Engine:
     """Return the engine of a run (`cfg` is train.Config), for prompts made of these sets of examples, with all of the
-    policy's weights: also the frozen ones, which the run that is resumed may have trained. `ends`: `interrupted` and
-    `give_up`, what ServerEngine has by these names."""
+    policy's weights: also the frozen ones, which the run that is resumed may have trained. `ends`: `should_stop` and
+    `request_stop`, what ServerEngine has by these names."""
     model, vllm, servers, out, policy = cfg.model, cfg.rollout.vllm, cfg.servers, Path(cfg.run.out), models.policy
     sizes = size_limits(sets, processor, cfg.rollout.max_new_tokens, of_episodes)
     if servers.serve:
@@ -220,7 +220,7 @@ def start_sampling(
 ) -> Engine:  # fmt: skip
     """Return what a run samples with: the engine, compared with the trainer; with --env (`env`) one that plays
     episodes, with --async-steps one that samples ahead. `cfg` is train.Config, `interrupt` a watch.Interrupt."""
-    ends = {"interrupted": interrupt.requested, "give_up": interrupt.give_up}
+    ends = {"should_stop": interrupt.requested, "request_stop": interrupt.give_up}
     engine = make_training_engine(cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **ends)
     if cfg.run.self_test:
         sampling, start_of = batches.sampling(0), env.reset_example if env else identity

@@ -64,8 +64,8 @@ def raise_mismatch(why: str) -> None:
 class ServerEngine(Engine):
     """Rollouts from servers. `cfg` is launch.ServerConfig, `out` the folder of the run; `max_model_len`: the longest
     sequence of a request. `trained_tower`: images are read again with each version of the weights.
-    `save_adapter(folder)`, collective, writes the policy's adapter (--sync adapter). `interrupted`: stop sampling, as
-    the run was asked to end. `give_up(message)` raises UserError, or asks the run to save and end, if no server is
+    `save_adapter(folder)`, collective, writes the policy's adapter (--sync adapter). `should_stop`: stop sampling, as
+    the run was asked to end. `request_stop(message)` raises UserError, or asks the run to save and end, if no server is
     left."""
 
     def __init__(
@@ -80,10 +80,10 @@ class ServerEngine(Engine):
         max_model_len: int,
         trained_tower: bool = False,
         save_adapter: Callable[[Path], None] | None = None,
-        interrupted: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never,
         request_stop: Callable[[str], None] = raise_mismatch,
     ):
-        super().__init__(interrupted)
+        super().__init__(should_stop)
         self.processor = processor
         self.dtype = dtype
         self.ctx = ctx

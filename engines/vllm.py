@@ -146,10 +146,10 @@ class VLLMEngine(Engine):
         processor: Processor,
         device: torch.device,
         dtype: torch.dtype,
-        interrupted: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never,
         **settings: Any,
     ):
-        super().__init__(interrupted)
+        super().__init__(should_stop)
         set_env_vars()
         cuda, sleep_level = device.type == "cuda", settings.pop("sleep_level", 1)
         arguments = llm_arguments(path, processor, dtype, cuda, settings)

@@ -42,7 +42,7 @@ from layers.lora import add_lora, find_lora_layers, read_adapter
 from model import ModelConfig, Policy, load_config, load_hf
 from parallel.loading import NONFINITE_MESSAGE, build_meta_model, find_nonfinite, match_parameters, read_parameter
 from parallel.sharding import FullParameters, reshard
-from settings import build_config
+from settings import RENAMED, build_config
 from utils import gather, print0
 
 # "policy", and the other models that a checkpoint holds, each with its optimizer if it has one
@@ -117,7 +117,7 @@ def read_run_args(checkpoint: Path) -> dict:
         return {}
     args = read_json(file, remedy).get("args")
     need(isinstance(args, dict), f"{file}: damaged: it holds no args{remedy}")
-    return args
+    return {RENAMED.get(name, name): value for name, value in args.items()}
 
 
 def resolve_model(path: str, flag: str = "MODEL") -> tuple[str, Path | None, dict]:

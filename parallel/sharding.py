@@ -108,7 +108,7 @@ def apply_fsdp(
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-    fsdp.register_fsdp_forward_method(policy, "plain_logprobs")
+    fsdp.register_fsdp_forward_method(policy, "unpacked_logprobs")
 
 
 def _make_mesh(device: torch.device, replicate: int, **sizes: int) -> DeviceMesh:

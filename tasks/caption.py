@@ -111,7 +111,7 @@ class Corpus:
         self.size += 1
         self.frequency.update(all_ngrams(references))
 
-    def from_counts(self, references: list[Words]) -> dict[str, int]:
+    def document_frequencies(self, references: list[Words]) -> dict[str, int]:
         """In how many documents each n-gram of these is, if in more than one: less weighs the same."""
         grams = sorted(all_ngrams(references))
         return {" ".join(gram): self.frequency[gram] for gram in grams if self.frequency[gram] > 1}
@@ -264,7 +264,7 @@ def caption_record(record: dict, cfg: ToyConfig, corpus: Corpus | None = None) -
         truth = {"references": references, "keywords": keywords}
         words = parse_caption_truth(json.dumps(truth, default=str)).references
     if corpus:
-        truth |= {"documents": corpus.size, "frequency": corpus.from_counts(words)}
+        truth |= {"documents": corpus.size, "frequency": corpus.document_frequencies(words)}
     image = first([record.get(name) for name in (cfg.image_key, *DEFAULT_IMAGE_COLUMNS)])
     need(image is not None, f"no image: looked for columns {', '.join((cfg.image_key, *DEFAULT_IMAGE_COLUMNS))}")
     text = json.dumps(truth, ensure_ascii=False, default=str)

@@ -54,9 +54,9 @@ class StandIn(HFEngine):
                     r.versions = self.sampled.pop(id(r))
 
 
-def stand_in(servers, processor, dtype, ctx, interrupted, **more):
+def stand_in(servers, processor, dtype, ctx, should_stop, **more):
     path = sys.argv[sys.argv.index("--model") + 1]
-    return StandIn(load_hf(path, dtype), processor, ctx.device, interrupted=interrupted)
+    return StandIn(load_hf(path, dtype), processor, ctx.device, should_stop=should_stop)
 
 
 def plug_in_stand_in(module, flag):

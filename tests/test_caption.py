@@ -158,7 +158,7 @@ def test_repetition_penalty():
 
 def with_counts(references, corpus):
     """A truth with the document counts of a corpus, as prepare_data.py writes it."""
-    counts = {"documents": corpus.size, "frequency": corpus.from_counts(list(map(split_words, references)))}
+    counts = {"documents": corpus.size, "frequency": corpus.document_frequencies(list(map(split_words, references)))}
     return json.dumps({"references": references} | counts)
 
 
@@ -229,7 +229,7 @@ def test_the_registered_reward_needs_its_row_alone():
     for i, truth in enumerate(truths):
         fields = {
             "documents": corpus.size,
-            "frequency": corpus.from_counts(caption.parse_caption_truth(truth).references),
+            "frequency": corpus.document_frequencies(caption.parse_caption_truth(truth).references),
         }
         truth = json.dumps(json.loads(truth) | fields)
         rows.append(SimpleNamespace(data_source="caption", extra={}, uid=str(i), ground_truth=truth))

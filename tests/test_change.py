@@ -80,7 +80,7 @@ def test_a_new_advantage_and_a_new_loss_are_one_registration_each(kernel, copy, 
     insert(
         copy / "grpo.py",
         "def gae(\n",
-        """@advantage("tripled", norm_std="none")
+        """@register_advantage("tripled", norm_std="none")
 def tripled(rewards_PG):
     return 3 * (rewards_PG - rewards_PG.mean(dim=1, keepdim=True))
 
@@ -90,7 +90,7 @@ def tripled(rewards_PG):
     insert(
         copy / "grpo.py",
         "def response_means(",
-        """@loss("doubled")
+        """@register_loss("doubled")
 def doubled(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
     loss_K, clipped_K = clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo)
     return 2 * loss_K, clipped_K
@@ -122,7 +122,7 @@ def test_an_edit_of_a_loss_is_what_trains(kernel, copy, toys, data):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_readmes_advantage_and_loss(kernel, copy, toys, data):
     with open(copy / "grpo.py", "a") as file:
-        file.write("\n\n" + block('@advantage("median"'))
+        file.write("\n\n" + block('@register_advantage("median"'))
     toy = toys["qwen2_5_vl"]
     plain, median, both = (
         train(copy, toy, data, *more, kernel=kernel)["policy/grad_norm"]

@@ -145,7 +145,7 @@ def test_each_rollout_is_handed_over_once_and_as_soon_as_it_ends(interrupted, lo
     ends = sorted({r.response[1] for r in first[:8]} - {r.response[0] for r in first})
     monkeypatch.setattr(processor, "eos_ids", ends)  # some rows end with their second token, none with their first
     rounds, handed = [], []  # one entry for each time that all rows sampled a token; (rollout, how many those were)
-    engine = HFEngine(hf, processor, CPU, interrupted=lambda: interrupted and len(rounds) >= 3)
+    engine = HFEngine(hf, processor, CPU, should_stop=lambda: interrupted and len(rounds) >= 3)
     engine.max_rows = 16  # two of the three prompts together, then the third
     whole = engine.generate(prompts, 8, sampling)
     original = engines.hf.sample_tokens

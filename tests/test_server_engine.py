@@ -274,7 +274,7 @@ def test_two_threads_sample_at_once(connect):
 
 def test_a_run_that_is_asked_to_end(connect):
     ended = threading.Event()
-    engine, servers = connect(2, interrupted=ended.is_set)
+    engine, servers = connect(2, should_stop=ended.is_set)
     hurry(servers, 0.5)
     call = run_in_thread(partial(engine.generate, prompts_of("a", "b"), 3, SamplingParams(40)), "run")  # 20 seconds
     wait_until(lambda: servers[0].busy + servers[1].busy == 6)
@@ -341,7 +341,7 @@ def test_all_servers_are_lost(connect):
 def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
     """With all that it has: nothing is raised, neither where it samples nor where it brings weights."""
     asked = []
-    engine, servers = connect(2, give_up=asked.append, interrupted=lambda: bool(asked))
+    engine, servers = connect(2, request_stop=asked.append, should_stop=lambda: bool(asked))
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
     assert len(engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))) == 8

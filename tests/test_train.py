@@ -30,7 +30,7 @@ import train
 from errors import UserError
 from model import Policy
 from packing import Packer, TrainBatch, flop_rates, make_token_batch
-from parallel.checkpoint import load_model_or_checkpoint
+from parallel.checkpoint import load_model_or_checkpoint, read_run_args
 from parallel.models import Models, probe_memory
 from report.log import SkippedUpdates
 from rewards.order import shuffled_batch
@@ -828,6 +828,24 @@ def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
     assert refused.returncode != 0 and "error:" in refused.stderr and "Traceback" not in refused.stderr
     done = run([*arguments, "--bad-rows", "skip"])
     assert "row 2: image 0" in done.stdout and "left out: 1 unreadable, 0 over --max-prompt-tokens" in done.stdout
+
+
+@pytest.mark.parametrize("given, message", [
+    (["--epochs", "4"], "--epochs is now called --update-epochs"),
+    (["--sample-rounds", "4"], "--sample-rounds is now called --max-gen-batches"),
+    (["--track", "wandb"], "--track is now called --report-to"),
+    (["--tis-mask", "1,2"], "unknown flag --tis-mask; use --algo-args ratio_mask=VALUE"),
+])  # fmt: skip
+def test_the_error_for_an_old_name_gives_the_new_one(given, message, capsys):
+    with pytest.raises(SystemExit):
+        train.parse_args(["--model", "m", "--data", "d", "--out", "o", "--steps", "1", *given])
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_read_with_the_new_names(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"args": {"epochs": 2, "tis_mask": "0.5,2", "lr": 1e-6}}))
+    args = read_run_args(tmp_path / "checkpoints" / "step_000001")
+    assert args == {"update_epochs": 2, "ratio_mask": "0.5,2", "lr": 1e-6}
 
 
 GONE = ["--gamma", "--group", "--rollout-tp", "--top-p", "--target-kl", "--overlong-buffer", "--freeze-vision"]

@@ -720,7 +720,7 @@ def test_a_large_page_is_written_by_a_process_of_its_own(quick, tmp_path, monkey
     test = write_parquet(tmp_path / "test.parquet", shapes_rows(3, "test", 0))
     here = quick("--eval-data", test, "--eval-every", 1, out="here")
     monkeypatch.setattr(report.writer, "LARGE_PAGE_CHARS", -1)
-    for name in ("write_pages", "write_report", "draw_grid"):  # not in this process
+    for name in ("write_pages", "write_run_page", "draw_grid"):  # not in this process
         monkeypatch.setattr(getattr(report.page.page, name), "__code__", (lambda *_: None).__code__)
     there = quick("--eval-data", test, "--eval-every", 1, out="there")
     assert "report failure" not in capsys.readouterr().out
