@@ -130,7 +130,7 @@ class Interrupted(Exception):
 
     def __init__(self, signal_number: int, text: str):
         super().__init__(text)
-        self.number = signal_number  # of the signal
+        self.signal_number = signal_number
 
 
 DISK_FULL_ERRNOS, NOT_WRITABLE_ERRNOS = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOENT,

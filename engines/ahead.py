@@ -74,7 +74,7 @@ class Ahead(EngineWrapper):
         """Draw those of the K batches after a position that were not drawn yet. Each is for the step that will train on
         it if every step takes one: of the same curriculum stage, and not after the last step."""
         batches, now, drawn = self.batches, self.batches.state.step, []
-        stage_of = batches.curriculum.number
+        stage_of = batches.curriculum.stage_index
         for ahead in range(1, self.max_age + 1):
             step = now + ahead
             wanted = step < batches.cfg.run.steps and stage_of(step) == stage_of(now)

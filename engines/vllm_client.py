@@ -101,7 +101,7 @@ class VLLMClient(ServerClient):
         async with self.sending.setdefault(keys, asyncio.Lock()):
             if not self.names.keys() >= set(keys):
                 parts = await asyncio.to_thread(self._image_parts, request)
-                await asyncio.shield(self._generate(request._replace(room=1), model, parts))
+                await asyncio.shield(self._generate(request._replace(max_tokens=1), model, parts))
                 self.names |= {key: part["uuid"] for key, part in zip(keys, parts, strict=True)}
         self.sending.pop(keys, None)
 

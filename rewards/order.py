@@ -34,16 +34,16 @@ class DataOrder:
         self.per_step = per_step
         self.seed = seed
 
-    def number(self, step: int) -> int:
+    def stage_index(self, step: int) -> int:
         return 0
 
-    def stage(self, step: int) -> CurriculumStage:
+    def current_stage(self, step: int) -> CurriculumStage:
         return CurriculumStage()
 
     def stages(self) -> list[tuple[int, CurriculumStage]]:
         return [(0, CurriculumStage())]
 
-    def batch(
+    def select_batch(
         self, step: int, position: int, round: int, memory: CurriculumState, ahead: Collection[str] | None = None
     ) -> list[Any]:
         return [

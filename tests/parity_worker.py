@@ -84,7 +84,7 @@ def into_turns(rollout: Rollout) -> Rollout:
         turns.append(TurnSequence(ids, end - start, len(rollout.prompt.images)))
         response += [*said, *sampled[start:end]]
         mask += [False] * len(said) + [True] * (end - start)
-    return replace(rollout, response=response, response_mask=mask, separate=turns)
+    return replace(rollout, response=response, response_mask=mask, separate_turns=turns)
 
 
 def spread(logp_K, log_ratio_K, advantages_K, rollout_K, algo):

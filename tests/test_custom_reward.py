@@ -126,7 +126,7 @@ def test_each_task_has_its_own_function_beside_built_in_ones(load):
         mixed.check_examples([row(source="chess")])
     with pytest.raises(reward.UserError, match="nothing could equal"):
         mixed.check_examples([row(source="geo3k", truth="")])
-    assert load("geo3k=number").check([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
+    assert load("geo3k=number").check_examples([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
 
 
 def test_a_path_may_hold_an_equals_sign(load, tmp_path):
@@ -182,7 +182,7 @@ def test_a_judges_settings_need_a_judge():
 @pytest.mark.parametrize("count", [0, 1])
 def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
     grader = load("number", "chess=raises", reward_workers=count)
-    grader.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
+    grader.check_examples([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
     with pytest.raises(Exception, match="invalid literal for int") as caught:
         grader.dry_run()
     assert caught.value.__notes__[-1] == "this was the trial call before the run" and not grader.counts
@@ -191,17 +191,17 @@ def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
                           ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
                           ("inf", "is inf")):
         grader = load(f"chess={name}", reward_workers=count)
-        grader.check([row("b", "chess")])
+        grader.check_examples([row("b", "chess")])
         with pytest.raises(reward.UserError, match=message):
             grader.dry_run()
 
 
 def test_a_task_that_no_row_has_is_a_mistake(load):
     grader = load("go=number", "number")
-    grader.check([row(source="chess"), row(source="geo3k")])
+    grader.check_examples([row(source="chess"), row(source="geo3k")])
     with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; there are chess, geo3k"):
         grader.dry_run()
-    grader.check([row(source="go")])
+    grader.check_examples([row(source="go")])
     grader.dry_run()
 
 
@@ -316,7 +316,7 @@ def judge_options(pairs):
     return JudgeOptions("", tuple(filter(None, values.get("tasks", "").split(","))),
                         float(values.get("weight", 1)), int(values.get("calls", 0)))
 
-def find_model(url, options): return options
+def resolve_model_name(url, options): return options
 
 class Judge:
     def __init__(self, url, options, cache, world):

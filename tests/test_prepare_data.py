@@ -262,7 +262,7 @@ def test_reads_verl_unchanged(tmp_path):
     assert examples[1] == Example(
         uid="hiyouga/geometry3k/train/verl/1", data_source="hiyouga/geometry3k",
         messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
-        extra_info={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
+        extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from utils import DistContext, derive_seed, run_in_thread
 URLS = ["http://one", "http://two", "http://three"]
 PROCESSOR = SimpleNamespace(
     eos_ids=[0],
-    banned=lambda vocab_size: torch.tensor([99]),
+    banned_token_ids=lambda vocab_size: torch.tensor([99]),
     image_token_id=99,
     tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
 )
@@ -355,7 +355,7 @@ def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
 
 
 @pytest.mark.parametrize("changed", [
-    {"finish": "abort", "tokens": [], "logprobs": [], "labels": []}, {"labels": "of weights to come"},
+    {"finish_reason": "abort", "tokens": [], "logprobs": [], "labels": []}, {"labels": "of weights to come"},
 ])  # fmt: skip
 def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left_out(changed, connect, monkeypatch):
     """As one that another run has paused, or given weights of a later sync."""
@@ -402,7 +402,7 @@ def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch
 
 @pytest.mark.parametrize("changed", [
     {"tokens": [1] * (ROOM + 1), "logprobs": [-1.0] * (ROOM + 1), "labels": ["x"] * (ROOM + 1)},
-    {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish": "gone"}, {"logprobs": [None] * ROOM},
+    {"logprobs": [-1.0]}, {"labels": ["x"]}, {"finish_reason": "gone"}, {"logprobs": [None] * ROOM},
     {"logprobs": [0.7] * ROOM}, {"tokens": [], "logprobs": [], "labels": []},
     {"tokens": [100] * ROOM}, {"tokens": [-1] * ROOM}, {"tokens": [99] * ROOM}, {"tokens": [5.0] * ROOM},
     {"tokens": [[5]] * ROOM},
@@ -716,7 +716,7 @@ def test_processes_agree_on_which_servers_are_lost(connect, capfd):
     process0 = engine.ctx
 
     class OfTwo:  # what process 1 says of its lost servers stands next to what process 0 says
-        rank, world, main = 0, 2, True
+        rank, world, is_main = 0, 2, True
 
         def gather(self, mine):
             return [mine, {URLS[1]: "no answer"}] if isinstance(mine, dict) else [mine, mine]
