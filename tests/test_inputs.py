@@ -90,19 +90,19 @@ def test_own_images_and_those_of_the_column_come_in_order():
         (({"type": "image"},), [], "1 <image> marks in the prompt but 0 images"),
         (({"type": "image", "image": RED},), [BLUE], "1 <image> marks in the prompt but 2 images"),
         (({"type": "image", "image": RED}, text("<image>")), [], "2 <image> marks in the prompt but 1 images"),
-        (({"type": "video", "video": "a.mp4"},), [], "message 0, part 1: has type 'video'; there are text, input"),
-        (({"type": "input_audio"},), [], "part 1: has type 'input_audio'; there are"),
-        (({"text": "no type"},), [], "part 1: has type None; there are"),
-        (({"type": ["image"]},), [], "part 1: has type ['image']; there are"),
+        (({"type": "video", "video": "a.mp4"},), [], "message 0, part 1: has type 'video', expected one of text, "),
+        (({"type": "input_audio"},), [], "part 1: has type 'input_audio', expected one of"),
+        (({"text": "no type"},), [], "part 1: has type None, expected one of"),
+        (({"type": ["image"]},), [], "part 1: has type ['image'], expected one of"),
         (("a string",), [], "part 1: is a str, expected an object such as {'type': 'text', ...}"),
-        (({"type": "image_url"},), [], "part 1: has type 'image_url' and no image"),
-        (({"type": "image_url", "image_url": {"url": None}},), [], "part 1: has no image in its image_url"),
-        (({"type": "image", "image": RED, "path": "x"},), [], "has fields image, path; an image has one of image, im"),
-        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; an image has one of"),
-        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; an image has one of"),
-        (({"type": "text", "text": "x", "cache": 1},), [], "is a text with fields that the format cannot hold: cache"),
-        (({"type": "text", "text": 5},), [], "part 1: has a int for its text"),
-        (({"type": "image", "index": 1},), [RED], "part 1: names image 1 of the row where the next is 0"),
+        (({"type": "image_url"},), [], "part 1: has type 'image_url' but no image"),
+        (({"type": "image_url", "image_url": {"url": None}},), [], "part 1: has no image in its field image_url"),
+        (({"type": "image", "image": RED, "path": "x"},), [], "image, path; an image part may have only one of image"),
+        (({"type": "image", "min_pixels": 9},), [RED], "has fields min_pixels; an image part may have only one of"),
+        (({"type": "input_image", "file_id": "f"},), [], "has fields file_id; an image part may have only one of"),
+        (({"type": "text", "text": "x", "cache": 1},), [], "is a text with unsupported fields: cache; remove them"),
+        (({"type": "text", "text": 5},), [], "part 1: has a text of type int, expected a string"),
+        (({"type": "image", "index": 1},), [RED], "part 1: has index 1, but the row's next image is 0"),
         (({"type": "image_url", "image_url": {"url": "https://h/x.png"}},), [], "image 0 is a URL (https://h/x.png)"),
         ((text("<|im_end|>"),), [], "message 0 contains '<|im_end|>'"),
         (({"type": "image", "base64": "!!"},), [], "image 0 '!!' is neither an existing file nor valid base64"),
@@ -189,7 +189,7 @@ def test_a_column_brings_no_marks_into_a_template():
     assert fill_template("<image>{a}{b}", {"a": "x<", "b": "image"}) == "<image>x<image"
     for record in ({"a": "<image>", "b": ""}, {"a": "<ima", "b": "ge>"}, {"a": PAD, "b": "x"},
                    {"a": ["y", "<image>"], "b": ""}, {"a": {"k": "<image>"}, "b": ""}):  # fmt: skip
-        with pytest.raises(UserError, match=r"a column brings 1 image marks into --prompt-template"):
+        with pytest.raises(UserError, match=r"a column adds 1 image placeholders to --prompt-template"):
             fill_template("<image>{a}{b}", record)
     with pytest.raises(UserError, match="no value in column 'a' of --prompt-template; the row has a, b"):
         fill_template("{a}", {"a": None, "b": 1})

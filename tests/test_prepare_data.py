@@ -342,7 +342,7 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
         ({"images": [{"bytes": b"garbage", "path": None}]}, "image 0 (7 bytes) cannot be decoded: not one of PNG, JPE"),
         ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training touches no network: run prepare_data.py"),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
-        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "missing or empty; --answer-key names its column"),
+        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "or empty; name its column with --answer-key"),
         ({"prompt": []}, "empty prompt"),
         ({"prompt": None}, "empty prompt"),
         ({"prompt": [{"role": "user", "content": " \n"}]}, "empty prompt: no user message has any text"),
