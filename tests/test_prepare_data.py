@@ -805,7 +805,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
         url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
         url.replace("127.0.0.1", "0x7f.1"),
     ):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(u, tries=1)
     inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
     inside += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
@@ -817,7 +817,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
     monkeypatch.setattr(fetching, "is_public", lambda ip: ip == "127.0.0.1")
     inside = url.replace("127.0.0.1", "127.0.0.2")
     assert fetch(f"{url}/to?{url}/public.png") == RED
-    with pytest.raises(UserError, match="127.0.0.2 is at 127.0.0.2, not public"):
+    with pytest.raises(UserError, match="127.0.0.2 resolves to 127.0.0.2, which is not public"):
         fetch(f"{url}/to?{inside}/private.png")
     assert "/private.png" not in hits and "/public.png" in hits
     asked, real = [], fetching.socket.getaddrinfo
@@ -844,7 +844,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
         monkeypatch.delenv(name, raising=False)
     private = ("127.0.0.1:1", "127.1", "0x7f000001", "127.0.0%2e1", "[::1]:80", "[64:ff9b::7f00:1]", "localhost.")
     for host in (*private, url.removeprefix("http://")):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(f"{scheme}://{host}/behind.png", tries=1)
     assert not [path for path in hits if "behind" in path]
     if scheme == "http":  # what the proxy itself looks up, or is public, still goes through it
@@ -856,7 +856,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
     monkeypatch.setenv("no_proxy", "direct.test")  # not by the proxy: looked up here, and checked
     place = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
     monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *of, **more: place)
-    with pytest.raises(UserError, match="direct.test is at 127.0.0.1, not public"):
+    with pytest.raises(UserError, match="direct.test resolves to 127.0.0.1, which is not public"):
         fetch(f"{scheme}://direct.test/behind.png", tries=1)
 
 
