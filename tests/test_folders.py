@@ -273,11 +273,11 @@ def test_image_root_is_a_boundary_for_paths(tmp_path):
         examples, bad = read_examples(tmp_path / "in" / "x.parquet",
                                       DataFormatConfig(image_root=str(tmp_path / root), bad_rows="skip"))
         assert [list(e.images) for e in examples] == [[image]] * 4
-        assert len(bad) == 5 and all("is outside of --image-root" in line for line in bad)
+        assert len(bad) == 5 and all("is outside --image-root" in line for line in bad)
     assert len(read_examples(tmp_path / "in" / "x.parquet", DataFormatConfig())[0]) == 9  # the default: any file
     cfg = ConvertConfig(out="o", image_root=str(tmp_path / "in"))
     raws = list(table_rows([tmp_path / "in" / "x.parquet"], cfg))
     from prepare_data import build_example
 
-    with pytest.raises(UserError, match="is outside of --image-root"):
+    with pytest.raises(UserError, match="is outside --image-root"):
         build_example(raws[4], cfg)

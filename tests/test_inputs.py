@@ -369,7 +369,7 @@ def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
     root = RemoteFile.from_url("s3://bucket/data")
     cfg = ConvertConfig(out="", answer_key="answer", data_source="t", url_tries=1)
     for cell in (str(tmp_path / "red.png"), f"file://{tmp_path}/red.png"):
-        with pytest.raises(UserError, match="is a path of this machine in a row from elsewhere"):
+        with pytest.raises(UserError, match="is a path on this machine, but the data is remote"):
             example_of({"prompt": "<image>a?", "images": cell}, cfg, root)
     with pytest.raises(UserError, match="FileNotFoundError"):
         example_of({"prompt": "<image>a?", "images": f"../..{tmp_path}/red.png"}, cfg, root)
@@ -378,11 +378,11 @@ def test_rows_of_a_store_read_no_files_of_this_machine(store, tmp_path):
 def test_training_touches_no_store(store, tmp_path):
     put(store, "/bucket/red.png", RED)
     path = save(tmp_path / "f.parquet", [verl_row(0, images=["s3://bucket/red.png"])])
-    with pytest.raises(UserError, match=r"image 0 is a URL \(s3://bucket/red.png\) and training touches no network"):
+    with pytest.raises(UserError, match=r"is a URL \(s3://bucket/red.png\), but training does not read from the net"):
         read_examples(path)
     for data in ("s3://bucket/f.parquet", ["x.parquet", "s3://bucket/f.parquet"], "x.parquet,s3://bucket/f.parquet"):
         with pytest.raises(
-            UserError, match="s3://bucket/f.parquet.*training touches no network; prepare_data.py parquet"
+            UserError, match="s3://bucket/f.parquet.*training does not read from the network; download it"
         ):
             read_examples(data)
 

@@ -192,7 +192,7 @@ def test_a_dataset_of_the_hub_is_read_as_it_is(tmp_path, capsys):
 
 def test_urls_are_not_fetched_in_training(tmp_path):
     rows = [{"image": "http://127.0.0.1:9/a.png", "question": "What?", "answer": "x"}]
-    with pytest.raises(UserError, match="training touches no network: run prepare_data.py first"):
+    with pytest.raises(UserError, match="training does not read from the network; run prepare_data.py first"):
         read_examples(table(tmp_path / "u.parquet", rows), DataConfig(data=""))
 
 

@@ -340,7 +340,7 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
         ({"images": [{"bytes": b"garbage", "path": None}]}, "image 0 (7 bytes) cannot be decoded: not one of PNG, JPE"),
-        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training touches no network: run prepare_data.py"),
+        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training does not read from the network; run "),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
         ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "or empty; name its column with --answer-key"),
         ({"prompt": []}, "empty prompt"),
@@ -1134,12 +1134,12 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
     loads, real = [], ImageFile.ImageFile.load
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or real(self))
     bad = {
-        png_header(8_000, 8_000): "8000x8000 pixels, at most 50 million pixels",
-        png_header(70_000, 400): "70000x400 pixels, at most 50 million pixels and 65535 a side",
-        png(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
+        png_header(8_000, 8_000): "8000x8000 pixels, but the limit is 50 million pixels",
+        png_header(70_000, 400): "70000x400 pixels, but the limit is 50 million pixels and 65535 per side",
+        png(size=(3, 900)): "3x900 pixels: one side is at least 200 times the other",
         png(size=(200, 1)): "200x1 pixels: one side is 200",
         **{
-            frames(fmt, 3): "3 frames or pages, and only the first would be seen"
+            frames(fmt, 3): "3 frames or pages, but only the first would be used"
             for fmt in ("GIF", "WEBP", "PNG", "TIFF")
         },
     }
@@ -1197,7 +1197,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "g/1").mkdir(parents=True)
     os.mkfifo(tmp_path / "g/1/data.json")
     (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
-    with pytest.raises(UserError, match="1/data.json is no regular file"):
+    with pytest.raises(UserError, match="1/data.json is not a regular file"):
         run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "o.parquet")
 
 
