@@ -57,7 +57,7 @@ from sources.content import (
     template_columns,
 )
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import LazyImages, Place, print_once, row_locations
+from sources.lazy import LazyImages, RowLocation, print_once, row_locations
 from sources.tables import (
     SPLITS,
     File,
@@ -115,7 +115,7 @@ class RawRow:
     record: dict | str  # by column, or why the source could not read it
     root: File = Path()  # where relative image paths start
     name: str = ""  # tells its file from others in uids
-    place: Place | None = None  # where its images stay
+    location: RowLocation | None = None  # where its images are read from
     marked: bool = False  # marks were added to its prompt, which had images but no marks
 
 
@@ -269,7 +269,7 @@ def load_images(cells: list, raw: RawRow, reading: DataFormatConfig) -> Sequence
             sizes.append(check_decodes(images[i]))
         except UserError as e:
             raise UserError(f"image {i} {e}") from e
-    return LazyImages(raw.place, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.place else images
+    return LazyImages(raw.location, tuple(sizes), tuple(map(zlib.crc32, images))) if raw.location else images
 
 
 def add_marks(messages: list[dict], images: int) -> bool:
@@ -492,10 +492,11 @@ def as_found(files: list[Path], reading: DataFormatConfig) -> FoundConfig | None
 
 
 def lazy_parquet_rows(files: list[Path], reading: DataFormatConfig) -> Iterator[RawRow]:
-    """Yield the rows of parquet files, with the place of each one's images."""
+    """Yield the rows of parquet files, each with the location that its images are read from."""
     keys = (reading.prompt_key, reading.image_key)
-    places = (place for file in files for place in row_locations(file, Path(reading.image_root or file.parent), *keys))
-    for raw, raw.place in zip(table_rows(files, reading), places, strict=False):
+    locations = (location for file in files
+                 for location in row_locations(file, Path(reading.image_root or file.parent), *keys))
+    for raw, raw.location in zip(table_rows(files, reading), locations, strict=False):
         yield raw
 
 
