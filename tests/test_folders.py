@@ -208,7 +208,7 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
         read_examples(tmp_path / "x.parquet", DataFormatConfig())
     first, second = str(refused.value).splitlines()[1:3]
     assert "row 0: image 0 is empty" in first
-    assert "row 1: " in second and "bytes of memory, at most" in second
+    assert "row 1: " in second and "bytes of memory, but the limit is" in second
 
 
 def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):

@@ -325,7 +325,7 @@ def test_tables_and_images_of_a_store(store, tmp_path):
     run("parquet", "--input", "s3://bucket/data/train*", "--out", out)
     assert [e.uid[-9:] for e in read_examples(out)[0]] == ["train-0/0", "train-0/1", "train-1/0", "train-1/1"]
     assert read_examples(out)[0][3].images == [RED]
-    with pytest.raises(UserError, match="s3://bucket/data holds shards of train, test; pass those of one"):
+    with pytest.raises(UserError, match="s3://bucket/data contains shards of several splits .train, test.; pass one"):
         run("parquet", "--input", "s3://bucket/data", "--out", out)
     put(store, "/bucket/q.csv", f"prompt,images,answer\n<image>a?,{blue},1\n")
     run("csv", "--input", "s3://bucket/q.csv", *flags)
@@ -342,7 +342,7 @@ def test_what_a_store_lacks_is_told(store, tmp_path):
     ):
         run("jsonl", "--input", "s3://bucket/q.jsonl", *flags)
     put(store, "/bucket/x.parquet", b"no parquet")
-    with pytest.raises(UserError, match="s3://bucket/x.parquet is no parquet file, or is damaged"):
+    with pytest.raises(UserError, match="s3://bucket/x.parquet is not a parquet file, or is damaged"):
         run("parquet", "--input", "s3://bucket/x.parquet", *flags)
     with pytest.raises(UserError, match="nothing://x cannot be read: ValueError: Protocol not known: nothing"):
         run("jsonl", "--input", "nothing://x", *flags)
@@ -358,9 +358,9 @@ def test_rows_name_only_remote_stores(store, tmp_path, cell):
     put(store, "/bucket/red.png", RED)
     cfg = ConvertConfig(out="", answer_key="answer", data_source="t")
     for value in (cell, [cell], {"bytes": None, "path": cell}):
-        with pytest.raises(UserError, match="image 0 .*has a scheme that a row may not have"):
+        with pytest.raises(UserError, match="image 0 .*has a scheme that rows may not use"):
             example_of({"prompt": "<image>a?", "images": value}, cfg, tmp_path)
-    with pytest.raises(UserError, match="has a scheme that a row may not have"):
+    with pytest.raises(UserError, match="has a scheme that rows may not use"):
         RemoteFile.from_row_url(cell)
 
 

@@ -199,5 +199,5 @@ def test_urls_are_not_fetched_in_training(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_a_text_file_is_refused_with_the_command_that_converts_it(tmp_path, kind):
     (tmp_path / f"qa.{kind}").write_text("{}\n")
-    with pytest.raises(UserError, match=rf"is no parquet file; run prepare_data.py {kind} --input .*qa.{kind} --out"):
+    with pytest.raises(UserError, match=rf"not a parquet file; run prepare_data.py {kind} --input .*qa.{kind} --out"):
         read_examples(tmp_path / f"qa.{kind}", DataConfig(data=""))

@@ -176,7 +176,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file, nor folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file, folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -188,7 +188,7 @@ def test_geo3k_hub_id(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError) as e:
         run("geo3k", "--input", "nobody/nothing", "--out", tmp_path / "x.parquet")
-    for part in ("--input nobody/nothing", "no such local path", "--repo-type dataset", "pass --input FOLDER"):
+    for part in ("--input nobody/nothing", "is not a local path", "--repo-type dataset", "pass --input FOLDER"):
         assert part in str(e.value)
 
     def snapshot(hub_id, repo_type, allow_patterns):
@@ -379,15 +379,15 @@ def test_file_errors(tmp_path):
     assert "no column 'image'" in message and "--image-key" in message
     assert "gone.parquet: no such file" in message_of(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
-    assert "zero.parquet is no parquet file, or is damaged: Parquet file size is 0" in message_of(
+    assert "zero.parquet is not a parquet file, or is damaged: Parquet file size is 0" in message_of(
         tmp_path / "zero.parquet"
     )
     (tmp_path / "text.parquet").write_text("hello" * 20)
-    assert "text.parquet is no parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
+    assert "text.parquet is not a parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file, nor folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file, folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -397,7 +397,7 @@ def test_damaged_pages_name_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:400] = bytes(396)
     path.write_bytes(data)
-    assert f"{path} is no parquet file, or is damaged near row 0" in message_of(path)
+    assert f"{path} is not a parquet file, or is damaged near row 0" in message_of(path)
 
 
 def test_text_only_file(tmp_path):
@@ -955,7 +955,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("geo3k", "--out", "."), "--out is ."),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
-            "a: no such file, nor folder of parquet files, nor glob of either",
+            "a: no such file, folder of parquet files or matching glob",
         ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
