@@ -160,9 +160,9 @@ def test_marks_are_added_where_there_are_none_and_told_once(tmp_path, capsys):
         "<image><image>Which?", "<image>Which?", "<image><image>And which?", "Last <image>?"]  # fmt: skip
     assert all(e.messages[0]["content"] == "Look." and len(list(e.images)) for e in examples)
     assert capsys.readouterr().out == (
-        "put <image> marks, one per image, in front of 2 prompts that had images and no marks\n")
+        "added <image> placeholders, one per image, at the start of 2 prompts that had images but no placeholders\n")
     rows[1]["images"] *= 2
-    with pytest.raises(UserError, match="row 1: 1 <image> marks in the prompt but 2 images; write one mark") as error:
+    with pytest.raises(UserError, match="row 1: 1 <image> placeholders in the prompt but 2 images; write one") as error:
         read_examples(table(tmp_path / "a.parquet", rows), DataConfig(data=""))
     known = {f"--{name.replace('_', '-')}" for name in train.parse_args(
         ["--model", "m", "--data", "d", "--out", "o", "--steps", "1"]).to_flags()}  # fmt: skip

@@ -191,7 +191,7 @@ def test_a_forked_child_reads_too(tmp_path):
     noise_file(tmp_path / "f.parquet", 4)
     code = (
         "import os, signal, sys; from prepare_data import *\n"
-        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, DataFormatConfig())\n"
         "first, child = examples[0].images[0], os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(20)\n"
@@ -228,7 +228,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     write_examples(rows, tmp_path / "f.parquet")
     code = (
         "import sys; import pyarrow as pa; from prepare_data import *; from sources import lazy\n"
-        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, ReadingConfig())\n"
+        f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, DataFormatConfig())\n"
         "checked = pa.default_memory_pool().max_memory()\n"
         "lazy.BOUND = 2 << 20\n"
         "assert sum(len(e.images[0]) for e in examples) > 23e6\n"

@@ -333,8 +333,8 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"images": []}, "1 <image> marks in the prompt but 0 images; write one mark per"),
-        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; write one mark"),
+        ({"images": []}, "1 <image> placeholders in the prompt but 0 images; write one per"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> placeholders in the prompt but 2 images; write"),
         ({"prompt": [{"role": "user", "content": "<image 2>"}]}, "<image 2> in the prompt, but the row has 1 images"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
@@ -1081,7 +1081,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     ]
     assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
     left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
-    assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
+    assert "f.parquet row 1: message 0 contains the special token '<|im_end|>'" in left_out[0] and len(left_out) == 6
 
 
 def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
@@ -1176,7 +1176,7 @@ def test_videos_are_refused(tmp_path):
             verl_row(2, videos=[], prompt=[{"role": "user", "content": "<image><video>?"}])]  # fmt: skip
     path = save(tmp_path / "f.parquet", rows)
     message = message_of(path)
-    assert "2 of 3 rows" in message and "row 1: column videos is not empty, and videos are not supported" in message
+    assert "2 of 3 rows" in message and "row 1: column videos is not empty, but videos are not supported" in message
     assert "row 2: message 0 contains <video>" in message
     run("parquet", "--input", path, "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     assert ["videos" in e.extra for e in read_examples(tmp_path / "o.parquet")[0]] == [False]
