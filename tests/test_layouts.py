@@ -177,7 +177,7 @@ def test_a_dataset_of_the_hub_is_read_as_it_is(tmp_path, capsys):
     file = table(tmp_path / "s.parquet", rows)
     found, _ = read_examples(file, DataConfig(data=str(file)))
     told = capsys.readouterr().out
-    assert f"run prepare_data.py vqa --input {file} --out" in told and "in front of 5 prompts" in told
+    assert f"run prepare_data.py vqa --input {file} --out" in told and "at the start of 5 prompts" in told
     prepare("vqa", "--input", file, "--out", tmp_path / "out.parquet")
     want, _ = read_examples(tmp_path / "out.parquet", DataConfig(data=""))
     for one, other in zip(found, want, strict=True):

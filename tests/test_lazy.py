@@ -230,7 +230,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         "import sys; import pyarrow as pa; from prepare_data import *; from sources import lazy\n"
         f"examples, _ = read_examples({str(tmp_path / 'f.parquet')!r}, DataFormatConfig())\n"
         "checked = pa.default_memory_pool().max_memory()\n"
-        "lazy.BOUND = 2 << 20\n"
+        "lazy.CACHE_BYTES = 2 << 20\n"
         "assert sum(len(e.images[0]) for e in examples) > 23e6\n"
         "print(checked, pa.default_memory_pool().max_memory(), pa.total_allocated_bytes(), 'torch' in sys.modules)"
     )

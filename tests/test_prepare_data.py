@@ -262,7 +262,7 @@ def test_reads_verl_unchanged(tmp_path):
     assert examples[1] == Example(
         uid="hiyouga/geometry3k/train/verl/1", data_source="hiyouga/geometry3k",
         messages=[{"role": "user", "content": "<image>Find x. 1"}], images=[RED], ground_truth="1",
-        extra_info={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
+        extra={"split": "train", "index": 1, "answer": "1", "question": "<image>Find x."},
     )  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def test_directories_lists_globs_and_limit(tmp_path):
 def test_directory_of_mixed_splits_is_refused(tmp_path):
     save(tmp_path / "train-0.parquet", [verl_row(0)])
     save(tmp_path / "test-0.parquet", [verl_row(1)])
-    assert "shards of train, test" in message_of(tmp_path)
+    assert "shards of several splits (train, test)" in message_of(tmp_path)
     assert len(read_examples(f"{tmp_path}/train*")[0]) == 1
 
 
@@ -1137,7 +1137,7 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
         png_header(8_000, 8_000): "8000x8000 pixels, but the limit is 50 million pixels",
         png_header(70_000, 400): "70000x400 pixels, but the limit is 50 million pixels and 65535 per side",
         png(size=(3, 900)): "3x900 pixels: one side is at least 200 times the other",
-        png(size=(200, 1)): "200x1 pixels: one side is 200",
+        png(size=(200, 1)): "200x1 pixels: one side is at least 200",
         **{
             frames(fmt, 3): "3 frames or pages, but only the first would be used"
             for fmt in ("GIF", "WEBP", "PNG", "TIFF")
@@ -1189,7 +1189,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "red.png").write_bytes(RED)
     with open(tmp_path / "huge.png", "wb") as file:
         file.truncate(20 << 30)  # sparse
-    cells = {"pipe.png": "no regular file", "/dev/zero": "no regular file", "dir.png": "no regular file",
+    cells = {"pipe.png": "not a regular file", "/dev/zero": "not a regular file", "dir.png": "not a regular file",
              "empty.png": "has 0 bytes", "huge.png": "has 21474836480 bytes, expected 1 to"}  # fmt: skip
     for cell, reason in cells.items():
         with pytest.raises(UserError, match=reason):
