@@ -296,8 +296,8 @@ def warm_start(
     cfg, ctx = load_demo_config(task), setup_distributed()
     see_steps = cfg.see_steps if see_steps is None else see_steps
     habit_steps = cfg.habit_steps if habit_steps is None else habit_steps
-    need(cfg.images % ctx.world == 0, f"warm start: {ctx.world} processes cannot share {cfg.images} images per step "
-         "equally; use a number of processes that divides it")
+    need(cfg.images % ctx.world == 0,
+         f"warm start: {cfg.images} images per step are not divisible by {ctx.world} processes; use another number")
     if ctx.is_main:
         check_output_is_new(out)
     processor = Processor(str(model))

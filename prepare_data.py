@@ -461,8 +461,8 @@ def read_examples(
     none. Raise UserError that names file, row, reason and fix. `check` is described in `valid_examples`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
-        need(not url_scheme(str(name)), f"{name}: training does not read from the network; download it first with "
-             "prepare_data.py parquet --input URL")
+        need(not url_scheme(str(name)),
+             f"{name}: training does not read from the network; download it with prepare_data.py parquet --input URL")
     files = expand_data_paths(path)
     for file in files:
         need(file.suffix not in (".jsonl", ".csv"),
