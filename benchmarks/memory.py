@@ -170,7 +170,7 @@ def run(row: Row, tokens: int, args: argparse.Namespace, recompute: bool) -> dic
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode and "OutOfMemoryError" not in done.stderr:
-        sys.exit(f"error: {row.name}, {tokens} tokens: failed with exit status {done.returncode}: {done.stderr[-3000:]}")
+        sys.exit(f"error: {row.name}, {tokens} tokens: exit status {done.returncode}: {done.stderr[-3000:]}")
     return json.loads(lines[-1]) if lines and not done.returncode else None
 
 
