@@ -604,7 +604,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     p.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 512, 1024], help="GPU counts, ascending")
-    p.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="response lengths; see the output")
+    p.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="length distributions to use")
     p.add_argument("--scaling", nargs="+", default=["weak", "strong"], choices=("weak", "strong"))
     p.add_argument("--prompts-per-gpu", type=int, default=4, help="prompts per GPU and step for weak scaling")
     p.add_argument("--prompts", type=int, default=512, help="prompts per step for strong scaling")
