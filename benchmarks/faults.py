@@ -850,7 +850,7 @@ def full_disk(toy: Toy, ranks: int, tally: Tally) -> str:
             checks |= says(run, "accuracy") if name == "eval" else whole
             tally.case(name, checks, run)
     return (
-        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures printed; then "
+        "one line with bytes needed and free, older checkpoints good, nothing half written, eval's figures shown; then "
         "equal bit for bit"
     )
 
