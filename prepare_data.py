@@ -84,8 +84,8 @@ ROW_GROUP_BYTES = 4 << 20  # reading a row reads its whole group, in 2 ms; a foo
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A checked row. `images` are encoded image files that can be decoded, one per <image> placeholder, in order. For a
-    row of a parquet file they are read at each access."""
+    """A checked row. `images` are encoded image files that can be decoded, one per <image> placeholder, in order. Those
+    of a parquet file are read when they are used."""
 
     uid: str
     data_source: str
@@ -314,7 +314,7 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     source = reading.data_source or record.get("data_source") or ""
     remedy = "--data-source NAME sets it for every row"
     need(isinstance(source, str), f"data_source is a {type(source).__name__}, expected a string; {remedy}")
-    truth = unwrap_truth(truth) if task_name(source) in TASKS else truth  # the user's own rewards get it unchanged
+    truth = unwrap_truth(truth) if task_name(source) in TASKS else truth  # unchanged for the user's own tasks
     if reading.split:
         need(source, f"no data_source; {remedy}")
         extra = {"split": reading.split, "index": raw.number} | extra

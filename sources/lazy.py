@@ -80,7 +80,7 @@ os.register_at_fork(after_in_child=ROW_GROUPS.__init__)  # a forked process has 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyImages(Sequence):
-    """The encoded images of one row of a parquet file, read from disk at each access."""
+    """The encoded images of one row of a parquet file, read when they are used."""
 
     location: RowLocation
     sizes: tuple[tuple[int, int], ...]  # (width, height) of each decoded image
