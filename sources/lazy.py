@@ -34,7 +34,7 @@ def print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class ImageTable:
-    """A parquet file whose rows were checked, and the columns that hold its images."""
+    """A parquet file whose rows were checked, and the columns that its images come from."""
 
     path: Path
     size: int
