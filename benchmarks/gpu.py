@@ -793,7 +793,7 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     master = master or (torch.bfloat16 if lora else torch.float32)
     banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
     config = config_of(size)
-    own = {"banned": banned, "patcher": patcher_of(config)}
+    own = {"banned_token_ids": banned, "patcher": patcher_of(config)}
     processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **own)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -498,7 +498,7 @@ def test_a_signal_to_the_script_lets_trainers_save_and_then_ends_servers(stand_i
     script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == 1
     text = (tmp_path / "log").read_text()
-    assert text.count("saved") == 2 and "run the same command with --resume auto to continue" in text and gone(tmp_path), text
+    assert text.count("saved") == 2 and "the same command with --resume auto to" in text and gone(tmp_path), text
 
 
 def test_the_script_is_clean():
