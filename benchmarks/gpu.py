@@ -1,4 +1,4 @@
-"""The first hour on a GPU: does README's command run, are the results right, how fast is it? No network is used.
+"""First checks on a new GPU: does README's command run, are the results right, how fast is it? No network is used.
 
     python benchmarks/gpu.py                                  # all parts in 9 minutes, on one GPU
     python benchmarks/gpu.py --only start,correct             # or in three calls, so that each part gets more time
@@ -21,13 +21,13 @@ Parts, the most important first:
 6  sync     the weight sync, from the trainer to an engine in the same process
 7  waits    how often a micro-batch of train.update_policy makes the host wait for the GPU
 
-A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the rest still
-runs. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that they
-left over. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit code is
-1 if anything failed or ran out of time. Without a GPU nothing starts, unless --short is given.
+A part runs in child processes. If one crashes, hangs or runs out of memory, its row holds the error and the other parts
+still run. Each part has a number of seconds reserved for it, which earlier parts cannot use; it also gets the time that
+they left unused. Results are written to --json after each row, and printed at the end as rows for RESULTS.md. The exit
+code is 1 if anything failed or ran out of time. Without a GPU nothing starts, except with --short.
 
 Needs torch >= 2.11, triton >= 3.6, transformers >= 5.17 (5.17 also needs torchvision), safetensors, numpy, pillow,
-pyarrow, tqdm and pytest, and says which are missing. vllm, trl and liger-kernel are used if installed.
+pyarrow, tqdm and pytest; missing packages are listed. vllm, trl and liger-kernel are used if installed.
 
 Tokens/s are response tokens trained on. MFU is the model's FLOPs by packing.flop_rates, divided by the time and the
 datasheet's dense bf16 rate. The FLOPs are one forward, two more for the backward (one with LoRA, whose base weights are
@@ -142,7 +142,7 @@ class Report:
 
 
 def hash_code() -> str:
-    """Return a hash of all Python files. A commit would not do: there may be no git, or uncommitted changes."""
+    """Return a hash of all Python files. A commit id is not enough: there may be no git, or uncommitted changes."""
     files = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
     return hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -246,7 +246,7 @@ CUT = "cut: no time left"
 
 
 def end(child: subprocess.Popen) -> None:
-    """Kill a child and its descendants: by SIGABRT first, at which Python prints its stack (PYTHONFAULTHANDLER)."""
+    """Kill a child and its descendants. SIGABRT comes first, as Python then prints its stack (PYTHONFAULTHANDLER)."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         if child.poll() is None:
             os.killpg(child.pid, number)
@@ -261,7 +261,7 @@ def last_words(output: str) -> str:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file of JSON lines, without a last line that is half written."""
+    """Return the rows of a JSON Lines file, without an incomplete last line."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -793,7 +793,7 @@ def build(size: str, ctx, lora, recompute: bool, parallel=None, master=None):
     master = master or (torch.bfloat16 if lora else torch.float32)
     banned = lambda v: torch.tensor([*range(EOS), v - 1])  # noqa: E731
     config = config_of(size)
-    own = {"banned": banned, "patcher": patcher_of(config)}
+    own = {"banned_token_ids": banned, "patcher": patcher_of(config)}
     processor = SimpleNamespace(merge_size=2, image_token_id=IMAGE, eos_ids=[EOS], **own)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

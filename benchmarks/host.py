@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/host.py                # 512 prompts x 8 responses, on 8 ranks and on 1
     OMP_NUM_THREADS=1 python benchmarks/host.py --short        # 16 prompts x 4 responses, on 2 ranks
 
-Every rank is a process that joins the others over gloo. Each prompt has an image of 600 tokens, stored as JPEG at
-another size; a response has --tokens tokens on average, and its text has formulas. The functions are those of train.py,
-with the configuration of a toy model; nothing is sampled and no model runs. Each figure is the CPU time in seconds of
-the slowest rank, summed over the threads of its process. Wall time would mean little, as ranks may outnumber cores.
+Every rank is a separate process; the ranks communicate over gloo. Each prompt has an image of 600 tokens, stored as
+JPEG at another size; a response has --tokens tokens on average, and its text contains formulas. The functions are those
+of train.py, with the configuration of a toy model; nothing is sampled and no model runs. Each figure is the CPU time in
+seconds of the slowest rank, summed over the threads of its process. Wall time would mean little, because there may be
+more ranks than cores.
 
 prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
-balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.make_batch)
+balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.pack_batch)
 patches    cut the images of each micro-batch into patches, each image once
 columns    compute the metrics of rollouts, and advantages
 report     send records of samples to rank 0, write the page and curves
@@ -47,7 +48,7 @@ TEXT = "so the angle $\\frac{180 - 2x}{3}$ equals \\(x^2\\) and then by Pythagor
 
 
 def make_examples(n: int) -> list[Example]:
-    """Return examples whose images must be decoded and resized: 16 JPEG files, in each row with different bytes."""
+    """Return examples whose images must be decoded and resized: 16 JPEG images, as files that differ in every row."""
     rng = np.random.default_rng(0)
     files = []
     for _ in range(16):
@@ -78,7 +79,7 @@ def make_rollouts(prompts: list[Prompt], group: int, n_tokens: int) -> list[Roll
 
 
 class Timer:
-    """A timer of CPU seconds: each call records, under a name, the slowest rank's since the call before."""
+    """A timer of CPU seconds. Each call records, under a name, the slowest rank's CPU time since the previous call."""
 
     def __init__(self, ctx: DistContext):
         self.ctx, self.since, self.seconds = ctx, time.process_time(), {}
@@ -137,7 +138,7 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=1000, help="mean tokens per response")
     p.add_argument("--ranks", type=int, nargs="+", default=[8, 1], help="numbers of ranks to measure")
     p.add_argument("--short", action="store_true", help="16 prompts x 4 x 50 tokens, on 2 ranks")
-    p.add_argument("--model", help=argparse.SUPPRESS)  # given to the process of a rank
+    p.add_argument("--model", help=argparse.SUPPRESS)  # only passed to the processes of ranks
     p.add_argument("--out", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.short:

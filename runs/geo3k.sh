@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Geometry3K with Qwen2.5-VL-7B on 8 GPUs, with the batch, lengths and learning rate of verl's recipe. Not yet measured.
-# --short as the first argument: one step of a toy on one process, to see that all of it runs.
+# Train Qwen2.5-VL-7B on Geometry3K on 8 GPUs, with the batch, lengths and learning rate of verl's recipe. Not yet
+# measured. --short as the first argument: one step of a toy model on one process, only to check that everything runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-out} model=Qwen/Qwen2.5-VL-7B-Instruct processes=8 source=(--input hiyouga/geometry3k)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# How far are losses and gradients of --tp 2 on 2 and 4 processes from those of one process? All families' toys, five
-# settings each; in fp32, and with `float64` as an argument in double precision. CPU, 2 cores, about five minutes.
-# Further flags go to every setting. --short as the first argument: one family, one setting, 1 and 2 processes.
+# Compare losses and gradients of --tp 2 on 2 and 4 processes with those of one process, for toy models of all families
+# in five settings each. In fp32, or in double precision with `float64` as an argument. CPU, 2 cores, about five
+# minutes. Further flags are passed to every setting. --short as the first argument: one family, one setting, 1 and 2
+# processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -97,13 +97,13 @@ BRACES = str.maketrans("{}", "()")
 
 def test_the_demo_removes_nothing_but_an_earlier_demo(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not empty and no earlier demo"):
+    with pytest.raises(ValueError, match="is not empty and not the folder of an earlier demo"):
         demo.run_demo(tmp_path, 0, "qwen2_5_vl", short=True)
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
 def test_a_task_without_a_demo_is_refused_with_those_that_have_one(tmp_path):
-    told = "--task chess: no file of tasks/ or envs/ draws scenes of it; there are .*shapes, vqa"
+    told = "--task chess: no file in tasks/ or envs/ draws scenes of it; choose from .*shapes, vqa"
     with pytest.raises(UserError, match=told):
         demo.main(demo.parse_args(["run", "--out", str(tmp_path), "--task", "chess"]))
     assert not list(tmp_path.iterdir())

@@ -208,7 +208,7 @@ def test_a_row_of_millions_of_nulls_is_bad(tmp_path):
         read_examples(tmp_path / "x.parquet", DataFormatConfig())
     first, second = str(refused.value).splitlines()[1:3]
     assert "row 0: image 0 is empty" in first
-    assert "row 1: " in second and "bytes of memory, at most" in second
+    assert "row 1: " in second and "bytes of memory, but the limit is" in second
 
 
 def test_a_large_cell_is_a_bad_row_and_the_others_stay(tmp_path, monkeypatch):
@@ -273,11 +273,11 @@ def test_image_root_is_a_boundary_for_paths(tmp_path):
         examples, bad = read_examples(tmp_path / "in" / "x.parquet",
                                       DataFormatConfig(image_root=str(tmp_path / root), bad_rows="skip"))
         assert [list(e.images) for e in examples] == [[image]] * 4
-        assert len(bad) == 5 and all("is outside of --image-root" in line for line in bad)
+        assert len(bad) == 5 and all("is outside --image-root" in line for line in bad)
     assert len(read_examples(tmp_path / "in" / "x.parquet", DataFormatConfig())[0]) == 9  # the default: any file
     cfg = ConvertConfig(out="o", image_root=str(tmp_path / "in"))
     raws = list(table_rows([tmp_path / "in" / "x.parquet"], cfg))
     from prepare_data import build_example
 
-    with pytest.raises(UserError, match="is outside of --image-root"):
+    with pytest.raises(UserError, match="is outside --image-root"):
         build_example(raws[4], cfg)

@@ -623,7 +623,7 @@ def test_rows_that_are_wrong_say_why(tmp_path, image):
     with pytest.raises(UserError, match="ends in .json, .jsonl, .csv, .parquet"):
         made(tmp_path, tmp_path / "x.xml")
     (tmp_path / "x.parquet").write_text("x")
-    with pytest.raises(UserError, match="x.parquet is no parquet file"):
+    with pytest.raises(UserError, match="x.parquet is not a parquet file"):
         made(tmp_path, tmp_path / "x.parquet")
 
 

@@ -58,7 +58,7 @@ def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
     images = noise_file(tmp_path / "f.parquet", 9)
     examples = read(tmp_path / "f.parquet")
     assert [examples[i].images[0] for i in (8, 0, 3, 3)] == [images[i] for i in (8, 0, 3, 3)]
-    assert not lazy.ROW_GROUPS.kept
+    assert not lazy.ROW_GROUPS.cached
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
@@ -68,13 +68,13 @@ def test_images_are_those_of_the_rows_in_any_order(tmp_path, monkeypatch, rows, 
     monkeypatch.setattr(lazy, "CACHE_BYTES", bound)
     images = noise_file(tmp_path / "f.parquet", 30, row_group_size=rows)
     examples = read(tmp_path / "f.parquet")
-    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROW_GROUPS.kept
+    assert all(isinstance(e.images, LazyImages) for e in examples) and not lazy.ROW_GROUPS.cached
     shuffled = random.Random(0).sample(range(30), 30)
     for order in (range(30), range(29, -1, -1), shuffled, [3] * 3):
         assert [examples[i].images[0] for i in order] == [images[i] for i in order]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda i: examples[i].images[-1], order)) == [images[i] for i in order]
-    kept = lazy.ROW_GROUPS.kept
+    kept = lazy.ROW_GROUPS.cached
     assert len(kept) == 1 or sum(group.nbytes for group in kept.values()) <= bound
     assert len(kept) == -(-30 // rows) or bound < 1 << 30
 

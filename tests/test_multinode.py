@@ -387,7 +387,7 @@ def test_a_dry_run_prints_every_command(how, tmp_path):
         assert given == {"--model": "m", "--max-new-tokens": "64", "--data": "a b.parquet", "--host": "0.0.0.0",
                          "--port": str(8000 + number % 2), "--gpus": "4"}
     urls = [f"http://{host}:{port}" for host in "cd" for port in (8000, 8001)]
-    assert [f"# until it answers: curl -f {url}/health" in text for url in urls] == [True] * 4
+    assert [f"# wait until this succeeds: curl -f {url}/health" in text for url in urls] == [True] * 4
     for place, words in training:
         at = words.index("train.py")
         assert words[at + 1 :] == [*TRAINING, "--rollout", "server", "--servers", *urls]
@@ -401,11 +401,11 @@ def test_a_dry_run_prints_every_command(how, tmp_path):
 
 def test_its_mistakes_are_one_line():
     for words, env, told in (
-        (["slrum"], {"NODES": "a"}, "error: the first word is slrum; give slurm, ssh or hand"),
-        (["ssh"], {"NODES": "a b", "SERVERS": 2}, "error: SERVERS=2 of 2 nodes leave none to train; lower it"),
-        (["ssh"], {}, "error: NODES is missing; give host names, with spaces between"),
+        (["slrum"], {"NODES": "a"}, "error: the first argument is slrum; use slurm, ssh or hand"),
+        (["ssh"], {"NODES": "a b", "SERVERS": 2}, "error: SERVERS=2 of 2 nodes leaves none for training; lower it"),
+        (["ssh"], {}, "error: NODES is missing; set it to host names separated by spaces"),
         (["ssh", "--vllm", "tensor_parallel_size=2"], {"NODES": "a b", "SERVERS": 1},
-         "error: --vllm tensor_parallel_size: give TP to this script instead"),
+         "error: --vllm tensor_parallel_size: set the variable TP of this script instead"),
     ):
         done = multinode(*words, env=env, check=False)
         assert done.returncode == 1 and done.stderr.strip() == told and not done.stdout
@@ -484,7 +484,7 @@ def test_trainers_begin_when_servers_answer_and_servers_end_with_them(code, stan
 
 def test_a_server_that_does_not_start_ends_all(stand_ins, tmp_path):
     done = multinode("ssh", *TRAINING, env=stand_ins | {"FAIL": 1}, check=False)
-    assert done.returncode == 1 and "no GPU" in done.stderr and "has ended; its own lines" in done.stderr
+    assert done.returncode == 1 and "no GPU" in done.stderr and "has ended; see its output above" in done.stderr
     assert "trains" not in done.stdout and gone(tmp_path)
 
 
@@ -498,7 +498,7 @@ def test_a_signal_to_the_script_lets_trainers_save_and_then_ends_servers(stand_i
     script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == 1
     text = (tmp_path / "log").read_text()
-    assert text.count("saved") == 2 and "the same command with --resume auto goes on" in text and gone(tmp_path), text
+    assert text.count("saved") == 2 and "the same command with --resume auto to" in text and gone(tmp_path), text
 
 
 def test_the_script_is_clean():

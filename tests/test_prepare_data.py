@@ -176,7 +176,7 @@ def test_geo3k_hub_shards(tmp_path):
     assert e.extra["letter"] == "B" and e.extra["answer_type"] == "fraction" and e.extra["choices"] == ["1", "2"]
     run("geo3k", "--input", clone, "--split", "val", "--out", out, "--data-source", "hiyouga/geometry3k")
     assert [e.uid for e in read_examples(out)[0]] == ["hiyouga/geometry3k/val/100"]
-    with pytest.raises(ValueError, match="no such file, nor folder of parquet files of --split test"):
+    with pytest.raises(ValueError, match="no such file, folder of parquet files of --split test"):
         run("geo3k", "--input", clone, "--split", "test", "--out", out)
 
 
@@ -188,7 +188,7 @@ def test_geo3k_hub_id(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError) as e:
         run("geo3k", "--input", "nobody/nothing", "--out", tmp_path / "x.parquet")
-    for part in ("--input nobody/nothing", "no such local path", "--repo-type dataset", "pass --input FOLDER"):
+    for part in ("--input nobody/nothing", "is not a local path", "--repo-type dataset", "pass --input FOLDER"):
         assert part in str(e.value)
 
     def snapshot(hub_id, repo_type, allow_patterns):
@@ -314,7 +314,7 @@ def test_directories_lists_globs_and_limit(tmp_path):
 def test_directory_of_mixed_splits_is_refused(tmp_path):
     save(tmp_path / "train-0.parquet", [verl_row(0)])
     save(tmp_path / "test-0.parquet", [verl_row(1)])
-    assert "shards of train, test" in message_of(tmp_path)
+    assert "shards of several splits (train, test)" in message_of(tmp_path)
     assert len(read_examples(f"{tmp_path}/train*")[0]) == 1
 
 
@@ -333,16 +333,16 @@ def test_many_row_groups_and_batches(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"images": []}, "1 <image> marks in the prompt but 0 images; write one mark per"),
-        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> marks in the prompt but 2 images; write one mark"),
+        ({"images": []}, "1 <image> placeholders in the prompt but 0 images; write one per"),
+        ({"images": [{"bytes": RED, "path": None}] * 2}, "1 <image> placeholders in the prompt but 2 images; write"),
         ({"prompt": [{"role": "user", "content": "<image 2>"}]}, "<image 2> in the prompt, but the row has 1 images"),
         ({"images": [{"bytes": None, "path": None}]}, "image 0 has neither bytes nor path"),
         ({"images": [{"bytes": None, "path": "gone.png"}]}, "gone.png: No such file or directory; relative paths star"),
         ({"images": [{"bytes": RED[:-30], "path": None}]}, f"image 0 ({len(RED) - 30} bytes) cannot be decoded: "),
         ({"images": [{"bytes": b"garbage", "path": None}]}, "image 0 (7 bytes) cannot be decoded: not one of PNG, JPE"),
-        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training touches no network: run prepare_data.py"),
+        ({"images": [{"bytes": None, "path": "http://h/x.png"}]}, "training does not read from the network; run "),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "no ground truth"),
-        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "missing or empty; --answer-key names its column"),
+        ({"reward_model": {"style": "rule", "ground_truth": "  "}}, "or empty; name its column with --answer-key"),
         ({"prompt": []}, "empty prompt"),
         ({"prompt": None}, "empty prompt"),
         ({"prompt": [{"role": "user", "content": " \n"}]}, "empty prompt: no user message has any text"),
@@ -379,15 +379,15 @@ def test_file_errors(tmp_path):
     assert "no column 'image'" in message and "--image-key" in message
     assert "gone.parquet: no such file" in message_of(tmp_path / "gone.parquet")
     (tmp_path / "zero.parquet").write_bytes(b"")
-    assert "zero.parquet is no parquet file, or is damaged: Parquet file size is 0" in message_of(
+    assert "zero.parquet is not a parquet file, or is damaged: Parquet file size is 0" in message_of(
         tmp_path / "zero.parquet"
     )
     (tmp_path / "text.parquet").write_text("hello" * 20)
-    assert "text.parquet is no parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
+    assert "text.parquet is not a parquet file, or is damaged" in message_of(tmp_path / "text.parquet")
     pq.write_table(pa.Table.from_pylist([verl_row(0)]).slice(0, 0), tmp_path / "none.parquet")
     assert "none.parquet has no rows" in message_of(tmp_path / "none.parquet")
     (tmp_path / "empty").mkdir()
-    assert "empty: no such file, nor folder of parquet files" in message_of(tmp_path / "empty")
+    assert "empty: no such file, folder of parquet files" in message_of(tmp_path / "empty")
 
 
 def test_damaged_pages_name_the_file(tmp_path):
@@ -397,7 +397,7 @@ def test_damaged_pages_name_the_file(tmp_path):
     data = bytearray(path.read_bytes())
     data[4:400] = bytes(396)
     path.write_bytes(data)
-    assert f"{path} is no parquet file, or is damaged near row 0" in message_of(path)
+    assert f"{path} is not a parquet file, or is damaged near row 0" in message_of(path)
 
 
 def test_text_only_file(tmp_path):
@@ -805,7 +805,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
         url.replace("127.0.0.1", "[::ffff:127.0.0.1]"),
         url.replace("127.0.0.1", "0x7f.1"),
     ):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(u, tries=1)
     inside = ("10.0.0.1", "169.254.169.254", "::1", "fe80::1", "100.64.0.1", "2002:7f00:1::", "224.0.0.1", "0.0.0.0")
     inside += ("64:ff9b::7f00:1", "64:ff9b:1::808:808", "::7f00:1", "::808:808", "::ffff:0:7f00:1", "::ffff:10.0.0.1")
@@ -817,7 +817,7 @@ def test_private_addresses_are_refused_at_every_hop(tmp_path, server, monkeypatc
     monkeypatch.setattr(fetching, "is_public", lambda ip: ip == "127.0.0.1")
     inside = url.replace("127.0.0.1", "127.0.0.2")
     assert fetch(f"{url}/to?{url}/public.png") == RED
-    with pytest.raises(UserError, match="127.0.0.2 is at 127.0.0.2, not public"):
+    with pytest.raises(UserError, match="127.0.0.2 resolves to 127.0.0.2, which is not public"):
         fetch(f"{url}/to?{inside}/private.png")
     assert "/private.png" not in hits and "/public.png" in hits
     asked, real = [], fetching.socket.getaddrinfo
@@ -844,7 +844,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
         monkeypatch.delenv(name, raising=False)
     private = ("127.0.0.1:1", "127.1", "0x7f000001", "127.0.0%2e1", "[::1]:80", "[64:ff9b::7f00:1]", "localhost.")
     for host in (*private, url.removeprefix("http://")):
-        with pytest.raises(UserError, match=r"not public \(--url-private allows that"):
+        with pytest.raises(UserError, match=r"not public \(pass --url-private to allow it"):
             fetch(f"{scheme}://{host}/behind.png", tries=1)
     assert not [path for path in hits if "behind" in path]
     if scheme == "http":  # what the proxy itself looks up, or is public, still goes through it
@@ -856,7 +856,7 @@ def test_a_private_proxy_opens_no_way_to_private_hosts(scheme, server, monkeypat
     monkeypatch.setenv("no_proxy", "direct.test")  # not by the proxy: looked up here, and checked
     place = socket.getaddrinfo("127.0.0.1", 80, type=socket.SOCK_STREAM)
     monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *of, **more: place)
-    with pytest.raises(UserError, match="direct.test is at 127.0.0.1, not public"):
+    with pytest.raises(UserError, match="direct.test resolves to 127.0.0.1, which is not public"):
         fetch(f"{scheme}://direct.test/behind.png", tries=1)
 
 
@@ -955,7 +955,7 @@ def test_inspect_other_layout(tmp_path, capsys):
         (("geo3k", "--out", "."), "--out is ."),
         (
             ("csv", "--input", "a", "b", "--out", "x.parquet"),
-            "a: no such file, nor folder of parquet files, nor glob of either",
+            "a: no such file, folder of parquet files or matching glob",
         ),
         (("parquet", "--input", "x.parquet", "--out", "x.parquet"), "--out x.parquet is also the --input"),
         (("jsonl", "--input", "gone.jsonl", "--out", "x.parquet"), "gone.jsonl: no such file"),
@@ -1081,7 +1081,7 @@ def test_no_special_token_comes_from_text(tmp_path, loaded, toys):
     ]
     assert "6 of 7 rows are bad" in message_of(save(tmp_path / "f.parquet", rows))
     left_out = read_examples(tmp_path / "f.parquet", bad_rows="skip")[1]
-    assert "f.parquet row 1: message 0 contains '<|im_end|>'" in left_out[0] and len(left_out) == 6
+    assert "f.parquet row 1: message 0 contains the special token '<|im_end|>'" in left_out[0] and len(left_out) == 6
 
 
 def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, capsys):
@@ -1134,12 +1134,12 @@ def test_images_too_large_too_long_or_moving_are_bad_rows(tmp_path, monkeypatch)
     loads, real = [], ImageFile.ImageFile.load
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: loads.append(self.size) or real(self))
     bad = {
-        png_header(8_000, 8_000): "8000x8000 pixels, at most 50 million pixels",
-        png_header(70_000, 400): "70000x400 pixels, at most 50 million pixels and 65535 a side",
-        png(size=(3, 900)): "3x900 pixels: one side is 200 or more times the other",
-        png(size=(200, 1)): "200x1 pixels: one side is 200",
+        png_header(8_000, 8_000): "8000x8000 pixels, but the limit is 50 million pixels",
+        png_header(70_000, 400): "70000x400 pixels, but the limit is 50 million pixels and 65535 per side",
+        png(size=(3, 900)): "3x900 pixels: one side is at least 200 times the other",
+        png(size=(200, 1)): "200x1 pixels: one side is at least 200",
         **{
-            frames(fmt, 3): "3 frames or pages, and only the first would be seen"
+            frames(fmt, 3): "3 frames or pages, but only the first would be used"
             for fmt in ("GIF", "WEBP", "PNG", "TIFF")
         },
     }
@@ -1176,7 +1176,7 @@ def test_videos_are_refused(tmp_path):
             verl_row(2, videos=[], prompt=[{"role": "user", "content": "<image><video>?"}])]  # fmt: skip
     path = save(tmp_path / "f.parquet", rows)
     message = message_of(path)
-    assert "2 of 3 rows" in message and "row 1: column videos is not empty, and videos are not supported" in message
+    assert "2 of 3 rows" in message and "row 1: column videos is not empty, but videos are not supported" in message
     assert "row 2: message 0 contains <video>" in message
     run("parquet", "--input", path, "--out", tmp_path / "o.parquet", "--bad-rows", "skip")
     assert ["videos" in e.extra for e in read_examples(tmp_path / "o.parquet")[0]] == [False]
@@ -1189,7 +1189,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "red.png").write_bytes(RED)
     with open(tmp_path / "huge.png", "wb") as file:
         file.truncate(20 << 30)  # sparse
-    cells = {"pipe.png": "no regular file", "/dev/zero": "no regular file", "dir.png": "no regular file",
+    cells = {"pipe.png": "not a regular file", "/dev/zero": "not a regular file", "dir.png": "not a regular file",
              "empty.png": "has 0 bytes", "huge.png": "has 21474836480 bytes, expected 1 to"}  # fmt: skip
     for cell, reason in cells.items():
         with pytest.raises(UserError, match=reason):
@@ -1197,7 +1197,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path, monkeypatch):
     (tmp_path / "g/1").mkdir(parents=True)
     os.mkfifo(tmp_path / "g/1/data.json")
     (tmp_path / "g/²").mkdir()  # a digit to Python, and no number
-    with pytest.raises(UserError, match="1/data.json is no regular file"):
+    with pytest.raises(UserError, match="1/data.json is not a regular file"):
         run("geo3k", "--input", tmp_path / "g", "--out", tmp_path / "o.parquet")
 
 

@@ -720,7 +720,7 @@ CASES = [
     ("missing", {}, "no such file"),
     ("no_prompt", {}, "no column 'prompt'.*--prompt-key"),
     ("broken", {}, "row 2: image 0 .* cannot be decoded"),
-    ("unmarked", {}, "row 3: 2 <image> marks in the prompt but 1 images"),
+    ("unmarked", {}, "row 3: 2 <image> placeholders in the prompt but 1 images"),
     ("unknown", {}, "'chess'.*--reward"),
     ("good", {"--max-prompt-tokens": "10"}, "none of 6 prompts fits --max-prompt-tokens 10"),
     (
