@@ -22,7 +22,7 @@ from errors import UserError, as_user_error, need
 from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
 from reward import SPECIAL_TOKEN_PATTERN, register
 from tasks._places import REGION_NAMES
-from tasks._tables import any_rows, files_below, first, row_of
+from tasks._tables import any_rows, files_below, first_nonempty, make_row
 from tasks.shapes import COLOURS, SIDE, Scene, draw_shapes, encode_png, in_one_split, toy_of
 
 INSTRUCTION = (
@@ -96,7 +96,7 @@ def rows(cfg: ToyConfig) -> Iterator[RawRow]:
 
 def read_place(record: dict) -> dict[str, Any]:
     """Field -> what the first of its columns that holds something has, or None."""
-    return {field: first([record.get(name) for name in columns]) for field, columns in FIELD_COLUMNS.items()}
+    return {field: first_nonempty([record.get(name) for name in columns]) for field, columns in FIELD_COLUMNS.items()}
 
 
 def geo_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
@@ -112,15 +112,15 @@ def geo_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
         need(coordinates, f"lat {lat!r} and lon {lon!r}: expected degrees from -90 to 90 and from -180 to 180")
         fields |= {"lat": coordinates[0], "lon": coordinates[1]}
     need(fields, "no country, region, city, lat or lon; at least one of these columns has to hold something")
-    here = first([record.get(name) for name in (cfg.image_key, "image")])
+    here = first_nonempty([record.get(name) for name in (cfg.image_key, "image")])
     by_id = files_below(root, "*.jpg").get(f"{record['id']}.jpg") if here is None and "id" in record else None
-    image = first([here, by_id, *(record.get(name) for name in GEOSPOT_IMAGE_COLUMNS)])
+    image = first_nonempty([here, by_id, *(record.get(name) for name in GEOSPOT_IMAGE_COLUMNS)])
     need(
         image is not None,
         f"no image: looked for columns {', '.join((cfg.image_key, *GEOSPOT_IMAGE_COLUMNS))}, and for id.jpg below {root}",
     )
     truth = json.dumps(fields, ensure_ascii=False)
-    return row_of(
+    return make_row(
         "geospot", record, (*GEOSPOT_IMAGE_COLUMNS, *chain(*FIELD_COLUMNS.values())), image, truth, cfg, INSTRUCTION
     )
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from errors import need
 from prepare_data import IMAGE_PLACEHOLDER, RawRow, ToyConfig
 from reward import accuracy_and_format_reward, register, unwrap_truth
-from tasks._tables import any_rows, files_below, first, row_of
+from tasks._tables import any_rows, files_below, first_nonempty, make_row
 from tasks.shapes import (
     COLOURS,
     SHAPES,
@@ -143,9 +143,9 @@ def rows(cfg: ToyConfig) -> Iterator[RawRow]:
 
 def pair_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
     """Return a row in the on-disk format, its other columns kept."""
-    statement = first([record.get(cfg.prompt_key), record.get("sentence")])
-    text = first([statement, record.get("question")])
-    truth = first([record.get(name) for name in (cfg.answer_key, "label", "answer")])
+    statement = first_nonempty([record.get(cfg.prompt_key), record.get("sentence")])
+    text = first_nonempty([statement, record.get("question")])
+    truth = first_nonempty([record.get(name) for name in (cfg.answer_key, "label", "answer")])
     need(isinstance(text, str) and truth is not None,
          "no statement or question, or no truth: looked for columns sentence and label, question and answer")
     source, kind, asked, instruction = "which", "which", text, WHICH_INSTRUCTION
@@ -157,13 +157,13 @@ def pair_record(record: dict, root: Path, cfg: ToyConfig) -> dict:
     names = [files_below(root, "*-img[0-9].png").get(f"{stem}-img{i}.png") for i in (0, 1)] if stem else []
     pairs = [[record.get(name) for name in side] for side in SIDES]
     images = next((pair for pair in [*pairs[:1], names, *pairs[1:]] if pair and None not in pair), None)
-    images = first([record.get(cfg.image_key), images])
+    images = first_nonempty([record.get(cfg.image_key), images])
     columns = f"columns {cfg.image_key}, left_image, right_image, left_url, right_url"
     need(images is not None, f"no images: looked for {columns}, and for {stem}-img0.png below {root}")
     asked = IMAGE_PLACEHOLDER * (len(images) if isinstance(images, list) else 1) + asked
     prompt = asked if cfg.instruction or IMAGE_PLACEHOLDER in text else f"{asked} {instruction}"
     used = (cfg.answer_key, "sentence", "question", "label", "answer", *chain(*SIDES))
-    return row_of(source, record | {cfg.prompt_key: prompt, "answer_type": kind}, used, images, str(truth), cfg)
+    return make_row(source, record | {cfg.prompt_key: prompt, "answer_type": kind}, used, images, str(truth), cfg)
 
 
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
