@@ -15,7 +15,7 @@ from PIL import Image
 from errors import as_user_error
 from prepare_data import IMAGE_PLACEHOLDER
 from reward import register
-from tasks.shapes import CELL, Scene, encode_png, make_boxed_response, make_exists_question, random_of, toy_of
+from tasks.shapes import CELL, Scene, encode_png, make_boxed_response, make_exists_question, make_split_rng, toy_of
 from tasks.vqa import answerable, vqa
 
 INSTRUCTION = r"Answer in \boxed{}."
@@ -52,7 +52,7 @@ def load_handwritten_digits(test: bool) -> list[tuple[Image.Image, int]]:
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
     """Yield endless images, whose digits are at random positions in separate cells, and the questions about them."""
-    rng = random_of("digits/", split, seed)
+    rng = make_split_rng("digits/", split, seed)
     source = load_handwritten_digits(split == "test")
     while True:
         image = Image.new("L", (2 * CELL, 2 * CELL), 255)
