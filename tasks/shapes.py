@@ -45,7 +45,7 @@ def normalize_answer_text(text: str) -> str:
 
 
 def has_only_box(response: str, boxed: str) -> bool:
-    """Return whether a response is an optional `<think>...</think>`, then the box with this content and nothing else."""
+    """Return whether a response is only the box with this content, optionally after `<think>...</think>`."""
     answer = response.strip()
     if answer.startswith("<think>"):
         answer = answer.partition("</think>")[2].strip()
