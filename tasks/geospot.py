@@ -439,7 +439,7 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
 
 @register("geospot", "osv5m", answerable=answerable)
 def geospot(response: str, example: Any, finish_reason: str = "stop", stage: Any = None) -> dict[str, float]:
-    """Grade with the options of a reward.CurriculumStage; without a stage, all parts count at 25 km."""
+    """Grade with the options of a reward.CurriculumStage; without options all parts count, at 25 km."""
     with as_user_error(UserError, f"row {example.uid!r}"):
         return geospot_reward(response, example.ground_truth, parse_stage_options(stage.options if stage else {}))
 
