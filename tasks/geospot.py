@@ -275,9 +275,7 @@ def field_name(label: str) -> str | None:
     fields = {FIELDS[word] for word in words if word in FIELDS}
     if fields == {"lat", "lon"} or "coordinates" in fields:
         fields = {"coordinates"}
-    return (
-        fields.pop() if len(fields) == 1 and all(word in FIELDS or word in ANSWER_FILLERS for word in words) else None
-    )
+    return fields.pop() if len(fields) == 1 and all(w in FIELDS or w in ANSWER_FILLERS for w in words) else None
 
 
 def json_pairs(text: str) -> list[tuple[str, Any]]:
