@@ -166,5 +166,5 @@ def test_file(tmp_path):
 def test_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     digits.load_handwritten_digits.cache_clear()
-    with pytest.raises(UserError, match="digits come with scikit-learn; pip install -r requirements.txt"):
+    with pytest.raises(UserError, match="the digits task needs scikit-learn; pip install -r requirements.txt"):
         next(digits.toy(1, "train", 0))

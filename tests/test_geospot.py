@@ -322,7 +322,7 @@ def test_the_curriculum_in_a_file_is_the_stages():
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"pay": ["city"]}, "no options 'pay' in a curriculum; it has 'pays' and 'tolerance_km'"),
+        ({"pay": ["city"]}, "unknown options: 'pay'; use 'pays' and 'tolerance_km'"),
         ({"pays": ["town"]}, r"pays .* is \['town'\]; give a list of some of country, region, city, coordinates"),
         ({"pays": []}, "give a list"),
         ({"pays": "city"}, "give a list"),
@@ -473,7 +473,7 @@ NO_PLACE = ["", "Paris", "[]", "{}", "null", "NaN", "[" * 5000, '{"country": ""}
 
 @pytest.mark.parametrize("truth", NO_PLACE)
 def test_a_truth_without_a_place_is_refused(truth):
-    with pytest.raises(UserError, match="is no JSON object with country.*|make the file with"):
+    with pytest.raises(UserError, match="is not a JSON object with country.*|make the file with"):
         geospot_reward("country: France", truth, 4)
     bad = SimpleNamespace(data_source="geospot", ground_truth=truth, extra={}, uid="row-7")
     with pytest.raises(UserError, match="row 'row-7'"):

@@ -118,8 +118,8 @@ BAD = {  # task -> truths that no answer can equal, and what is said of them
     "shapes": {"°": "", "\\boxed{}": ""},
     "nlvr2": {"maybe": "neither True nor False"},
     "which": {"7": "names none of its 2 images"},
-    "geospot": {"Paris": "is no JSON object", '{"country": ""}': "is no JSON object"},
-    "guess_the_place": {"[]": "is no JSON object"},
+    "geospot": {"Paris": "is not a JSON object", '{"country": ""}': "is not a JSON object"},
+    "guess_the_place": {"[]": "is not a JSON object"},
     "caption": {"...": "with a word in it", '{"references": []}': "with a word in it"},
 }  # fmt: skip
 
