@@ -726,10 +726,10 @@ CASES = [
     (
         "good",
         {"--prompts-per-step": "5", "--minibatches": "2"},
-        "--prompts-per-step 5 does not divide .* multiple of 2",
+        "--prompts-per-step 5 is not divisible by .* multiple of 2",
     ),
     ("good", {"--prompts-per-step": "8"}, "6 usable examples, but --prompts-per-step is 8; lower it"),
-    ("good", {"--micro-tokens": "20"}, "--micro-tokens 20: the longest prompt has [0-9]+ tokens and"),
+    ("good", {"--micro-tokens": "20"}, "--micro-tokens 20 is too small: the longest prompt has [0-9]+ tokens and"),
     ("good", {"--attn": "flex"}, "--attn flex trains on CUDA only"),
     ("good", {"--vision-cache-gb": "-1"}, "--vision-cache-gb -1.0: must be at least 0"),
     ("good", {"--steps": "0"}, "--steps 0: must be at least 1"),
