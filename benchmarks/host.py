@@ -9,7 +9,7 @@ with the configuration of a toy model; nothing is sampled and no model runs. Eac
 the slowest rank, summed over the threads of its process. Wall time would mean little, as ranks may outnumber cores.
 
 prompts    decode, resize and tokenize the rank's images and prompts (rollout.make_prompts)
-balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.make_batch)
+balance    compute each group's FLOPs, send groups to their ranks, pack, make the token columns (train.pack_batch)
 patches    cut the images of each micro-batch into patches, each image once
 columns    compute the metrics of rollouts, and advantages
 report     send records of samples to rank 0, write the page and curves

@@ -92,7 +92,7 @@ def tripled(rewards_PG):
         "def response_means(",
         """@register_loss("doubled")
 def doubled(logp_K, log_ratio_K, advantages_K, rollout_K, algo):
-    loss_K, clipped_K = clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo)
+    loss_K, clipped_K = ppo_clip(logp_K, log_ratio_K, advantages_K, rollout_K, algo)
     return 2 * loss_K, clipped_K
 
 

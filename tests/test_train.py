@@ -537,12 +537,12 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
 
 ADDED = """
 
-@advantage("doubled", norm_std="none")
+@register_advantage("doubled", norm_std="none")
 def doubled(rewards_PG):
-    return 2 * over_group_mean(rewards_PG)
+    return 2 * subtract_group_mean(rewards_PG)
 
 
-@advantage("at_the_end", norm_std="none", grouped=False, per_token=True)
+@register_advantage("at_the_end", norm_std="none", grouped=False, per_token=True)
 def at_the_end(rewards_BT, values_BT, mask_BT, algo):
     return rewards_BT, rewards_BT
 """
@@ -555,7 +555,7 @@ def test_an_advantage_of_one_function_trains_as_it_is_written(toys, shapes, tmp_
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "tests", "docs", "assets", "runs", "out"))
     text = (copy / "grpo.py").read_text()
-    mark = "Moments = Callable"
+    mark = "MeanAndStd = Callable"
     (copy / "grpo.py").write_text(text.replace(mark, f"{ADDED}\n\n{mark}", 1))
 
     def first_step(name, *more):
