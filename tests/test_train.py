@@ -884,7 +884,7 @@ def test_an_unknown_name_lists_the_known(flag, known, capsys):
 def test_a_sampled_image_token_is_an_error_that_names_the_sample(loaded):
     _, processor = loaded["qwen2_5_vl"]
     rollout = written("p7", [1, 2], [processor.image_token_id, 3])
-    with pytest.raises(ValueError, match="'p7': 1 image tokens, where its images have .*; was a placeholder sampled"):
+    with pytest.raises(ValueError, match="'p7' has 1 image tokens, and its images need .*; was a placeholder sampled"):
         Packer(100, processor.image_token_id).pack([rollout])
 
 
