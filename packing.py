@@ -196,18 +196,18 @@ class Packer:
         """Split the sequences of a group into chunks of at most max_tokens tokens, and return each with its size. If
         there are several, each has its own copy of the shared tokens."""
         chunks: list[tuple[list[_PackedSequence], int]] = []
-        last_ids: tuple[int, ...] = ()
+        prev_ids: tuple[int, ...] = ()
         for seq in sorted(group, key=lambda seq: seq.ids):
             prompt = seq.rollout.prompt
             need(len(seq.ids) <= self.max_tokens,
                  f"prompt {prompt.uid!r} of {len(prompt.token_ids)} tokens and its response need {len(seq.ids)}, more "
                  f"than --micro-tokens {self.max_tokens}; raise it, or lower --max-new-tokens")
-            new = len(seq.ids) - common_prefix_length(last_ids, seq.ids)
+            new = len(seq.ids) - common_prefix_length(prev_ids, seq.ids)
             if chunks and chunks[-1][1] + new <= self.max_tokens:
                 chunks[-1] = (chunks[-1][0] + [seq], chunks[-1][1] + new)
             else:
                 chunks.append(([seq], len(seq.ids)))
-            last_ids = seq.ids
+            prev_ids = seq.ids
         return chunks
 
 
@@ -279,16 +279,16 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
 def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
     """Return a MicroBatch that contains tokens shared by several sequences of a group only once.
 
-    In sorted order, a sequence shares with all earlier ones exactly what it shares with the last one. Tokens after this
-    common prefix are appended; the shared tokens are at the positions that they have in the last sequence.
+    In sorted order, a sequence shares with all earlier ones exactly what it shares with the previous one. Only its
+    tokens after this common prefix are appended; for the others it uses the positions of the previous sequence.
     """
     ids, end = [], []
     segments, images = [], []
     hidden_index, target, rows = [], [], []
-    path: list[int] = []  # positions of the last sequence's input tokens
-    last: _PackedSequence | None = None
+    path: list[int] = []  # positions of the previous sequence's input tokens
+    prev: _PackedSequence | None = None
     for seq in sorted(sequences, key=lambda seq: (seq.group, seq.ids)):
-        shared = common_prefix_length(last.ids, seq.ids) if last is not None and last.group == seq.group else 0
+        shared = common_prefix_length(prev.ids, seq.ids) if prev is not None and prev.group == seq.group else 0
         for position in path[shared:]:  # tokens that are not shared any more end here
             end[position] = len(ids)
         new = seq.tokens[shared : len(seq.ids)]
@@ -303,7 +303,7 @@ def build_micro_batch(sequences: Sequence[_PackedSequence]) -> MicroBatch:
         hidden_index += [path[t - 1] for t in seq.trained]
         target += [seq.tokens[t] for t in seq.trained]
         rows += range(seq.first_row, seq.first_row + len(seq.trained))
-        last = seq
+        prev = seq
     for position in path:
         end[position] = len(ids)
     ids_T, end_T, *columns = (torch.tensor(x, dtype=torch.long) for x in (ids, end, hidden_index, target, rows))
@@ -483,7 +483,7 @@ def refine_balance(
 
 
 class FlopCosts(NamedTuple):
-    """FLOPs of the forward pass per token, attention pair, row of logits, patch and pair of patches."""
+    """FLOPs of the parts of a forward pass. Each attention pair, row of logits, token and patch has its own cost."""
 
     token: float  # a language token in the matrix products of all layers
     pair: float  # a token and a token that it attends to
@@ -495,7 +495,7 @@ class FlopCosts(NamedTuple):
 
 
 def flop_rates(config: Any, vision: float = 1 / 3) -> FlopCosts:
-    """Return the FLOPs of a model from its transformers config: Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL
+    """Return the costs of a model with this transformers config: Qwen2-VL, Qwen2.5-VL (gated MLP, windows), Qwen3-VL
     (deepstack), Qwen3.5 (recurrent layers) and their mixtures of experts, where only active experts count. Norms,
     activations, rotary embeddings and softmax are left out, because they are not matrix products.
 

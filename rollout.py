@@ -72,14 +72,14 @@ class Rollout:
 
     prompt: Prompt
     sample_index: int  # index in the group
-    response: list[int] = field(default_factory=list)  # token ids after the prompt, for episodes with observations
+    response: list[int] = field(default_factory=list)  # token ids after the prompt, an episode's observations included
     response_mask: list[bool] = field(default_factory=list)  # True for tokens that the policy sampled
     logprobs: list[float] = field(default_factory=list)  # the engine's log-probability of each sampled token, in nats
     finish_reason: str = ""  # "stop" (an end token), "length", "error" (reward or environment failed: not trained on)
     text: str = ""  # text of the response; for episodes of the last response
     rewards: dict[str, float] = field(default_factory=dict)  # by name; "reward" is the total
     n_turns: int = 1  # number of responses
-    ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty until then
+    ended_by: str = ""  # "response" or, for episodes, one of EPISODE_END_REASONS; empty before the end
     env_failure: str = ""  # "errors" or "timeouts" if the environment failed
     failure_line: str = ""  # the message of that failure
     images: list[ImageInput] = field(default_factory=list)  # images of observations, in order
@@ -88,7 +88,7 @@ class Rollout:
     discount: float = 1.0  # factor of the reward that is given after the last turn
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's named rewards, summed over turns
     separate_turns: list[TurnSequence] = field(default_factory=list)  # set if the chat template rewrote earlier turns
-    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token, as `logprobs`
+    versions: list[int] = field(default_factory=list)  # version of the weights that sampled each token of `logprobs`
 
     @property
     def reward(self) -> float:
@@ -121,7 +121,7 @@ RolloutCallback = Callable[[Rollout], None]  # an engine calls it with each fini
 
 @dataclass
 class RolloutCounter:
-    """The number of finished rollouts and of their sampled tokens, for progress bars. Passes each to `on_rollout`."""
+    """A counter of finished rollouts and their sampled tokens, for progress bars. It passes each to `on_rollout`."""
 
     on_rollout: RolloutCallback | None = None
     rollouts: int = 0
@@ -380,7 +380,7 @@ class RolloutQueue:
         return arrived
 
     def mark_sampled(self, rollout: Rollout) -> None:
-        """Record that a rollout has its response. Engines call this for each rollout at once, in any order."""
+        """Record that a rollout has its response. Engines call this as soon as it was added, in any order."""
         rollout.ended_by = "response"
         self.on_rollout(rollout)
 
@@ -415,9 +415,9 @@ class Engine:
         self.sample(RolloutQueue(rollouts, sampling, finished.add), sampling)
         return rollouts
 
-    def sample(self, responses: RolloutQueue, sampling: SamplingParams) -> None:
-        """Append a response to each rollout of the queue until it is exhausted. max_new_tokens counts the tokens that a
-        rollout already has. A rollout that returns for another turn continues after the tokens added in between."""
+    def sample(self, queue: RolloutQueue, sampling: SamplingParams) -> None:
+        """Append a response to each rollout of the queue until that is exhausted. max_new_tokens includes the tokens
+        that a rollout already has. A rollout that returns for another turn continues after the tokens added since."""
         raise NotImplementedError
 
     def sync(self, weights: GetWeights) -> dict[str, float]:
