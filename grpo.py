@@ -457,8 +457,10 @@ class PolicyLoss:
 def value_loss(
     value_K: torch.Tensor, old_value_K: torch.Tensor, return_K: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return half the squared error of each value, and which values were clipped; all (K,). With `clip` it is the
-    larger of that and of the value clipped to old_value +- clip.          OpenAI baselines' ppo2; arXiv:2005.12729"""
+    """Return half the squared error of each value, and which values were clipped; all (K,). With `clip` the error is
+    the larger of that of the value and that of the value clipped to old_value +- clip.
+
+    OpenAI baselines' ppo2; arXiv:2005.12729"""
     loss_K = (value_K - return_K) ** 2
     if not clip:
         return loss_K / 2, torch.zeros_like(value_K)
@@ -632,8 +634,8 @@ class Algorithm:
         need(self.clip_low < 1 or self.loss == "cispo",
              f"--clip-low {self.clip_low}: must be below 1, except with --loss cispo, where 1 means no lower bound")
         need(LOSSES[self.loss].per_token or not has_token_advantages,
-             f"--loss {self.loss} has one ratio per response, but {adv} with kl_in={self.kl_in} has one advantage per "
-             f"token; use --loss clip")
+             f"--loss {self.loss} couples the tokens of a response, but {adv} with kl_in={self.kl_in} has an advantage "
+             f"per token; use --loss clip")
         need(self.loss != "reinforce" or self.on_policy,
              f"--loss reinforce is only correct on policy, with one update per step, but the settings are {updates} "
              f"with old_policy={self.old_policy}; use --loss clip")
