@@ -170,7 +170,7 @@ def find_task(example: Any) -> Task:
     return TASKS[name]
 
 
-# --- shared by tasks: the box ---------------------------------------------------------------------------------------
+# --- shared by tasks: the box -------------------------------------------------------------------------------------
 
 BOX_PATTERN = re.compile(r"\\(?:boxed|fbox)\s*\{")
 SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]{1,64}\|>")  # like `<|im_start|>`; engines keep these in the text
@@ -269,7 +269,7 @@ def count(name: str) -> None:
         counting.counts[name] += 1
 
 
-# --- the result of a reward ----------------------------------------------------------------------------------------
+# --- the result of a reward ---------------------------------------------------------------------------------------
 
 
 def validate_reward(result: Any, uid: str, response: str, n_images: int = 0) -> dict[str, float]:
