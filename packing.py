@@ -413,7 +413,7 @@ def balance(
     if not best[1] or best[0] > cap:
         items = f"{len(costs)} items of cost {cost_N.sum():.12g} and size {size_N.sum():.12g}"
         bounds = f"cost <= {cap} and size <= {max_size}"
-        raise ValueError(f"balance: found no way to put {items} into {k} bins with {bounds}; add bins or raise these")
+        raise ValueError(f"balance: found no way to put {items} into {k} bins of {bounds}; use more bins or raise them")
     return best[1]
 
 
