@@ -388,7 +388,7 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, "all", value_head=True)
     packer = Packer(9, processor.image_token_id)
-    [micro] = packer.pack([], agree=lambda needed: needed + 1)
+    [micro] = packer.pack([], reduce_max=lambda needed: needed + 1)
     tokens = make_token_batch([])
     tokens.weights = tokens.advantages = torch.zeros(0)
     policy.zero_grad()

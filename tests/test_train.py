@@ -537,12 +537,12 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
 
 ADDED = """
 
-@advantage("doubled", norm_std="none")
+@register_advantage("doubled", norm_std="none")
 def doubled(rewards_PG):
-    return 2 * over_group_mean(rewards_PG)
+    return 2 * subtract_group_mean(rewards_PG)
 
 
-@advantage("at_the_end", norm_std="none", grouped=False, per_token=True)
+@register_advantage("at_the_end", norm_std="none", grouped=False, per_token=True)
 def at_the_end(rewards_BT, values_BT, mask_BT, algo):
     return rewards_BT, rewards_BT
 """
@@ -555,7 +555,7 @@ def test_an_advantage_of_one_function_trains_as_it_is_written(toys, shapes, tmp_
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "tests", "docs", "assets", "runs", "out"))
     text = (copy / "grpo.py").read_text()
-    mark = "Moments = Callable"
+    mark = "MeanAndStd = Callable"
     (copy / "grpo.py").write_text(text.replace(mark, f"{ADDED}\n\n{mark}", 1))
 
     def first_step(name, *more):
@@ -726,10 +726,10 @@ CASES = [
     (
         "good",
         {"--prompts-per-step": "5", "--minibatches": "2"},
-        "--prompts-per-step 5 does not divide .* multiple of 2",
+        "--prompts-per-step 5 is not divisible by .* multiple of 2",
     ),
     ("good", {"--prompts-per-step": "8"}, "6 usable examples, but --prompts-per-step is 8; lower it"),
-    ("good", {"--micro-tokens": "20"}, "--micro-tokens 20: the longest prompt has [0-9]+ tokens and"),
+    ("good", {"--micro-tokens": "20"}, "--micro-tokens 20 is too small: the longest prompt has [0-9]+ tokens and"),
     ("good", {"--attn": "flex"}, "--attn flex trains on CUDA only"),
     ("good", {"--vision-cache-gb": "-1"}, "--vision-cache-gb -1.0: must be at least 0"),
     ("good", {"--steps": "0"}, "--steps 0: must be at least 1"),
@@ -884,7 +884,7 @@ def test_an_unknown_name_lists_the_known(flag, known, capsys):
 def test_a_sampled_image_token_is_an_error_that_names_the_sample(loaded):
     _, processor = loaded["qwen2_5_vl"]
     rollout = written("p7", [1, 2], [processor.image_token_id, 3])
-    with pytest.raises(ValueError, match="'p7': 1 image tokens, where its images have .*; was a placeholder sampled"):
+    with pytest.raises(ValueError, match="'p7' has 1 image tokens, and its images need .*; was a placeholder sampled"):
         Packer(100, processor.image_token_id).pack([rollout])
 
 

@@ -48,7 +48,7 @@ def make_rollouts(rewards_PG, seed=0, length=None):
 
 
 def make_batch(cfg, ctx, rollouts, image_token=-1):
-    """Packed by train.make_batch, as if these were all that a step sampled."""
+    """Packed by train.pack_batch, as if these were all that a step sampled."""
     rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
     pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
     pool.add(rollouts, [r.rewards for r in rollouts])
