@@ -740,7 +740,7 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
                 file.unlink()
             run = toy.train(out, ranks=ranks).wait()
             older = out / "checkpoints" / f"step_{BEGUN - EVERY:06d}"
-            told = says(run, "passed over", file, f"resumed from {older}")
+            told = says(run, "skipped: ", file, f"resumed from {older}")
             tally.case(
                 f"{harm} in {name}", {f"exit {run.codes}": run.codes == [0] * ranks} | told | toy.equal(out, ranks), run
             )
