@@ -745,7 +745,7 @@ CASES = [
         {"--lora-rank": "4", "--kl-coef": "0.1", "--algo-args": "ref_every=2"},
         "the reference is the policy without its adapters",
     ),
-    ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
+    ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: the vision tower is frozen"),
     ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
     ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into 2; start a multiple of 2"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
