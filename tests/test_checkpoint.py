@@ -377,7 +377,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
         return find_start(start_args(toys["qwen2_5_vl"], to, where))
 
     assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
-    with pytest.raises(UserError, match="two histories"):
+    with pytest.raises(UserError, match="holds one history"):
         start(at(out, 2))
     with pytest.raises(UserError, match="already holds a run"):
         start("no")
