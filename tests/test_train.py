@@ -746,8 +746,8 @@ CASES = [
         "the reference is the policy without its adapters",
     ),
     ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: the vision tower is frozen"),
-    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
-    ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into 2; start a multiple of 2"),
+    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: the number of processes, 1, is not"),
+    ("good", {"--tp": "2"}, "--tp 2: the number of processes, 1, is not a multiple of 2; start a multiple of 2"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
         "good",
