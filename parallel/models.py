@@ -30,7 +30,7 @@ class OptimConfig:
         None, "peak learning rate of the trained vision weights (default: --lr)", above=0
     )
     schedule: str = flag_field("constant", "learning-rate schedule after warmup; cosine decays to 0",
-                            choices=("constant", "cosine"))
+                               choices=("constant", "cosine"))
     warmup_steps: int = flag_field(0, "steps of linear learning-rate warmup", least=0)
     weight_decay: float = flag_field(0.01, "AdamW weight decay", least=0)
     max_grad_norm: float = flag_field(1.0, "max global gradient norm; larger gradients are scaled down to it", above=0)
@@ -77,7 +77,7 @@ class Models:
         return 1 / 3 if self.policy.cache is None else 0.0
 
     def weights(self, dtype: torch.dtype) -> GetWeights:
-        """Return the policy's weights as engines take them (Engine.sync)."""
+        """Return a function that yields the policy's weights in `dtype`, as Engine.sync needs it."""
         return partial(sharding.FullParameters, self.policy, dtype=dtype)
 
     def reshard(self) -> None:
@@ -158,7 +158,7 @@ def checkpoint_parts(cfg: ModelConfig, algo: Algorithm) -> list[str]:
 @contextmanager
 def peak_memory(meter: Meter, asleep_bytes: Callable[[], int]) -> Iterator[None]:
     """Record the peak GPU memory of the block as memory/peak_gib. `asleep_bytes` is subtracted: memory that a sleeping
-    engine gave back, but torch's allocator still counts."""
+    engine has released, but torch's allocator still counts."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield

@@ -36,7 +36,7 @@ class RunConfig:
     keep: int = flag_field(2, "number of newest checkpoints to keep", least=1)
     keep_best: bool = flag_field(False, "also keep the checkpoint with the best evaluation, saved right after it")
     report_to: tuple[str, ...] = flag_field((), "log metrics and sample tables also to tensorboard, wandb, or both",
-                                     metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # wandb: a server
+                                        metavar="TRACKER", from_run=lambda name: name == "tensorboard")  # not wandb
     self_test: bool = flag_field(True, "before the first step, check that engine and trainer agree on real prompts")
     grace_seconds: float = flag_field(60.0, "seconds to save a checkpoint and exit after SIGTERM, Ctrl-C, ...", above=0)
     timeout_minutes: float = flag_field(
