@@ -343,7 +343,7 @@ def skipped(tmp_path):
     class Ranks(DistContext):
         others = ()
 
-        def gather_main(self, items):
+        def gather_to_main(self, items):
             return [*items, *self.others]
 
     return SkippedUpdates(tmp_path, Ranks(0, 1, torch.device("cpu")))
