@@ -1,10 +1,10 @@
-"""Runs that are asked to end, and ranks that stop answering: everything is saved, or it is said who is to blame.
+"""Handling of signals that end a run, and detection of ranks that no longer respond.
 
-Interrupt   SIGTERM (schedulers), SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's --signal) and SIGXCPU end a run between
-            two stages of a step, on all ranks at once, with a checkpoint. A step that has not reached its update is
-            dropped, as if it had not begun.
-Watch       every rank tells the others every few seconds that it lives and how far it is. One that falls silent, or
-            stays behind while the others wait for it, is named, and the run ends: torchrun --max-restarts can go on.
+SignalHandler   SIGTERM (schedulers), SIGINT (Ctrl-C), SIGHUP, SIGUSR1 (Slurm's --signal) and SIGXCPU end a run between
+                two phases of a step, on all ranks at once, with a checkpoint. A step that has not reached its update is
+                dropped, as if it had not begun.
+Watchdog        Every rank sends a heartbeat with its phase every few seconds. If a rank falls silent, or lags while the
+                others wait for it, an error names it and the run ends, so that torchrun --max-restarts can restart it.
 """
 
 import json
@@ -28,14 +28,14 @@ from parallel.nodes import check_restart_support
 from utils import DistContext, StepTimer, die_with_parent, setup_distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
-RESUME_HINT = "--resume auto goes on from the newest checkpoint"
-BY_ITSELF = f"{RESUME_HINT} (torchrun --max-restarts does so by itself)"
+RESUME_HINT = "continue from the newest checkpoint with --resume auto"
+RESTART_HINT = f"{RESUME_HINT} (torchrun --max-restarts does so by itself)"
 
 
 def start_processes(cfg: Any, tp: int) -> "tuple[DistContext, SignalHandler, StepTimer]":
-    """Join the other processes, and watch for signals and for ranks that stop answering. `cfg` is resume.RunConfig."""
+    """Join the other processes, and start to handle signals and watch the ranks. `cfg` is resume.RunConfig."""
     check_restart_support()
-    ctx = setup_distributed(cfg.timeout_minutes + 1, tp)  # the watch, which names who is late, comes first
+    ctx = setup_distributed(cfg.timeout_minutes + 1, tp)  # later than the watchdog, which names the rank
     interrupt = SignalHandler(cfg.grace_seconds)
     timer = StepTimer(interrupt.check)
     Watchdog(ctx, timer, cfg.timeout_minutes)
@@ -43,23 +43,24 @@ def start_processes(cfg: Any, tp: int) -> "tuple[DistContext, SignalHandler, Ste
 
 
 def print_once(text: str) -> None:
-    """Print once for all ranks."""
+    """Print on stderr, on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_error(text)
 
 
 def write_error(text: str) -> None:
-    """Print on stderr in one call, so that no other output comes between; nobody may be there to read it."""
+    """Print on stderr in one call, so that no other output is mixed in. Do nothing if stderr is closed."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 class SignalHandler(threading.Thread):
-    """Remembers a signal until all ranks stand at the same place of the loop; `check` is that place.
+    """Remembers a signal until all ranks are at the same point of the loop, where they call `check`.
 
-    Until `arm`, while there is nothing to save, a signal ends the process at once. After that, `grace` seconds later at
-    the latest: a stage that takes longer than that is lost with its step, not the checkpoints before it. A thread hears
-    the signals, because Python handlers wait for the main thread, which may be waiting for another rank.
+    Until `enable_saving`, while there is nothing to save, a signal ends the process at once. After that, the process
+    ends at most `grace` seconds after the signal: if a phase takes longer, its step is lost, but not the checkpoints
+    before it. A thread receives the signals, because Python handlers run in the main thread, which may be waiting for
+    another rank.
     """
 
     def __init__(self, grace: float):
@@ -68,64 +69,65 @@ class SignalHandler(threading.Thread):
         self.save: Callable[[], str] | None = None
         self.after: Callable[[], None] | None = None
         self.parent = os.getppid()
-        self.pipe, heard = os.pipe()
-        os.set_blocking(heard, False)
-        signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
+        self.pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # instead of what it would do; the thread does the rest
+            signal.signal(number, lambda *_: None)  # replaces the default action; the thread handles it
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()  # a torchrun that is killed cannot end its processes
+            die_with_parent()  # because a torchrun that is killed does not end its processes
         self.start()
 
     def enable_saving(self, save: Callable[[], str], after: Callable[[], None] = lambda: None) -> None:
-        """`save` makes a checkpoint of the last whole step, on all ranks, and says how to go on from it; `after`
-        finishes the rest, in what is left of the grace period."""
+        """Set the functions that a signal calls on all ranks: `save` saves a checkpoint of the last whole step and
+        returns a message on how to continue; `after` finishes other work in the rest of the grace period."""
         self.save, self.after = save, after
 
-    def give_up(self, why: str) -> None:
-        """Print why, and end as after a signal, with a checkpoint. Raise UserError while there is nothing to save."""
-        need(self.save is not None, why)
-        print(why)
+    def give_up(self, reason: str) -> None:
+        """Print the reason and end the run as after a signal, with a checkpoint. Raise UserError if there is nothing to
+        save yet."""
+        need(self.save is not None, reason)
+        print(reason)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self) -> bool:
-        """Of this rank alone; what only it does may end early."""
+        """Return whether this rank has received a signal. Work that only this rank does may then end early."""
         return self.number != 0
 
     def reduce_signal(self) -> int:
-        """The signal that any rank got, on all ranks, or 0."""
+        """Return the signal that any rank has received, or 0, on all ranks. Collective."""
         number = torch.tensor(self.number)
         dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
     def check(self) -> None:
-        """On all ranks at once: go on, or save and raise Interrupted."""
+        """Save and raise Interrupted if any rank has received a signal, else do nothing. Collective."""
         if number := self.reduce_signal():
-            elsewhere = not self.number
-            if elsewhere:
+            other_rank = not self.number
+            if other_rank:
                 self._start_grace(number)
-            self.last_words = f"{signal.Signals(number).name}: {self.save()}"
-            if elsewhere:
-                self._tell_torchrun()
+            self.last_message = f"{signal.Signals(number).name}: {self.save()}"
+            if other_rank:
+                self._signal_torchrun()
             self.after()
             self.timer.cancel()
-            raise Interrupted(number, self.last_words)
+            raise Interrupted(number, self.last_message)
 
     def _start_grace(self, number: int) -> None:
-        """Note the signal, and end the process when its grace period is over."""
+        """Record the signal, and start a timer that ends the process when its grace period is over."""
         self.number, self.since = number, time.monotonic()
-        self.last_words = (
+        self.last_message = (
             f"{signal.Signals(number).name}: not saved within --grace-seconds {self.grace:g}; {RESUME_HINT}"
         )
         self.timer = threading.Timer(self.grace, self._exit, [number])
         self.timer.daemon = True
         self.timer.start()
 
-    def _tell_torchrun(self) -> None:
-        """Of a node that the signal has not reached: with --max-restarts it would start the run again, and wait for the
-        others."""
+    def _signal_torchrun(self) -> None:
+        """Send SIGTERM to this node's torchrun, because the signal did not reach this node. With --max-restarts it
+        would start the run again and wait for the other nodes."""
         first = os.environ.get("LOCAL_RANK") == "0" and "TORCHELASTIC_RUN_ID" in os.environ
-        if first and os.getppid() == self.parent:  # else it has ended, and this process is another's child now
+        if first and os.getppid() == self.parent:  # not if torchrun has ended: the parent is then another process
             os.kill(self.parent, signal.SIGTERM)
 
     def run(self) -> None:
@@ -135,99 +137,104 @@ class SignalHandler(threading.Thread):
                 self.handle(number)
 
     def handle(self, number: int) -> None:
+        """Start the grace period, or end the process if there is nothing to save or Ctrl-C is pressed again."""
         name = signal.Signals(number).name
         if self.save is None:
             self._exit(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
         if not self.number:
             self._start_grace(number)
-            print_once(f"{name}: saving after this stage of the step, within --grace-seconds {self.grace:g}")
-        elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # once more, and not the same key press
+            print_once(f"{name}: saving after the current phase of the step, within --grace-seconds {self.grace:g}")
+        elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # one key press may send two signals
             self._exit(number, f"{name} again: not saved; {RESUME_HINT}")
 
     def _exit(self, number: int, text: str = "") -> None:
-        print_once(text or self.last_words)
+        print_once(text or self.last_message)
         os._exit(128 + number)
 
 
 class Watchdog:
-    """Two threads of each rank, with a connection of their own to the run's store, so that it speaks and listens while
-    the rank computes or waits. A store that is gone may raise or never answer, so one of them only looks at the clock:
-    to it all ranks then fall silent, and the first of them holds the store."""
+    """Two threads of each rank with a separate connection to the run's store, so that heartbeats are sent and received
+    while the rank computes or waits. A lost store may raise or never answer, so one thread only compares times: to it
+    all ranks then fall silent, and it names the first one, which holds the store."""
 
     def __init__(self, ctx: DistContext, timers: StepTimer, minutes: float):
         self.ctx, self.timers, self.limit = ctx, timers, 60.0 * minutes
         self.period = min(5.0, self.limit / 10)
-        # each rank's last word, [when, how many stages it has entered, in which it is, where it runs], ...
-        self.words: list[list] = [["", 0, "set-up", "where is unknown"]] * ctx.world
-        self.judged = self.words  # ... those that `judge` has seen, ...
-        self.came = [time.monotonic()] * ctx.world  # ... when they changed, ...
-        self.since = list(self.came)  # ... and since when each rank is in its stage
-        self.left = False  # because a connection was lost
+        # of each rank the last heartbeat: [time, number of phases entered, current phase, host and process]
+        self.heartbeats: list[list] = [["", 0, "set-up", "unknown host"]] * ctx.world
+        self.checked = self.heartbeats  # those at the last check_ranks
+        self.changed_at = [time.monotonic()] * ctx.world  # when each rank's heartbeat last changed
+        self.phase_since = list(self.changed_at)  # when each rank entered its phase
+        self.left = False  # whether this rank is ending because it lost a connection
         if ctx.world > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            own = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(1.0, self.limit)))
-            # of these processes, not of those that torchrun may have restarted them after
-            self.store = dist.PrefixStore(f"watch/{ctx.gather(time.time_ns())[0]}", own)
-            self.speak()
-            dist.barrier()  # every rank has spoken once
-            for work in (self.exchange, self.judge):
-                threading.Thread(target=self._repeat, args=[work], daemon=True).start()
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(1.0, self.limit)))
+            # the prefix excludes heartbeats from before torchrun restarted the processes
+            self.store = dist.PrefixStore(f"watch/{ctx.gather(time.time_ns())[0]}", store)
+            self.send_heartbeat()
+            dist.barrier()  # every rank has sent a heartbeat
+            for function in (self.exchange, self.check_ranks):
+                threading.Thread(target=self._repeat, args=[function], daemon=True).start()
             sys.excepthook = self._after_error
 
-    def _repeat(self, work: Callable[[], None]) -> None:
+    def _repeat(self, function: Callable[[], None]) -> None:
         while True:
             time.sleep(self.period)
-            work()
+            function()
 
-    def speak(self) -> None:
-        where = f"{socket.gethostname()} process {os.getpid()}"
-        word = ["left" if self.left else time.monotonic(), self.timers.phase_count, self.timers.current_phase, where]
-        self.store.set(f"rank{self.ctx.rank}", json.dumps(word))
+    def send_heartbeat(self) -> None:
+        location = f"{socket.gethostname()} process {os.getpid()}"
+        beat = ["left" if self.left else time.monotonic(), self.timers.phase_count, self.timers.current_phase, location]
+        self.store.set(f"rank{self.ctx.rank}", json.dumps(beat))
 
     def exchange(self) -> None:
-        with suppress(RuntimeError):  # of the network
-            self.speak()
-            self.words = list(map(json.loads, self.store.multi_get([f"rank{rank}" for rank in range(self.ctx.world)])))
+        """Send this rank's heartbeat and receive those of all ranks."""
+        with suppress(RuntimeError):  # errors of the network
+            self.send_heartbeat()
+            self.heartbeats = list(
+                map(json.loads, self.store.multi_get([f"rank{rank}" for rank in range(self.ctx.world)]))
+            )
 
-    def judge(self) -> None:
-        """End the run if a rank has been silent, or kept the others waiting, for too long."""
-        now, words = time.monotonic(), self.words
-        for rank, (word, before) in enumerate(zip(words, self.judged, strict=True)):
-            if word != before:
-                self.came[rank] = now
-            if word[1] != before[1]:
-                self.since[rank] = now
-        self.judged = words
-        for rank, (_, entered, stage, where) in enumerate(words):
-            # Those that wait for it have gone further, and got no further since; its own stage may have begun long
-            # before
-            ahead = [since for since, other in zip(self.since, words, strict=True) if other[1] > entered]
-            silent, behind = now - self.came[rank], now - max([self.since[rank], *ahead])
-            told = ""
+    def check_ranks(self) -> None:
+        """End the run if a rank has been silent, or has kept the others waiting, for too long."""
+        now, heartbeats = time.monotonic(), self.heartbeats
+        for rank, (beat, old) in enumerate(zip(heartbeats, self.checked, strict=True)):
+            if beat != old:
+                self.changed_at[rank] = now
+            if beat[1] != old[1]:
+                self.phase_since[rank] = now
+        self.checked = heartbeats
+        for rank, (_, entered, phase, location) in enumerate(heartbeats):
+            # Ranks that wait for this one have entered more phases, and none since. This rank's own phase may have
+            # begun long before they started to wait.
+            ahead = [since for since, other in zip(self.phase_since, heartbeats, strict=True) if other[1] > entered]
+            silent, behind = now - self.changed_at[rank], now - max([self.phase_since[rank], *ahead])
+            problem = ""
             if silent > self.limit:
-                told = f"has not answered for {silent / 60:.3g} minutes (last heard of in {stage})"
+                problem = f"has not answered for {silent / 60:.3g} minutes (its last phase: {phase})"
             elif behind > self.limit and ahead:
-                told = f"is still in {stage} after {behind / 60:.3g} minutes, and the others wait"
-            if told:
-                told = f"error: rank {rank} ({where}) {told}; over --timeout-minutes {self.limit / 60:g}"
-                write_error(f"{told}. The run ends here; {BY_ITSELF}")
+                problem = f"is still in {phase} after {behind / 60:.3g} minutes while the other ranks wait"
+            if problem:
+                problem = f"error: rank {rank} ({location}) {problem} (--timeout-minutes {self.limit / 60:g})"
+                write_error(f"{problem}; the run ends here; {RESTART_HINT}")
                 os._exit(1)
 
-    def _after_error(self, kind: type, error: BaseException, trace: TracebackType | None) -> None:
-        """A lost connection says nothing of who was lost: those are that fall silent from now on."""
-        sys.__excepthook__(kind, error, trace)
+    def _after_error(self, error_type: type, error: BaseException, trace: TracebackType | None) -> None:
+        """Print an uncaught exception. If it is a lost connection, also name the ranks that are lost, which the error
+        does not: those that fall silent from now on."""
+        sys.__excepthook__(error_type, error, trace)
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            time.sleep(1.5 * self.period)  # for the last words of those that were lost
-            before = self.words
+            time.sleep(1.5 * self.period)  # until the last heartbeats of lost ranks have arrived
+            before = self.heartbeats
             time.sleep(2 * self.period)
-            pairs = enumerate(zip(self.words, before, strict=True))
-            lost = {rank: word[3] for rank, (word, old) in pairs if word == old and word[0] != "left"}
-            if len(lost) == self.ctx.world:  # nothing was heard of anyone
+            pairs = enumerate(zip(self.heartbeats, before, strict=True))
+            lost = {rank: beat[3] for rank, (beat, old) in pairs if beat == old and beat[0] != "left"}
+            if len(lost) == self.ctx.world:  # no rank has sent a heartbeat, so the store is lost
                 under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-                lost = {0: "or torchrun next to it" if under_torchrun else "which holds the run's store"}
-            else:  # whom this one's end surprises is to blame those before
+                lost = {0: "or the torchrun next to it" if under_torchrun else "which holds the run's store"}
+            else:  # ranks that lose their connection to this one must name the ranks that were lost before
                 self.left = True
-                self.speak()
-            told = ", ".join(f"rank {rank} ({where}) is gone" for rank, where in lost.items())
-            if told:
-                write_error(f"error: {told}; {BY_ITSELF}")
+                self.send_heartbeat()
+            names = ", ".join(f"rank {rank} ({location}) is gone" for rank, location in lost.items())
+            if names:
+                write_error(f"error: {names}; {RESTART_HINT}")

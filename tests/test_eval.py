@@ -70,7 +70,7 @@ def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
     asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
-    with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
+    with pytest.raises(UserError, match="toy: the engine has weights that the model does not provide; .*tie the head"):
         E.load_engine(
             asked, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
         )
@@ -282,11 +282,11 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
-        assert other == ["unlike the run's evaluations: --image-key images (there image), "
-                         f"--dtype auto (there bfloat16), --data {data} (there none)"]
+        assert other == ["unlike the run's evaluations: --image-key images (run: image), "
+                         f"--dtype auto (run: bfloat16), --data {data} (run: none)"]
     args = E.parse_args([str(tmp_path / "run"), *more, "--reward", "default"])
     told = "\n".join(E.describe_run_settings(args))
-    assert args.reward == () and f"(there {tmp_path}/mine.py:f)" in told
+    assert args.reward == () and f"(run: {tmp_path}/mine.py:f)" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")

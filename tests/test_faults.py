@@ -116,13 +116,13 @@ def watched(monkeypatch, capfd):
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
         one = Watchdog(DistContext(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
-        one.came, one.since, one.words = [1000.0] * 3, [1000.0] * 3, 3 * one.words
-        one.judged, one.ctx, one.store = one.words, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
+        one.changed_at, one.phase_since, one.heartbeats = [1000.0] * 3, [1000.0] * 3, 3 * one.heartbeats
+        one.checked, one.ctx, one.store = one.heartbeats, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
         try:
             while clock[0] < 4600:
                 clock[0] += one.period
                 one.exchange()
-                one.judge()
+                one.check_ranks()
         except Ended as end:
             assert end.args == (1,)
             return clock[0] - 1000, capfd.readouterr().err
@@ -134,7 +134,7 @@ def watched(monkeypatch, capfd):
 def test_a_rank_that_falls_silent_is_named(watched):
     seconds, text = watched(lambda rank, now: [min(now, 1100) if rank == 2 else now, 3, "update", f"host{rank}"])
     assert 160 < seconds <= 170  # silent from 100 on, limit 60, a look every 5
-    assert text.startswith("error: rank 2 (host2) has not answered for") and "last heard of in update" in text
+    assert text.startswith("error: rank 2 (host2) has not answered for") and "its last phase: update" in text
     assert "--timeout-minutes 1" in text and "--resume auto" in text
 
 
@@ -186,8 +186,8 @@ def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
     exchanging = threading.Thread(target=one._repeat, args=[one.exchange], daemon=True)
     exchanging.start()
     with pytest.raises(Ended):
-        one._repeat(one.judge)
-    assert exchanging.is_alive() and "error: rank 0 (where is unknown) has not answered for" in capfd.readouterr().err
+        one._repeat(one.check_ranks)
+    assert exchanging.is_alive() and "error: rank 0 (unknown host) has not answered for" in capfd.readouterr().err
     answer.set()
 
 
@@ -212,7 +212,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
 def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
-    leave = lambda self, number, text="": ends.append((number, text or self.last_words))  # noqa: E731
+    leave = lambda self, number, text="": ends.append((number, text or self.last_message))  # noqa: E731
     monkeypatch.setattr(SignalHandler, "_exit", leave)
     yield ends
     for number, handler in before.items():
@@ -252,13 +252,13 @@ while True:
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
     interrupt = SignalHandler(grace=60)
-    interrupt.enable_saving(lambda: "saved in x; --resume auto goes on")
+    interrupt.enable_saving(lambda: "saved in x; --resume auto continues")
     interrupt.check()  # nothing yet
     assert not interrupt.requested() and interrupt.reduce_signal() == 0
     send(number, interrupt.requested)
     assert interrupt.requested() and interrupt.reduce_signal() == number and not left
-    assert f"{number.name}: saving after this stage" in capfd.readouterr().err
-    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
+    assert f"{number.name}: saving after the current phase" in capfd.readouterr().err
+    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto continues") as stop:
         interrupt.check()
     assert stop.value.signal_number == number
 
@@ -273,7 +273,7 @@ def test_the_grace_period_ends_a_stage_that_does_not(left):
     interrupt = SignalHandler(grace=0.05)
     interrupt.enable_saving(lambda: "saved")
     send(signal.SIGTERM, lambda: left)
-    told = "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint"
+    told = "SIGTERM: not saved within --grace-seconds 0.05; continue from the newest checkpoint with --resume auto"
     assert left == [(signal.SIGTERM, told)]
 
 

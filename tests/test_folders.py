@@ -167,7 +167,7 @@ def test_a_checkpoint_names_only_its_own_files(tmp_path):
     for name in ("../outside", str(tmp_path / "outside"), "pipe"):
         files = {name: checkpoint.file_checksum(tmp_path / "outside")}
         (folder / "trainer.json").write_text(checkpoint.to_text_with_crc({"step": 1, "files": files}))
-        assert "no file of the checkpoint's own" in checkpoint.find_damage(folder)
+        assert "not a regular file inside the checkpoint's folder" in checkpoint.find_damage(folder)
 
 
 def test_a_run_that_is_watched_may_be_damaged(tmp_path):

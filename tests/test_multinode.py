@@ -244,10 +244,10 @@ def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
         )  # alone, so it does not start
         one.ctx = DistContext(1, 3, torch.device("cpu"))
         last = [[7, 3, "update", f"host{rank}"] for rank in range(3)]  # which may still be on the way
-        one.words, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
+        one.heartbeats, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
 
         def sleep(seconds):
-            one.words = after(one.words) if seconds >= 2 * one.period else last
+            one.heartbeats = after(one.heartbeats) if seconds >= 2 * one.period else last
 
         monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
         one._after_error(type(error), error, None)
@@ -255,7 +255,7 @@ def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     one_silent = told(lambda words: [*([8, *w[1:]] for w in words[:2]), words[2]], lost)
-    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; --resume auto")
+    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; continue from")
     assert told(lambda words: [["left", *words[0][1:]], [8, *words[1][1:]], words[2]], lost) == one_silent
     assert told(lambda words: words, lost)[0].startswith("error: rank 0 (which holds the run's store) is gone")
     assert told(lambda words: words, ValueError("of a user's reward")) == []

@@ -423,7 +423,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
     run(command("whole", 3))
     run(command("cut", 2))
     refused = run([*command("cut", 3, "--algo-args", "critic=head"), "--resume", "auto"], check=False)
-    assert refused.returncode == 1 and "it holds critic; asked for is value_head; keep --adv" in refused.stderr
+    assert refused.returncode == 1 and "it holds critic, but this run needs value_head; keep --adv" in refused.stderr
     run([*command("cut", 3), "--resume", "auto"])
     assert (
         without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
@@ -484,7 +484,7 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
         [sys.executable, "train.py", *common, "--steps", 6, "--resume", tmp_path / "r/checkpoints/step_000002"],
         check=False,
     )
-    assert mixed.returncode == 1 and "two histories must not mix" in mixed.stderr
+    assert mixed.returncode == 1 and "a run directory holds one history" in mixed.stderr
 
 
 @pytest.mark.slow
@@ -745,9 +745,9 @@ CASES = [
         {"--lora-rank": "4", "--kl-coef": "0.1", "--algo-args": "ref_every=2"},
         "the reference is the policy without its adapters",
     ),
-    ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: nothing of the tower trains"),
-    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: 1 processes do not divide"),
-    ("good", {"--tp": "2"}, "--tp 2: 1 processes do not divide into 2; start a multiple of 2"),
+    ("good", {"--vision-lr": "1e-5"}, "--vision-lr 1e-05: the vision tower is frozen"),
+    ("good", {"--replicate": "2"}, "--replicate 2 --tp 1: the number of processes, 1, is not"),
+    ("good", {"--tp": "2"}, "--tp 2: the number of processes, 1, is not a multiple of 2; start a multiple of 2"),
     ("good", {"--family-paths": "model.visual"}, "--family-paths model.visual: give two"),
     (
         "good",
