@@ -39,7 +39,7 @@ from rewards.call import (
     call_function,
     call_function_async,
     fail_call,
-    fail_late,
+    fail_timed_out,
 )
 from rewards.functions import RewardFunction, get_function
 
@@ -312,7 +312,7 @@ class WorkerPool:
             self.changed.notify_all()  # this thread's next process may not start
         for job in guilty:
             results = fail_call(job.call, "errors", "ended process", f"the reward ended its process, {how}")
-            results = fail_late(job.call, self.setup.limit) if late else results
+            results = fail_timed_out(job.call, self.setup.limit) if late else results
             job.future.set_result((results, job.counts))
 
 

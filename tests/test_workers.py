@@ -274,7 +274,7 @@ def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how
     assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
     told = capfd.readouterr().err
     assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
-    assert "3 of 40 rewards failed (3 time-out)" in told and "mine.py" in told  # where it was
+    assert "3 of 40 rewards failed (3 timeout)" in told and "mine.py" in told  # where it was
     assert grader.collect(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
 
