@@ -126,7 +126,7 @@ def test_each_task_has_its_own_function_beside_built_in_ones(load):
         mixed.check_examples([row(source="chess")])
     with pytest.raises(reward.UserError, match="nothing could equal"):
         mixed.check_examples([row(source="geo3k", truth="")])
-    assert load("geo3k=number").check([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
+    assert load("geo3k=number").check_examples([row(source="geo3k", truth="")]) == {"geo3k": 1}  # it may know better
 
 
 def test_a_path_may_hold_an_equals_sign(load, tmp_path):
@@ -162,9 +162,9 @@ def test_paths_are_kept_absolute(load, monkeypatch):
         (["{dir}/mine.py:nothing"], "nothing does not exist.*number, parts"),
         (["{dir}/mine.py:value"], "value is not a function"),
         (["{dir}/mine.py:three"], r"three must take .response, example. or .responses, examples., .*'other'"),
-        (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "another one of all tasks, .*mine.py:number; drop one"),
+        (["{dir}/mine.py:number", "{dir}/mine.py:parts"], "for all tasks, after .*mine.py:number; drop one"),
         pytest.param(
-            ["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "another one of the task 'geo3k'",
+            ["geo3k={dir}/mine.py:number", "geometry3k={dir}/mine.py:parts"], "a second one for the task 'geo3k'",
             marks=complete,
         ),
     ],
@@ -182,7 +182,7 @@ def test_a_judges_settings_need_a_judge():
 @pytest.mark.parametrize("count", [0, 1])
 def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
     grader = load("number", "chess=raises", reward_workers=count)
-    grader.check([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
+    grader.check_examples([row("a", "go"), row("b", "chess", "four"), row("c", "chess", "5")])
     with pytest.raises(Exception, match="invalid literal for int") as caught:
         grader.dry_run()
     assert caught.value.__notes__[-1] == "this was the trial call before the run" and not grader.counts
@@ -191,17 +191,17 @@ def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
                           ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
                           ("inf", "is inf")):
         grader = load(f"chess={name}", reward_workers=count)
-        grader.check([row("b", "chess")])
+        grader.check_examples([row("b", "chess")])
         with pytest.raises(reward.UserError, match=message):
             grader.dry_run()
 
 
 def test_a_task_that_no_row_has_is_a_mistake(load):
     grader = load("go=number", "number")
-    grader.check([row(source="chess"), row(source="geo3k")])
+    grader.check_examples([row(source="chess"), row(source="geo3k")])
     with pytest.raises(reward.UserError, match="--reward go=.*: no row has the task 'go'; there are chess, geo3k"):
         grader.dry_run()
-    grader.check([row(source="go")])
+    grader.check_examples([row(source="go")])
     grader.dry_run()
 
 

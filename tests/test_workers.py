@@ -162,7 +162,7 @@ def test_results_depend_on_no_number_of_workers_and_no_order(make):
         expected.append([{"length": n, "reward": n % 7 + worth}, batch, slow, graded][i % 4])
     for count in (0, 1, 3):
         grader = make("mine=plain", "several=batch", "slow=waits", reward_workers=count)
-        assert grader.check(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
+        assert grader.check_examples(rows) == {"mine": 5, "several": 5, "slow": 5, "geo3k": 5}
         grader.dry_run()
         assert not grader.counts
         for how in ("in order", "shuffled", "half", "none"):
@@ -218,7 +218,7 @@ def test_a_batch_s_counts_are_its_own(make, size):
 
 def test_processes_start_late_and_are_light_shared_and_kept(make, capfd):
     grader = make("about", reward_workers=2)
-    grader.check([row(0)])
+    grader.check_examples([row(0)])
     assert not grader.pools
     pids = set()
     for _ in range(3):
