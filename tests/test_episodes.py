@@ -607,7 +607,7 @@ class RaisesLater(Raises):
 def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
     """Also where nothing ever worked, which ends the run in one line."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=kind)
-    with pytest.raises(UserError, match=r"all of the first .*: --env here raised KeyError: .*x1b\[2J'; correct that"):
+    with pytest.raises(UserError, match=r"all responses of .*: --env here raised KeyError: .*x1b\[2J'; fix this"):
         first_batch(rollouts)
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
@@ -624,7 +624,7 @@ def first_batch(rollouts, *others, grader=None):
 
 def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
-    never = "all of the first responses failed, as row 'u0': --env here raised UserError: step returned NoneType"
+    never = "all responses of the first batch failed, such as row 'u0': --env here raised UserError: step returned None"
     for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
         with pytest.raises(UserError, match=never):
             first_batch(rollouts, *others)
@@ -690,7 +690,7 @@ def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch)
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
-    with pytest.raises(UserError, match="all of the first responses failed, as .* took longer than --env-timeout"):
+    with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-timeout"):
         first_batch(rollouts)
     assert time.monotonic() - began < 20
 
