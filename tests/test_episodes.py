@@ -690,7 +690,7 @@ def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch)
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
-    with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-timeout"):
+    with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-time"):
         first_batch(rollouts)
     assert time.monotonic() - began < 20
 
