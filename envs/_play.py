@@ -380,10 +380,10 @@ class EpisodeQueue(RolloutQueue):
 
     def report_failures(self) -> None:
         """Print the first failure of each kind in full, then a line on all of them."""
-        told_kinds = self.environments.told_kinds
+        shown_kinds = self.environments.shown_kinds
         for failure in self.failed:
-            if failure.what not in told_kinds:
-                told_kinds.add(failure.what)
+            if failure.what not in shown_kinds:
+                shown_kinds.add(failure.what)
                 print(f"{failure.line}\n{failure.trace}The first failure of its kind", file=sys.stderr)
         if self.failed:
             kinds = Counter(failure.what for failure in self.failed).most_common(3)

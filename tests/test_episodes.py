@@ -370,7 +370,7 @@ def test_content_parts_are_marks_with_their_images(loaded):
             return Observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
     (r,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Path)
-    assert r.ended_by == "error" and "an image is str; expected a file's bytes, or PIL's Image" in r.failure_line
+    assert r.ended_by == "error" and "an image is str; expected the bytes of a file, or a PIL Image" in r.failure_line
 
 
 # --- limits ---
@@ -568,9 +568,9 @@ def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkey
 @pytest.mark.parametrize(
     "env,more,message",
     [
-        ("nowhere", [], "--env nowhere: there are .*; or give FILE.py:CLASS"),
+        ("nowhere", [], "--env nowhere: no such environment; give one of .*, or FILE.py:CLASS"),
         ("{file}:Nobody", [], "no class Nobody in .*; it has Zoom"),
-        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; it takes size"),
+        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; its settings: size"),
         ("{file}:Zoom", ["size"], "--env-settings size: give KEY=VALUE"),
         ("{file}:step", [], "no class step"),
         (None, ["size=3"], "--env-settings needs --env"),
@@ -640,7 +640,7 @@ def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_proces
         ("<image>Go.", "returned '<image>Go.'; expected"),
         (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
         (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
-        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one for each"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one per image"),
         (([{"role": "user"}], []), "messages are .*; expected text"),
     ],
 )
