@@ -188,7 +188,7 @@ def test_each_function_is_tried_once_with_a_row_of_its_task(load, count):
     assert caught.value.__notes__[-1] == "this was the trial call before the run" and not grader.counts
     assert "'b'" in str(caught.value) + str(caught.value.__notes__) and grader.dry_run(main=False) is None
     for name, message in (("nan", "row 'b'.*is nan"), ("no_total", "row 'b'.*add a total"), ("text", "'1.0' .str"),
-                          ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one of"),
+                          ("nothing_returned", "is None"), ("too_few", "a list of 1 for 2 responses; return one for"),
                           ("inf", "is inf")):
         grader = load(f"chess={name}", reward_workers=count)
         grader.check_examples([row("b", "chess")])
@@ -316,7 +316,7 @@ def judge_options(pairs):
     return JudgeOptions("", tuple(filter(None, values.get("tasks", "").split(","))),
                         float(values.get("weight", 1)), int(values.get("calls", 0)))
 
-def find_model(url, options): return options
+def resolve_model_name(url, options): return options
 
 class Judge:
     def __init__(self, url, options, cache, world):
