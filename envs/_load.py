@@ -122,6 +122,7 @@ def copy_example(example: Example) -> Example:
 
 
 def decode_env_image(data: bytes) -> Image.Image:
+    """Decode an image of an environment. Raise UserError if that fails."""
     with as_user_error(IMAGE_ERRORS, "an image cannot be read"):
         return decode_image(data)
 
@@ -144,6 +145,7 @@ def validate_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[
 
 
 def check_image(image: Any) -> None:
+    """Raise UserError if an image is neither bytes nor a PIL Image."""
     need(isinstance(image, bytes | Image.Image),
          f"an image is {type(image).__name__}; expected the bytes of a file, or a PIL Image")
 

@@ -34,6 +34,7 @@ class ThreadPool:
         self.lock = threading.Lock()
 
     def submit(self, run: Callable[[], None]) -> ThreadJob:
+        """Queue a function, and start another thread if the pool may have more."""
         job = ThreadJob(run)
         self.jobs.put(job)
         self._start()
@@ -66,6 +67,7 @@ LOCK = threading.Lock()
 
 @functools.cache
 def start_event_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop in a daemon thread, once per process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
     return loop

@@ -119,6 +119,7 @@ SEGMENTS_OF_DIGIT = (
 
 
 def draw_number(draw: ImageDraw.ImageDraw, number: int, row: int, ink: int) -> None:
+    """Draw a number of two digits in a row of cells, in the grey value `ink`."""
     for column, digit in enumerate(f"{number:02}"):
         for stroke in SEGMENTS_OF_DIGIT[int(digit)]:
             left, top, right, bottom = STROKES[int(stroke)]

@@ -31,6 +31,8 @@ class RewardInput(NamedTuple):
 
 
 class RewardCall(NamedTuple):
+    """A call of a reward function, with the responses that it grades."""
+
     batch_id: int  # calls of the same batch share examples and the math-verify questions that timed out
     key: str  # FILE.py:FUNCTION, or the name of a task
     items: Sequence[RewardInput]  # several if it is a batch function
@@ -76,7 +78,7 @@ def to_outcome(result: Any, item: RewardInput) -> RewardOutcome:
 
 
 def call_function(function: RewardFunction, call: RewardCall) -> list[RewardOutcome]:
-    """Make a call and return its outcomes. A failure is an outcome too, so nothing is raised."""
+    """Make a call and return its outcomes. A failure is an outcome too."""
     args, kwargs = build_arguments(function, call)
     try:
         return to_outcomes(function, call, function.call(*args, **kwargs))
