@@ -149,9 +149,9 @@ class EpisodeQueue(RolloutQueue):
     def remaining_tokens(self, rollout: Rollout) -> int:
         """Return how many tokens the next response may have. The limit holds for the whole episode after its prompt,
         and for each turn that is a separate sequence, because a template may add tokens to earlier turns."""
-        episode = self.episode_of[id(rollout)].rollout
-        in_episode = len(episode.response) + (len(rollout.response) if rollout is not episode else 0)
-        in_sequence = len(rollout.prompt.token_ids) - len(episode.prompt.token_ids) + len(rollout.response)
+        r = self.episode_of[id(rollout)].rollout
+        in_episode = len(r.response) + (len(rollout.response) if rollout is not r else 0)
+        in_sequence = len(rollout.prompt.token_ids) - len(r.prompt.token_ids) + len(rollout.response)
         return self.sampling.max_new_tokens - max(in_episode, in_sequence)
 
     def poll(self, wait: float) -> list[Rollout]:
