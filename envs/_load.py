@@ -1,5 +1,5 @@
-"""Which environment --env names, how its episodes begin, and checks of what it says. The name begins with _ because it
-is no environment."""
+"""Loading the environment of --env, the start of its episodes, and checks of the messages and images that it returns.
+The file name begins with _ because it is not an environment."""
 
 import asyncio
 import functools
@@ -26,43 +26,44 @@ from sources.content import insert_image_placeholders
 from sources.images import IMAGE_ERRORS
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which environment
+# Loading
 
 
 class EnvFactory:
-    """What --env names: makes one for each episode."""
+    """The environment of --env and its settings. `make` returns a new instance, for one episode."""
 
     def __init__(self, cfg: EnvConfig):
         self.cfg = cfg
         self.flag = f"--env {cfg.env}"
-        kind = load_class(cfg.env)
+        env_class = load_class(cfg.env)
         settings = parse_pairs("--env-settings", cfg.env_settings)
         try:
-            inspect.signature(kind).bind(**settings)
+            inspect.signature(env_class).bind(**settings)
         except TypeError as error:
-            takes = ", ".join(inspect.signature(kind).parameters) or "none"
-            raise UserError(f"{self.flag}: --env-settings: {error}; it takes {takes}") from error
-        self.make = functools.partial(kind, **settings)
+            names = ", ".join(inspect.signature(env_class).parameters) or "none"
+            raise UserError(f"{self.flag}: --env-settings: {error}; its settings: {names}") from error
+        self.make = functools.partial(env_class, **settings)
         for name in ("reset", "step"):
-            need(callable(getattr(kind, name, None)), f"{self.flag} has no method {name}; see docs/environments.md")
-        self.images_per_turn = getattr(kind, "images_per_turn", Environment.images_per_turn)
+            need(callable(getattr(env_class, name, None)), f"{self.flag}: no method {name}; see docs/environments.md")
+        self.images_per_turn = getattr(env_class, "images_per_turn", Environment.images_per_turn)
         need(type(self.images_per_turn) is int and self.images_per_turn >= 0,
              f"{self.flag}: images_per_turn is {self.images_per_turn!r}, expected a whole number")
-        self.most_at_start = 0  # images that an episode began with
-        self.largest: tuple[int, int] = (0, 0)  # of them, (width, height)
-        self.all_answered_quickly = True  # has every environment answered within PATIENCE so far?
-        self.told_kinds: set[str] = set()  # of failures, told in full
+        self.most_at_start = 0  # most images at the start of an episode so far
+        self.largest: tuple[int, int] = (0, 0)  # (width, height) of the largest image at the start of an episode so far
+        self.all_answered_quickly = True  # has every environment answered within MAX_WAIT_SECONDS so far?
+        self.shown_kinds: set[str] = set()  # kinds of failures that were printed in full
 
     def reset_example(self, example: Example) -> Example:
-        """An example with the messages and images that its episodes begin with."""
-        where = f"{self.flag}: row {example.uid!r}: reset"
+        """Return an example with the messages and images with which its episodes begin. Raise UserError if `reset`
+        returns something invalid; its own exceptions pass through."""
+        label = f"{self.flag}: row {example.uid!r}: reset"
         env = self.make()
-        with ErrorContext(f"raised by {where}"):
-            said = env.reset(copy_example(example))
-            if inspect.isawaitable(said):
-                said = asyncio.run_coroutine_threadsafe(to_coroutine(said), event_loop()).result(self.cfg.env_timeout)
-        with as_user_error(UserError, where):
-            start = make_start(said, example)
+        with ErrorContext(f"raised by {label}"):
+            pair = env.reset(copy_example(example))
+            if inspect.isawaitable(pair):
+                pair = asyncio.run_coroutine_threadsafe(to_coroutine(pair), event_loop()).result(self.cfg.env_timeout)
+        with as_user_error(UserError, label):
+            start = make_start(pair, example)
             same = start.images is example.images
             sizes = example.image_sizes if same else [decode_env_image(data).size for data in start.images]
         close_environment(env, self.flag)
@@ -71,78 +72,86 @@ class EnvFactory:
         return start
 
     def episode_image_limits(self) -> tuple[int, tuple[int, int]]:
-        """The most images of an episode, and the size of the largest that one began with, of all examples so far."""
+        """Return the most images that an episode can have, and the size of the largest image at the start of one, over
+        all examples so far."""
         return self.most_at_start + self.images_per_turn * (self.cfg.max_turns - 1), self.largest
 
 
 def load_class(name: str) -> type:
+    """Return the environment class of --env: a name in envs/ or FILE.py:CLASS. Raise UserError if there is none."""
     if ":" in name:
         path, _, attribute = name.rpartition(":")
         module = import_file(path, f"--env {name}")
-        kind = getattr(module, attribute, None)
+        env_class = getattr(module, attribute, None)
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        need(inspect.isclass(kind),
+        need(inspect.isclass(env_class),
              f"--env {name}: no class {attribute} in {path}; it has {', '.join(classes) or 'none'}")
-        return kind
-    known = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
-    need(name in known, f"--env {name}: there are {', '.join(known)}; or give FILE.py:CLASS, such as my.py:Zoom")
-    with as_user_error(ModuleNotFoundError, f"--env {name} builds on a file that is not in this copy"):
+        return env_class
+    names = sorted(file.stem for file in Path(__file__).parent.glob("[!_]*.py"))
+    need(name in names,
+         f"--env {name}: no such environment; give one of {', '.join(names)}, or FILE.py:CLASS, such as my.py:Zoom")
+    with as_user_error(ModuleNotFoundError, f"--env {name} needs a file that is not in this copy"):
         module = importlib.import_module(f"envs.{name}")
-    [kind] = [kind for kind in Environment.__subclasses__() if kind.__module__ == module.__name__]
-    return kind
+    [env_class] = [subclass for subclass in Environment.__subclasses__() if subclass.__module__ == module.__name__]
+    return env_class
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What environments say, checked
+# Checks of what environments return
 
-def make_start(said: Any, example: Example) -> Example:
-    """Return an example with what `reset` returned for it: messages and images."""
-    need(isinstance(said, tuple | list) and len(said) == 2,
-         f"returned {said!r:.200}; expected (messages, images), such as (\"<image>Go on.\", [image])")
-    messages, images = validate_messages(*said)
+def make_start(result: Any, example: Example) -> Example:
+    """Return an example with the messages and images that `reset` returned for it. Raise UserError if they are
+    invalid."""
+    need(isinstance(result, tuple | list) and len(result) == 2,
+         f"returned {result!r:.200}; expected (messages, images), such as (\"<image>What is this?\", [image])")
+    messages, images = validate_messages(*result)
     check_placeholders(messages, images)
     images = images if images is example.images else list(map(to_image_bytes, images))
     return replace(example, messages=messages, images=images)
 
 
 def check_placeholders(messages: Sequence[dict], images: Sequence[Any]) -> None:
+    """Raise UserError if the number of <image> marks in the messages is not the number of images."""
     n_marks = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages)
-    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_PLACEHOLDER} marks; give one for each")
+    need(n_marks == len(images), f"{len(images)} images with {n_marks} {IMAGE_PLACEHOLDER} marks; give one per image")
 
 
 def copy_example(example: Example) -> Example:
-    """An environment may change what it is given."""
+    """Return a copy of an example whose messages and extra an environment may change."""
     return replace(example, messages=[dict(message) for message in example.messages], extra=dict(example.extra))
 
 
 def decode_env_image(data: bytes) -> Image.Image:
+    """Decode an image of an environment. Raise UserError if that fails."""
     with as_user_error(IMAGE_ERRORS, "an image cannot be read"):
         return decode_image(data)
 
 
 def validate_messages(messages: Any, images: Any) -> tuple[list[dict], Sequence[Any]]:
-    """Return (messages, images) of what an environment said: a text, or a list of {role, content} whose contents may be
-    lists of parts, as in rows, becomes messages whose contents are texts with <image> marks."""
+    """Return an environment's messages as {role, content}, whose contents are texts with <image> marks, and its images.
+    `messages` is a text, or a list of {role, content} whose contents may be lists of parts, as in rows. Raise UserError
+    if they are invalid."""
     need(isinstance(images, Sequence) and not isinstance(images, str | bytes),
          f"images are {type(images).__name__}; expected a list of images")
-    told = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
-    with as_user_error((TypeError, LookupError), told):
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        if any(isinstance(message["content"], list) for message in said):
-            said, images = insert_image_placeholders(said, list(images))
-        # plain texts: those of a class in the user's file could not be sent to other processes
-        said = [{name: str.__str__(value) for name, value in dict(message).items()} for message in said]
-    need(said and all(message.keys() == {"role", "content"} for message in said), told)
-    return said, images
+    problem = f"messages are {messages!r:.200}; expected text, or a list of {{'role': ..., 'content': ...}} of texts"
+    with as_user_error((TypeError, LookupError), problem):
+        checked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if any(isinstance(message["content"], list) for message in checked):
+            checked, images = insert_image_placeholders(checked, list(images))
+        # plain str: instances of a subclass in the user's file could not be sent to other processes
+        checked = [{name: str.__str__(value) for name, value in dict(message).items()} for message in checked]
+    need(checked and all(message.keys() == {"role", "content"} for message in checked), problem)
+    return checked, images
 
 
 def check_image(image: Any) -> None:
+    """Raise UserError if an image is neither bytes nor a PIL Image."""
     need(isinstance(image, bytes | Image.Image),
-         f"an image is {type(image).__name__}; expected a file's bytes, or PIL's Image")
+         f"an image is {type(image).__name__}; expected the bytes of a file, or a PIL Image")
 
 
 def to_image_bytes(image: Any) -> bytes:
-    """An image as a file."""
+    """Return an image as the bytes of a file: unchanged if it is bytes, else as a PNG."""
     check_image(image)
     if isinstance(image, bytes):
         return image

@@ -1,11 +1,11 @@
-"""Episodes: the policy's responses in turn with what an environment says, for any engine.
+"""Episodes with any engine: the policy's responses alternate with the observations of an environment.
 
-The tokens of an episode are never written anew. Turn k + 1 goes on from turn k's prompt, the tokens that were sampled,
-and the chat template's tokens for what the environment said. If the template would
-change earlier turns (drop thoughts, say), each turn of that episode is a separate sequence: Rollout.separate.
+The tokens of an episode are never re-tokenised. Turn k + 1 continues turn k's prompt, the tokens that were sampled, and
+the chat template's tokens for the observation. If the template would change earlier turns (for example drop thoughts),
+each turn of that episode is a separate sequence: Rollout.separate_turns.
 
-Environments answer in threads, or in one event loop if their methods are `async`; an episode goes on as soon as its own
-has answered. The name begins with _ because it is no environment.
+Environments run in threads, or in one event loop if their methods are `async`. An episode continues as soon as its own
+environment has returned. The file name begins with _ because it is not an environment.
 """
 
 import asyncio
@@ -50,18 +50,19 @@ from rollout import (
 )
 from utils import print0, sum_dicts
 
-# Seconds that all episodes wait for an environment that was just asked; all waits of a call of generate together are at
-# most this and WAITS of its time. Environments that answer so fast make no batch depend on time, so that a resumed run
-# is bit for bit the same. Once they are slower, nobody is waited for any more.
+# Sampling waits at most MAX_WAIT_SECONDS for an environment that was just called, and all waits of one call of
+# `generate` last at most MAX_WAIT_SECONDS plus MAX_WAIT_FRACTION of its time. If environments return within these
+# limits, batches do not depend on timing, and a resumed run is bit-identical. After the first that is slower, sampling
+# no longer waits.
 MAX_WAIT_SECONDS = 0.5
 MAX_WAIT_FRACTION = 0.2
 
 
 @dataclass
 class EncodedObservation:
-    """An observation, as tokens and patches."""
+    """An observation as tokens and image patches."""
 
-    tokens: list[int]  # of the chat template, up to the policy's next response; image tokens expanded
+    tokens: list[int]  # by the chat template, up to the policy's next response; image tokens expanded
     messages: list[dict]
     images: list[ImageInput]
     rewards: dict[str, float]
@@ -74,17 +75,19 @@ class EncodedObservation:
 
 @dataclass(eq=False)
 class Episode:
+    """An episode: its rollout, its environment, and the current call of the environment."""
+
     rollout: Rollout
     env: Any = None
-    rewritten: bool = False  # has the chat template changed what was said before?
-    asked_at: float = 0.0
-    started_at: float | None = None  # when it began; None: it waits for a thread
-    job: ThreadJob | None = None  # in a thread
-    future: Future | None = None  # in the event loop
+    rewritten: bool = False  # has the chat template changed earlier turns?
+    called_at: float = 0.0  # when the call was submitted
+    started_at: float | None = None  # when the call started; None: it waits for a thread
+    job: ThreadJob | None = None  # the call, in a thread
+    future: Future | None = None  # the call, in the event loop
 
 
 class EpisodeEngine(EngineWrapper):
-    """An engine whose rollouts are episodes. `separate`: the chat template may rewrite what was said before."""
+    """An engine whose rollouts are episodes. `separate` is true if the chat template may rewrite earlier turns."""
 
     def __init__(self, engine: Engine, environments: EnvFactory, processor: Processor):
         super().__init__(engine)
@@ -98,42 +101,42 @@ class EpisodeEngine(EngineWrapper):
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
-        """n episodes of each prompt, in the order of the prompts; `on_rollout` gets each when it is over, but for those
-        whose environment failed."""
+        """Return n episodes of each prompt, in the order of the prompts. Call `on_rollout` with each one that ends,
+        unless its environment failed."""
         self.finished = finished = RolloutCounter(on_rollout)
-        play = EpisodeQueue(self, prompts, n, sampling, finished.add)
-        self.engine.sample(play, sampling)
-        play.report_failures()
-        return [episode.rollout for episode in play.episodes]
+        queue = EpisodeQueue(self, prompts, n, sampling, finished.add)
+        self.engine.sample(queue, sampling)
+        queue.report_failures()
+        return [episode.rollout for episode in queue.episodes]
 
 
 class EpisodeQueue(RolloutQueue):
-    """The episodes of one call of generate, as the engine sees them."""
+    """The queue from which the engine takes the turns to sample: the episodes of one call of `generate`."""
 
     def __init__(
         self,
-        of: EpisodeEngine,
+        owner: EpisodeEngine,
         prompts: Sequence[Prompt],
         n: int,
         sampling: SamplingParams,
         on_rollout: RolloutCallback,
     ):
-        self.player = of
-        self.environments = of.environments
-        self.cfg = of.environments.cfg
-        self.processor = of.processor
+        self.owner = owner
+        self.environments = owner.environments
+        self.cfg = owner.environments.cfg
+        self.processor = owner.processor
         self.sampling = sampling
         self.on_rollout = on_rollout
-        self.images: dict[str, Future] = {}  # each is resized once
+        self.images: dict[str, Future] = {}  # images of observations by content, so that each is resized once
         self.changed = threading.Condition()
-        self.answers: dict[Episode, EncodedObservation | RewardFailure | None] = {}  # None: it has begun
-        self.thinking: set[Episode] = set()  # whose environments have still to answer
+        self.results: dict[Episode, EncodedObservation | RewardFailure | None] = {}  # not yet polled; None: after reset
+        self.running: set[Episode] = set()  # episodes whose environment is still running
         self.failed: list[RewardFailure] = []
-        self.began = time.monotonic()
-        self.answered_at = self.began  # when the last answer came
-        self.waited = 0.0  # for environments, while others could have been sampled
+        self.created_at = time.monotonic()
+        self.returned_at = self.created_at  # when an environment last returned
+        self.waited = 0.0  # seconds spent waiting for environments while the engine could have sampled other episodes
         self.episodes = list(map(Episode, start_rollouts(prompts, n)))
-        self.episode_of = {id(episode.rollout): episode for episode in self.episodes}  # by what the engine adds to
+        self.episode_of = {id(episode.rollout): episode for episode in self.episodes}  # by id of the engine's rollout
         for episode in self.episodes:
             self._call_environment(episode)
 
@@ -145,54 +148,56 @@ class EpisodeQueue(RolloutQueue):
 
     def remaining_tokens(self, rollout: Rollout) -> int:
         """Return how many tokens the next response may have. The limit holds for the whole episode after its prompt,
-        and for each turn that is a separate sequence, since a template may write more than was said."""
-        own = self.episode_of[id(rollout)].rollout
-        said = len(own.response) + (len(rollout.response) if rollout is not own else 0)
-        sequence = len(rollout.prompt.token_ids) - len(own.prompt.token_ids) + len(rollout.response)
-        return self.sampling.max_new_tokens - max(said, sequence)
+        and for each turn that is a separate sequence, because a template may add tokens to earlier turns."""
+        r = self.episode_of[id(rollout)].rollout
+        in_episode = len(r.response) + (len(rollout.response) if rollout is not r else 0)
+        in_sequence = len(rollout.prompt.token_ids) - len(r.prompt.token_ids) + len(rollout.response)
+        return self.sampling.max_new_tokens - max(in_episode, in_sequence)
 
     def poll(self, wait: float) -> list[Rollout]:
-        if self.player.engine.should_stop():
+        """Return the rollouts that are ready for their next response. Wait up to `wait` seconds if there are none."""
+        if self.owner.engine.should_stop():
             for episode in self.episodes:
                 if not episode.rollout.ended_by:
                     episode.rollout.ended_by = "length"
                     close_environment(episode.env, self.environments.flag)
         with self.changed:
             self._wait_for_environments(idle=wait > 0)
-            if not self.answers and wait and not self.exhausted:
+            if not self.results and wait and not self.exhausted:
                 self.changed.wait(wait)
-            answers = self.answers | self._timed_out()
-            self.answers = {}
+            results = self.results | self._timed_out()
+            self.results = {}
         ready = []
         for episode in self.episodes:
-            if episode in answers and not episode.rollout.ended_by:
-                ready.append(self._advance(episode, answers[episode]))
+            if episode in results and not episode.rollout.ended_by:
+                ready.append(self._advance(episode, results[episode]))
         return [rollout for rollout in ready if rollout]
 
     def mark_sampled(self, rollout: Rollout) -> None:
+        """Record the response that the engine has added, and call the environment with it."""
         episode = self.episode_of[id(rollout)]
-        own = episode.rollout
-        if rollout is not own:  # a turn that is a sequence of its own
+        r = episode.rollout
+        if rollout is not r:  # the turn is a separate sequence
             rollout.ended_by = "response"
-            own.response += rollout.response
-            own.response_mask += rollout.response_mask
-            own.logprobs += rollout.logprobs
-            own.versions += rollout.versions
-            own.text, own.finish_reason = rollout.text, rollout.finish_reason
-        if self.player.separate:
+            r.response += rollout.response
+            r.response_mask += rollout.response_mask
+            r.logprobs += rollout.logprobs
+            r.versions += rollout.versions
+            r.text, r.finish_reason = rollout.text, rollout.finish_reason
+        if self.owner.separate:
             ids = rollout.prompt.token_ids + rollout.response
-            n_sampled = len(own.logprobs) - sum(turn.n_sampled for turn in own.separate_turns)
-            own.separate_turns.append(TurnSequence(ids, n_sampled, len(own.prompt.images) + len(own.images)))
-        own.messages.append({"role": "assistant", "content": own.text})
-        self._call_environment(episode, own.text)
+            n_sampled = len(r.logprobs) - sum(turn.n_sampled for turn in r.separate_turns)
+            r.separate_turns.append(TurnSequence(ids, n_sampled, len(r.prompt.images) + len(r.images)))
+        r.messages.append({"role": "assistant", "content": r.text})
+        self._call_environment(episode, r.text)
 
-    # --- the environment ---
+    # --- calls of environments ---
 
     def _call_environment(self, episode: Episode, response: str | None = None) -> None:
-        """Its answer to a response, or its beginning, comes to `answers` some time."""
-        self.thinking.add(episode)
+        """Call `step` with a response, or `reset` without one. The result is added to `results` later."""
+        self.running.add(episode)
         episode.started_at, episode.future = None, None
-        episode.asked_at = time.monotonic()
+        episode.called_at = time.monotonic()
 
         def call() -> Any:
             episode.started_at = time.monotonic()
@@ -201,50 +206,51 @@ class EpisodeQueue(RolloutQueue):
             episode.env = self.environments.make()
             return episode.env.reset(copy_example(episode.rollout.prompt.example))
 
-        episode.job = ENV_POOL.submit(lambda: self._answer(episode, response, call))
+        episode.job = ENV_POOL.submit(lambda: self._run_call(episode, response, call))
 
-    def _answer(self, episode: Episode, response: str | None, call: Callable[[], Any]) -> None:
-        """Deliver what an environment says to a response, or its beginning: now, or when the event loop has it."""
+    def _run_call(self, episode: Episode, response: str | None, call: Callable[[], Any]) -> None:
+        """Make a call of an environment and deliver its result: at once, or when the event loop has it."""
         try:
-            said = call()
-            if inspect.isawaitable(said):
-                episode.future = asyncio.run_coroutine_threadsafe(to_coroutine(said), event_loop())
-                read = partial(self._answer, episode, response, episode.future.result)
+            raw = call()
+            if inspect.isawaitable(raw):
+                episode.future = asyncio.run_coroutine_threadsafe(to_coroutine(raw), event_loop())
+                read = partial(self._run_call, episode, response, episode.future.result)
                 episode.future.add_done_callback(lambda _: ENV_POOL.submit(read))
                 return
-            if episode.rollout.ended_by:  # it came too late
+            if episode.rollout.ended_by:  # the call has timed out, or sampling has stopped
                 return
-            answer = self._check_reset(episode, said) if response is None else self._encode_observation(episode, said)
+            result = self._check_reset(episode, raw) if response is None else self._encode_observation(episode, raw)
         except ENV_EXCEPTIONS as error:
             line = self._line(episode, f"raised {describe_error(error)}")
             error.add_note(line)
-            users = isinstance(error, UserError)
-            answer = RewardFailure("errors", type(error).__name__, line, users_traceback(error), users,
-                             None if users else error)
+            is_user_error = isinstance(error, UserError)
+            result = RewardFailure("errors", type(error).__name__, line, users_traceback(error), is_user_error,
+                                   None if is_user_error else error)
         with self.changed:
-            self.answers[episode] = answer
-            self.thinking.discard(episode)
-            self.answered_at = time.monotonic()
+            self.results[episode] = result
+            self.running.discard(episode)
+            self.returned_at = time.monotonic()
             self.changed.notify_all()
 
-    def _line(self, episode: Episode, what: str) -> str:
-        return f"row {episode.rollout.prompt.uid!r}: {self.environments.flag} {what}"
+    def _line(self, episode: Episode, problem: str) -> str:
+        return f"row {episode.rollout.prompt.uid!r}: {self.environments.flag} {problem}"
 
-    def _check_reset(self, episode: Episode, said: Any) -> None:
-        """An example's episodes must all begin as its prompt does: they are compared with each other."""
+    def _check_reset(self, episode: Episode, pair: Any) -> None:
+        """Raise UserError unless `reset` returned the start of the example's prompt. All episodes of an example must
+        begin with it, because they are compared with each other."""
         prompt = episode.rollout.prompt
-        start = make_start(said, prompt.example)
+        start = make_start(pair, prompt.example)
         same = start.images is prompt.example.images or start.images == list(prompt.initial_example.images)
         need(same and start.messages == list(prompt.initial_example.messages),
-             "reset says something else than before for the same example")
+             "reset returned something different for the same example; return the same each time")
 
-    def _encode_observation(self, episode: Episode, said: Any) -> EncodedObservation:
-        """An observation, checked, as tokens and patches."""
-        need(isinstance(said, Observation), f"step returned {type(said).__name__}; expected an envs.Observation")
-        messages, images = validate_messages(said.messages, said.images) if said.messages or not said.done else ([], ())
-        given = dict(said.reward) if isinstance(said.reward, Mapping) else said.reward
-        rewards = validate_reward(given, episode.rollout.prompt.uid, episode.rollout.text)
-        if said.done:  # its last words are for those who read the episode
+    def _encode_observation(self, episode: Episode, obs: Any) -> EncodedObservation:
+        """Return an observation as tokens and patches. Raise UserError if it is invalid."""
+        need(isinstance(obs, Observation), f"step returned {type(obs).__name__}; expected an envs.Observation")
+        messages, images = validate_messages(obs.messages, obs.images) if obs.messages or not obs.done else ([], ())
+        reward = dict(obs.reward) if isinstance(obs.reward, Mapping) else obs.reward
+        rewards = validate_reward(reward, episode.rollout.prompt.uid, episode.rollout.text)
+        if obs.done:  # the last messages are recorded, but not shown to the policy
             last = [message | {"content": message["content"].replace(IMAGE_PLACEHOLDER, "")} for message in messages]
             return EncodedObservation([], last, [], rewards, True)
         roles = [message["role"] for message in messages]
@@ -252,122 +258,128 @@ class EpisodeQueue(RolloutQueue):
         if not any(IMAGE_PLACEHOLDER in message["content"] for message in messages):
             messages[0]["content"] = IMAGE_PLACEHOLDER * len(images) + messages[0]["content"]
         check_placeholders(messages, images)
-        most = self.environments.images_per_turn
-        need(len(images) <= most, f"step returned {len(images)} images, more than images_per_turn = {most}")
+        limit = self.environments.images_per_turn
+        need(len(images) <= limit, f"step returned {len(images)} images, more than images_per_turn = {limit}")
         special = self.processor.special_tokens_in(messages)
-        need(not special, f"step said {', '.join(special)}, which the tokenizer takes for special tokens")
+        need(not special, f"step returned text with the special tokens {', '.join(special)}; remove them")
         images = [self._preprocess(image, episode.rollout.prompt.blank) for image in images]
         ids = self.processor.expand_image_tokens(self.processor.tokenize_observation(messages), images)
         return EncodedObservation(ids, messages, images, rewards, False)
 
     def _preprocess(self, image: Any, blank: bool) -> ImageInput:
-        """Return an image as the model sees it. Episodes that see the same image share one object."""
+        """Return an image as the model sees it. Equal images of all episodes share one object."""
         check_image(image)
         data = image if isinstance(image, bytes) else image.convert("RGB").tobytes() + str(image.size).encode()
         key = hashlib.sha1(data).hexdigest()
-        mine: Future = Future()
-        future = self.images.setdefault(f"{blank}{key}", mine)  # the first of all threads prepares it, the others wait
-        if future is mine:
+        new: Future = Future()
+        future = self.images.setdefault(f"{blank}{key}", new)  # the first thread prepares the image, the others wait
+        if future is new:
             try:
                 opened = decode_env_image(image) if isinstance(image, bytes) else image.convert("RGB")
-                mine.set_result(preprocess_image(opened, self.processor, blank, key))
+                new.set_result(preprocess_image(opened, self.processor, blank, key))
             except BaseException as error:
-                mine.set_exception(error)
+                new.set_exception(error)
         return future.result()
 
     def _wait_for_environments(self, idle: bool) -> None:
-        """Wait for environments that were just asked, see PATIENCE; with the lock held.
+        """Wait for environments that were just called, within the limits of MAX_WAIT_SECONDS. The caller holds the
+        lock.
 
-        Each has PATIENCE from when it began, and all waits of this call have a budget. While the engine is idle a wait
-        costs nothing, and any answer starts PATIENCE anew: they may be many for few threads."""
-        while self.environments.all_answered_quickly and self.thinking:
+        Each environment has MAX_WAIT_SECONDS from the start of its call, and all waits of the queue share a budget.
+        While the engine is idle, waiting is free, and each result restarts the MAX_WAIT_SECONDS of all environments,
+        because many of them may share few threads."""
+        while self.environments.all_answered_quickly and self.running:
             now = time.monotonic()
-            since = self.answered_at if idle else 0.0
-            left = MAX_WAIT_SECONDS - max(now - max(e.started_at or e.asked_at, since) for e in self.thinking)
-            left = min(left, MAX_WAIT_SECONDS + MAX_WAIT_FRACTION * (now - self.began) - self.waited)
+            since = self.returned_at if idle else 0.0
+            left = MAX_WAIT_SECONDS - max(now - max(e.started_at or e.called_at, since) for e in self.running)
+            left = min(left, MAX_WAIT_SECONDS + MAX_WAIT_FRACTION * (now - self.created_at) - self.waited)
             if left <= 0:
                 self.environments.all_answered_quickly = False
                 print(
-                    f"environments answer more slowly than within {MAX_WAIT_SECONDS:g} s: nobody waits for them any more, "
-                    "and a resumed run is not the same bit for bit"
+                    f"environments take longer than {MAX_WAIT_SECONDS:g} s: sampling no longer waits for them, and a "
+                    "resumed run will not be bit-identical"
                 )
                 return
             self.changed.wait(left)
             self.waited += 0.0 if idle else time.monotonic() - now
 
     def _timed_out(self) -> dict[Episode, RewardFailure]:
-        """Give up environments that took longer than --env-timeout; with the lock held."""
-        late = {}
-        for e in list(self.thinking):
+        """Abandon calls that took longer than --env-timeout, and return their failures. The caller holds the lock."""
+        failures = {}
+        for e in list(self.running):
             if e.started_at and time.monotonic() - e.started_at > self.cfg.env_timeout:
                 line = self._line(e, f"took longer than --env-timeout {self.cfg.env_timeout:g} s")
-                late[e] = RewardFailure("timeouts", "time-out", line, is_user_error=True)
+                failures[e] = RewardFailure("timeouts", "timeout", line, is_user_error=True)
                 ENV_POOL.abandon(e.job) if e.future is None else e.future.cancel()
-                self.thinking.remove(e)
-        return late
+                self.running.remove(e)
+        return failures
 
-    # --- an answer ---
+    # --- results of environments ---
 
-    def _advance(self, episode: Episode, answer: EncodedObservation | RewardFailure | None) -> Rollout | None:
-        """What the engine is to add the next response to; None: the episode is over."""
+    def _advance(self, episode: Episode, result: EncodedObservation | RewardFailure | None) -> Rollout | None:
+        """Apply the result of an environment's call to an episode. Return the rollout to which the engine must add the
+        next response, or None if the episode is over."""
         r = episode.rollout
-        if answer is None:
+        if result is None:
             return r
-        if isinstance(answer, RewardFailure):
-            self._fail_episode(episode, answer)
+        if isinstance(result, RewardFailure):
+            self._fail_episode(episode, result)
             return None
         r.discount = self.cfg.turn_gamma ** (r.n_turns - 1)
-        r.turn_rewards.append(r.discount * answer.rewards["reward"])
-        r.env_rewards = sum_dicts([r.env_rewards, answer.rewards])
-        if answer.done:
-            r.messages += answer.messages
-        if answer.done or r.finish_reason == "length" or r.n_turns == self.cfg.max_turns:
-            self._finish(episode, "length" if r.finish_reason == "length" else "done" if answer.done else "max_turns")
+        r.turn_rewards.append(r.discount * result.rewards["reward"])
+        r.env_rewards = sum_dicts([r.env_rewards, result.rewards])
+        if result.done:
+            r.messages += result.messages
+        if result.done or r.finish_reason == "length" or r.n_turns == self.cfg.max_turns:
+            self._finish(episode, "length" if r.finish_reason == "length" else "done" if result.done else "max_turns")
             return None
-        asked = r
-        if self.player.separate:
-            said = [self._escape_special_tokens(m) if m["role"] == "assistant" else m for m in r.messages]
-            messages = [*r.prompt.initial_example.messages, *said, *answer.messages]
-            written = self._make_turn_prompt(r, messages, r.images + answer.images)
-            said, decode = [*r.prompt.token_ids, *r.response, *answer.tokens], self.processor.tokenizer.decode
-            episode.rewritten = episode.rewritten or decode(said) != decode(written.prompt.token_ids)
+        sampled = r
+        if self.owner.separate:
+            earlier = [self._escape_special_tokens(m) if m["role"] == "assistant" else m for m in r.messages]
+            messages = [*r.prompt.initial_example.messages, *earlier, *result.messages]
+            turn = self._make_turn_prompt(r, messages, r.images + result.images)
+            ids, decode = [*r.prompt.token_ids, *r.response, *result.tokens], self.processor.tokenizer.decode
+            episode.rewritten = episode.rewritten or decode(ids) != decode(turn.prompt.token_ids)
             if episode.rewritten:
-                asked = written
-                self.episode_of[id(asked)] = episode
-        if min(self.remaining_tokens(r) - len(answer.tokens), self.remaining_tokens(asked)) < 1:
+                sampled = turn
+                self.episode_of[id(sampled)] = episode
+        if min(self.remaining_tokens(r) - len(result.tokens), self.remaining_tokens(sampled)) < 1:
             r.finish_reason = "length"
             self._finish(episode, "room")
             return None
-        r.response += answer.tokens
-        r.response_mask += [False] * len(answer.tokens)
-        r.messages += answer.messages
-        r.images += answer.images
+        r.response += result.tokens
+        r.response_mask += [False] * len(result.tokens)
+        r.messages += result.messages
+        r.images += result.images
         r.n_turns += 1
-        asked.n_turns = r.n_turns
-        return asked
+        sampled.n_turns = r.n_turns
+        return sampled
 
     def _make_turn_prompt(self, r: Rollout, messages: list[dict], images: list[ImageInput]) -> Rollout:
-        """The next turn as the chat template writes all that was said."""
+        """Return a rollout for the next turn, whose prompt is all messages so far as the chat template writes them."""
         images = r.prompt.images + images
         short_ids = self.processor.tokenize_messages(messages)
         ids = self.processor.expand_image_tokens(short_ids, images)
         return Rollout(Prompt(f"{r.prompt.uid}#{r.n_turns}", ids, images, r.prompt.example, short_ids), r.sample_index)
 
     def _escape_special_tokens(self, message: dict) -> dict:
-        """What the policy said, where the template writes it anew: special tokens and marks that it spelt stay text."""
+        """Return a message of the policy for a prompt by the chat template: special tokens and <image> marks that the
+        policy spelled out stay text."""
         text = message["content"]
         for token in self.processor.special_tokens_in([message]):
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return message | {"content": [{"type": "text", "text": text}]}
 
-    def _finish(self, episode: Episode, why: str) -> None:
-        episode.rollout.ended_by = why
-        if not episode.rewritten:  # one sequence
+    def _finish(self, episode: Episode, reason: str) -> None:
+        """End an episode. `reason` is one of EPISODE_END_REASONS."""
+        episode.rollout.ended_by = reason
+        if not episode.rewritten:  # the episode is one sequence
             episode.rollout.separate_turns = []
         close_environment(episode.env, self.environments.flag)
         self.on_rollout(episode.rollout)
 
     def _fail_episode(self, episode: Episode, failure: RewardFailure) -> None:
+        """End an episode whose environment failed, as --env-errors says: drop it, give reward zero, or raise."""
         close_environment(episode.env, self.environments.flag)
         if self.cfg.env_errors == "stop":
             raise failure.exception()
@@ -375,18 +387,18 @@ class EpisodeQueue(RolloutQueue):
         r = episode.rollout
         r.turn_rewards, r.env_rewards = [], {}
         r.ended_by, r.env_failure, r.failure_line = "error", failure.kind, failure.line
-        # one that failed before its first response has nothing that could be compared or trained on
+        # an episode that failed before its first response has no tokens to train on, so it is dropped anyway
         r.finish_reason = "error" if self.cfg.env_errors == "drop" or not r.response else "stop"
 
     def report_failures(self) -> None:
-        """Print the first failure of each kind in full, then a line on all of them."""
-        told_kinds = self.environments.told_kinds
+        """Print the first failure of each kind in full, then one line on all of them."""
+        shown_kinds = self.environments.shown_kinds
         for failure in self.failed:
-            if failure.what not in told_kinds:
-                told_kinds.add(failure.what)
-                print(f"{failure.line}\n{failure.trace}The first failure of its kind", file=sys.stderr)
+            if failure.what not in shown_kinds:
+                shown_kinds.add(failure.what)
+                print(f"{failure.line}\n{failure.trace}This is the first failure of its kind", file=sys.stderr)
         if self.failed:
             kinds = Counter(failure.what for failure in self.failed).most_common(3)
             kinds = ", ".join(f"{n} {what}" for what, n in kinds)
-            print(f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), as {self.failed[0].line}; "
-                  f"with --env-errors {self.cfg.env_errors} the run goes on", file=sys.stderr)
+            print(f"{len(self.failed)} of {len(self.episodes)} episodes failed ({kinds}), for example "
+                  f"{self.failed[0].line}; with --env-errors {self.cfg.env_errors} the run continues", file=sys.stderr)

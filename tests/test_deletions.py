@@ -25,7 +25,7 @@ REFUSED = {
     "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},
     "curriculum": {"--curriculum stages.toml": "rewards/curriculum"},
     "pages": {"--report-to tensorboard": "report/page/trackers"},
-    "tasks": {"--env calculator": "--env calculator builds on a file"},
+    "tasks": {"--env calculator": "--env calculator needs a file"},
     "tensor parallelism": {},
     "sampling ahead": {"--async-steps 1": "engines/ahead"},
     "sources": {},
