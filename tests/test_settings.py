@@ -57,7 +57,7 @@ Optimizer:
   --vision-lr X         peak learning rate of the tower (default: --lr)
   --freeze, --no-freeze
                         keep the tower as it is (default: on)
-  --gradient-checkpointing, --no-grad-checkpointing
+  --gradient-checkpointing, --no-gradient-checkpointing
                         recompute activations in the backward
   --targets NAME [NAME ...]
                         linear layers to adapt
