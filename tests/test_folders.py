@@ -141,10 +141,10 @@ def test_a_model_is_read_from_its_folder_and_from_safetensors(toys, tmp_path):
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"1 of 1 files of weights are missing: \['model.safetensors'\]"):
+    with pytest.raises(UserError, match=r"1 of 1 weight files are missing: \['model.safetensors'\]"):
         model.load_hf(str(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
-    for names, told in (({"a": "../x.safetensors"}, "names .*, outside of"), ({"a": 5}, "damaged"), ([], "damaged")):
+    for names, told in (({"a": "../x.safetensors"}, "lists files outside"), ({"a": 5}, "damaged"), ([], "damaged")):
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
         with pytest.raises(UserError, match=told):
             model.load_hf(str(tmp_path))
