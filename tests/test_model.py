@@ -325,9 +325,9 @@ def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
 def test_marks_and_images_must_agree(loaded, picture):
     _, processor = loaded["qwen2_5_vl"]
     image = processor.image_to_patches("a", picture(84, 84))
-    with pytest.raises(ValueError, match="2 <image> marks .* and 1 images"):
+    with pytest.raises(ValueError, match="2 <image> marks .* but 1 images"):
         processor.tokenize_prompt([{"role": "user", "content": "<image><image>?"}], [image])
-    with pytest.raises(ValueError, match="0 <image> marks .* and 1 images"):
+    with pytest.raises(ValueError, match="0 <image> marks .* but 1 images"):
         processor.tokenize_prompt([{"role": "user", "content": "?"}], [image])
     with pytest.raises(ValueError, match="2 <image> marks or"):  # a placeholder smuggled in as text
         processor.tokenize_prompt([{"role": "user", "content": "<image> <|image_pad|>"}], [image])
