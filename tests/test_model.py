@@ -634,7 +634,7 @@ def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkey
         tower = hf.get_submodule(hf.family.vision)
         tower.config._attn_implementation = name
         monkeypatch.setattr(attention, "_varlen", varlen)
-        monkeypatch.setattr(attention, "_takes_varlen", lambda query: on_gpu)
+        monkeypatch.setattr(attention, "_supports_varlen", lambda query: on_gpu)
         out = tower(pixels, grid_thw=grids).pooler_output
         torch.cat(list(out) if isinstance(out, tuple) else [out]).square().sum().backward()
         return out, [p.grad for p in tower.parameters() if p.grad is not None]
