@@ -51,8 +51,8 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|imag
 
 @dataclass(frozen=True)
 class Family:
-    """The module paths of a model family's parts, with dots: below the loaded model, its vision tower or its language
-    model."""
+    """The dotted module paths of a model family's parts, relative to the loaded model, to its vision tower or to its
+    language model."""
 
     vision: str = "model.visual"
     language: str = "model.language_model"
@@ -148,8 +148,8 @@ def load_config(path: str, paths: tuple[str, ...] = ()) -> transformers.PreTrain
 
 @contextmanager
 def _config_errors(path: str, problem: str) -> Iterator[None]:
-    """Raise a UserError in place of the errors of transformers' from_pretrained. Call it with trust_remote_code=False:
-    by default it asks on the terminal whether to run a model's code."""
+    """Raise a UserError in place of the errors of transformers' from_pretrained. All its calls have
+    trust_remote_code=False, because by default it asks on the terminal whether to run a model's code."""
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
@@ -240,8 +240,8 @@ class Processor:
         self.banned_ids = sorted({i for i in banned if i is not None})
 
     def _make_patcher(self, path: str) -> Patcher:
-        """Return a Patcher with the image processor's values. Raise UserError if the image processor's values are not a
-        function of each byte."""
+        """Return a Patcher that gives the image processor's values. Raise UserError if the image processor does more
+        than map each byte to a value."""
         processor, merge = self.image_processor, self.merge_size
         side = processor.patch_size * merge
         noise = np.random.default_rng(0).integers(0, 256, (6 * side, 8 * side, 3), dtype=np.uint8)
@@ -303,7 +303,7 @@ class Processor:
         return [token for token, i in self.special_tokens.items() if i in ids or any(token in text for text in texts)]
 
     def count_tokens(self, messages: Sequence[dict], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of prompt tokens, including the image tokens of images of these (width, height)."""
+        """Return the number of prompt tokens, with those of images of these (width, height), without their pixels."""
         n_image = sum(math.prod(self.resized_size(*s)) for s in sizes) // (self.patcher.patch * self.merge_size) ** 2
         return len(self.tokenize_messages(messages)) - len(sizes) + n_image
 
@@ -327,7 +327,7 @@ class Processor:
 
     def expand_image_tokens(self, short_ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """Return the token ids with each placeholder expanded to the image tokens of its image. Raise UserError if the
-        number of placeholders is not that of the images."""
+        numbers of placeholders and images differ."""
         n_marks = short_ids.count(self.image_token_id)
         need(n_marks == len(images), f"prompt has {n_marks} {IMAGE_PLACEHOLDER} marks or <|image_pad|> tokens but "
              f"{len(images)} images; write one mark per image")
@@ -479,7 +479,7 @@ class Policy(nn.Module):
 
     def _zero_vision_loss(self) -> Tensor:
         """Return a zero that depends on the trained vision tower. Every rank must gather and reduce the tower's blocks,
-        forward and backward, so for a micro-batch without images the tower gets a blank one, and zero gradients. The
+        forward and backward, so for a micro-batch without images the tower gets a blank image and zero gradients. The
         zero is added to the embeddings, where images' features are too: with a separate loss, the first language block
         of a model with adapters would have an input without gradient, and reduce out of order."""
         smallest = Image.new("RGB", [self.merge_size * self.patcher.patch] * 2)
