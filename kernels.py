@@ -40,7 +40,7 @@ except ImportError:  # a CPU does not need it
     triton = None
 
 CPU_BLOCK_ELEMENTS = 1 << 23  # logits held at a time on a CPU: 32 MiB of fp32
-CPU_TILE_ELEMENTS = 1 << 19  # logits that stay in the CPU's cache from one operation to the next
+CPU_TILE_ELEMENTS = 1 << 19  # logits of a tile: few enough to stay in the CPU's cache between operations
 GPU_BLOCK_ROWS = 2048  # on a GPU, where each block reads the whole weight: 1.16 GiB of fp32 logits at V = 152,064
 GPU_TILE_COLUMNS = 16384
 MASKED_LOGIT = -1e30  # the logit of a banned id: its exp is exactly 0, and 0 * -1e30 is 0, where 0 * -inf would be NaN
@@ -48,7 +48,7 @@ KERNELS = ("auto", "triton", "torch")
 
 
 def is_triton_interpreter() -> bool:
-    """Return whether Triton kernels run in its interpreter, on a CPU (TRITON_INTERPRET=1 at the import of Triton)."""
+    """Return whether Triton kernels run in its interpreter, on a CPU (TRITON_INTERPRET=1 before its first import)."""
     return triton is not None and triton.knobs.runtime.interpret
 
 
@@ -167,7 +167,7 @@ class _FusedPolicyLoss(torch.autograd.Function):
 
 def _row_groups(loss: Callable, tokens: Any, blocks: list[slice]) -> list[slice]:
     """Return the slices of rows whose losses are evaluated together: the blocks or, if the loss couples the tokens of a
-    rollout, sets of whole rollouts that fit into a block, or a single rollout that is longer than a block."""
+    rollout, the most whole rollouts that fit into a block, or a single rollout that is longer than a block."""
     if loss.per_token or len(blocks) < 2:
         return blocks
     parts = []
