@@ -112,7 +112,8 @@ def parse_pairs(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_type_hint(hint: Any) -> tuple[type, bool, bool]:
-    """Return int, whether it is a tuple, and whether it may be None, for `int`, `tuple[int, ...]` or `int | None`."""
+    """Return the value's type, whether the hint is a tuple and whether it allows None: (int, False, True) for
+    `int | None`, (int, True, False) for `tuple[int, ...]`."""
     inner = get_args(hint)
     return inner[0] if inner else hint, get_origin(hint) is tuple, NoneType in inner
 
@@ -232,9 +233,9 @@ def build_config(cls: type[T], values: Mapping[str, object]) -> T:
 def load_run_settings(
     settings: Iterable[Field], run: Mapping[str, Any], args: Mapping[str, Any], folder: object
 ) -> dict[str, Any]:
-    """Return those of `settings` that `run`, a run's run.json, has, as defaults of a command with other `args`. Raise
-    UserError if it has some that must not come from a folder (code, servers, names of secrets) and `args` lacks
-    them."""
+    """Return the values of `settings` in `run`, a run's run.json, as defaults of a command with the arguments `args`.
+    Raise UserError if `run` has some that must not come from a folder (code, servers, names of secrets) and `args`
+    lacks them."""
     values, withheld = {}, []
     for f in settings:
         if f.name in run and args.get(f.metadata["part_of"], "") is not None:
