@@ -40,9 +40,9 @@ class PackedAttention:
     flex   torch's flex_attention with a block mask: blocks without a visible pair are skipped. Compiled on a GPU.
     flash  variable-length flash attention over whole sequences; only if no prefix is shared.
 
-    `pieces` are lengths: the packed tokens are cut wherever a segment starts or another segment branches off, so that
-    the prefix of a segment is a list of whole pieces. `prefixes` has, for each segment, the pieces from the first token
-    of its sequence to the segment's end, and how many of them are the segment's own."""
+    `pieces` are lengths: the packed tokens are cut wherever a segment starts or a later one splits off, so that the
+    prefix of a segment is a list of whole pieces. `prefixes` has, for each segment, the pieces from the first token of
+    its sequence to the segment's end, and how many of them are the segment's own."""
 
     def __init__(self, backend: str, micro: Any):
         self.backend = backend
