@@ -422,7 +422,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
-    (["CODE"], "its files name Python code of their own to be run"),
+    (["CODE"], "this model needs custom code"),
 ])
 def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()

@@ -560,7 +560,7 @@ def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
         file = tmp_path / str(rank) / "error.json"
         file.parent.mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert utils.tell_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
+        assert utils.print_error_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
     assert capfd.readouterr().err == "error: a\nerror: b\n"
 
 

@@ -142,7 +142,7 @@ def test_damaged_and_missing_files_are_named(toys, tmp_path):
         ):
             loading.match_parameters(hf, str(folder), shapes)
     file.unlink()
-    with pytest.raises(UserError, match="1 of 3 files of weights are missing: .'model-00002-of-00003"):
+    with pytest.raises(UserError, match="1 of 3 weight files are missing: .'model-00002-of-00003"):
         loading.weight_files(str(folder))
     save_file({"model.norm.weight": torch.ones(64)}, file)
     done = run([*TORCHRUN, 1, "tests/load_worker.py", folder, tmp_path / "out.json", toys["qwen2_5_vl"]], check=False)

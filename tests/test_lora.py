@@ -96,13 +96,13 @@ def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
     for changed, words in [
         (
             {**tensors, key: torch.zeros(4, 65)},
-            r"up_proj.lora_A.weight has shape \(4, 65\), and \(4, 64\) is needed",
+            r"up_proj.lora_A.weight has shape \(4, 65\), but must have \(4, 64\)",
         ),
         (
             {k: v for k, v in tensors.items() if k != key},
-            r"layers.0.mlp.up_proj.lora_A.weight has shape None, and \(4, 64\) is needed",
+            r"layers.0.mlp.up_proj.lora_A.weight has shape None, but must have \(4, 64\)",
         ),
-        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* and None is needed"),
+        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* but must have None"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=words):

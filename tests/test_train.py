@@ -752,7 +752,7 @@ CASES = [
     (
         "good",
         {"--family-paths": "model.tower model.language_model"},
-        "'model.tower': no list of blocks there; there are in model.visual, model.language_model",
+        "'model.tower' has no list of blocks; use a path that has one: model.visual, model.language_model",
     ),
     (
         "good",
@@ -762,8 +762,8 @@ CASES = [
     ("good", {"--offload": "all"}, "--offload all: there is no GPU"),
     ("good", {"--timeout-minutes": "0"}, "--timeout-minutes 0.0: must be above 0"),
     ("good", {"--warmup-steps": "9"}, "--warmup-steps 9 exceeds --steps 2"),
-    ("good", {"--min-pixels": "4000000"}, r"--min-pixels 4000000 is over --max-pixels [0-9]+ \(the model's own\)"),
-    ("good", {"--max-pixels": "100"}, r"--min-pixels [0-9]+ \(the model's own\) is over --max-pixels 100;"),
+    ("good", {"--min-pixels": "4000000"}, r"--min-pixels 4000000 is above --max-pixels [0-9]+ \(the model's default\)"),
+    ("good", {"--max-pixels": "100"}, r"--min-pixels [0-9]+ \(the model's default\) is above --max-pixels 100;"),
     ("good", {"--algo-args": "value_klip=1"}, "--algo-args value_klip=1: no such key; nearest: value_clip"),
     ("good", {"--vllm": "kv_cache_dtype=fp8"}, "--vllm kv_cache_dtype=fp8: the engine is hf"),
     ("good", {"--grace-seconds": "0"}, "--grace-seconds 0.0: must be above 0"),
