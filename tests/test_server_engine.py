@@ -441,7 +441,7 @@ def test_what_vllm_says_in_place_of_nan():
 
 
 def test_servers_that_do_not_suit(connect, monkeypatch):
-    with pytest.raises(UserError, match="--servers http://one accepts sequences of up to 64 tokens, but this run needs 65"):
+    with pytest.raises(UserError, match="http://one accepts sequences of up to 64 tokens, but this run needs 65"):
         connect(2, max_model_len=65)
     monkeypatch.setattr(Fake, "noise", property(lambda server: server.url))
     with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} have different weights .*first in .'a'.; run them"):
@@ -451,7 +451,7 @@ def test_servers_that_do_not_suit(connect, monkeypatch):
         return "vllm" if url == URLS[0] else "sglang"
 
     monkeypatch.setattr(engines.client, "detect_server_kind", find_kind)
-    with pytest.raises(UserError, match="must all be of one kind, but http://one is vllm, http://two is sglang; remove"):
+    with pytest.raises(UserError, match="must all be of one kind, but http://one is vllm, http://two is sglang"):
         connect(2)
 
 
@@ -743,7 +743,7 @@ SUITS = {"servers": ("http://127.0.0.1:9",)}
     ({"servers": ("http://host:99999",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:8000/v1",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://one:1", "http://one:1/")}, {}, "--servers http://one:1 is given twice; give each once"),
-    (SUITS | {"sync": "adapter"}, {}, "--sync adapter: there is none without --lora-rank"),
+    (SUITS | {"sync": "adapter"}, {}, "--sync adapter needs an adapter; set --lora-rank above 0"),
     (SUITS | {"sync": "adapter"}, {"lora_rank": 8, "train_vision": "tower"}, "not those of --train-vision tower"),
     (SUITS | {"sync": "nccl"}, {}, "--sync nccl: there is no GPU here; use gloo"),
 ])  # fmt: skip
@@ -834,7 +834,7 @@ def test_a_run_that_trained_on_servers_asks_for_them(evaluate, toys, tmp_path):
     given = [str(tmp_path / "run"), "--data", "x", "--out", "y"]
     assert evaluation.parse_args([*given, "--servers", "http://one:1"]).rollout == "server"
     assert evaluation.parse_args([*given, "--rollout", "hf"]).rollout == "hf"
-    with pytest.raises(UserError, match="--servers http://one:1.*: for servers, but the engine is --rollout hf"):
+    with pytest.raises(UserError, match="--servers http://one:1.*: only for servers, but the engine is --rollout hf"):
         evaluate(toys["qwen2_5_vl"], "--rollout", "hf")
 
 
