@@ -881,7 +881,7 @@ def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_pa
     assert serve(2) == [["2"], ["3"]] and serve(1, tensor_parallel_size=2) == [["2,3"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a1,GPU-b2")
     assert serve(2) == [["GPU-a1"], ["GPU-b2"]]
-    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, and there are 4"):
+    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, but there are 4"):
         serve(3)
 
 

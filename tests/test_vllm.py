@@ -437,7 +437,7 @@ def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     engine.load_weights(FullParameters(policy))
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(8, seed=1)
     before = engine.generate(prompts, 2, sampling)
-    moved = self_test(policy, engine, processor, mixed).split("which moved them by ")[1]
+    moved = self_test(policy, engine, processor, mixed).split("moved it by ")[1]
     assert float(moved) > 0.05
     assert_same(engine.generate(prompts, 2, sampling), before, atol=0)
 
