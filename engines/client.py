@@ -182,7 +182,7 @@ async def find_common_kind(urls: Sequence[str]) -> str:
     async with httpx2.AsyncClient(trust_env=False) as http:
         kinds = await asyncio.gather(*(detect_server_kind(url, http) for url in urls))
     by_url = ", ".join(f"{url} is {kind}" for url, kind in zip(urls, kinds, strict=True))
-    need(len(set(kinds)) == 1, f"--servers must all be of one kind, but {by_url}; remove the others")
+    need(len(set(kinds)) == 1, f"--servers must all be of one kind, but {by_url}; keep those of one kind")
     return kinds[0]
 
 

@@ -3,8 +3,8 @@
 python -m engines.serve --model Qwen/Qwen2.5-VL-7B-Instruct --data geo3k.parquet --max-new-tokens 2048 --port 8000
 
 It uses these flags of train.py: --model, --data and --eval-data (for the longest prompt, and the number and size of
-images), --max-new-tokens, --dtype, the pixel limits, --env, --vllm KEY=VALUE; --lora-rank with --sync adapter. Others have
-no effect. --print prints the command instead of running it.
+images), --max-new-tokens, --dtype, the pixel limits, --env, --vllm KEY=VALUE; --lora-rank with --sync adapter. Others
+have no effect. --print prints the command instead of running it.
 
 The server's control endpoints (new weights, pause) have no password: anyone who can reach the port controls the policy.
 """

@@ -4,8 +4,8 @@ Every rank of the trainer sends requests for its own prompts, from one event loo
 go to the same server: the one with the fewest responses in flight. Only rank 0 sends weights (engines/sync.py).
 
 A server that fails, hangs, or samples with weights that this run did not send is marked unavailable. Its requests are
-sent to another server with the same seeds. Once it answers again, the next sync sends it all weights. Both events are
-printed, one line each.
+sent again, with the same seeds, to another server. Once it answers, the next sync sends it all weights and it is used
+again. Both events are printed, one line each.
 """
 
 import asyncio

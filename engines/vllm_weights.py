@@ -35,7 +35,7 @@ class WeightLoader:
         self.filled |= self.model.load_weights(list(chain.from_iterable(map(split_experts, bucket))))
 
     def finish_update(self, full: bool) -> None:
-        """Raise ValueError if this update was to be a full one and a parameter is missing."""
+        """Raise ValueError if a full update has left out a parameter."""
         assert self.sent, "load_weights: no tensor was given; the engine would keep its stale weights"
         missing = sorted(self.names - self.sent) or sorted(dict(self.model.named_parameters()).keys() - self.filled)
         if full and missing:
