@@ -35,7 +35,7 @@ class ConnectionLost(ServerUnavailable):
 
 
 class EndpointNotFound(UserError):
-    """Raised if a server has no such endpoint (404 or 405)."""
+    """Raised if an endpoint, or what a request names, does not exist (404 or 405)."""
 
 
 class GenerateRequest(NamedTuple):

@@ -197,7 +197,7 @@ def test_an_engine_with_one_stale_tensor_is_refused(pair):
     policy, engine = pair[:2]
     original = engine.load_weights
     names = [name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad][::3]
-    told = "of engine and trainer under new weights differ by .*does not bring all weights"
+    told = "of engine and trainer under new weights differ by .*does not update all weights"
     for name in names:
         engine.load_weights = original
         engine.load_weights(FullParameters(policy))
