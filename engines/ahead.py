@@ -51,6 +51,8 @@ class Ahead(EngineWrapper):
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_rollout: RolloutCallback | None = None
     ) -> list[Rollout]:
+        """Start to sample `prompts` and the next K batches, unless they are being sampled, and return the rollouts of
+        `prompts` once they are finished."""
         if not isinstance(prompts, PromptBatch):
             return self.engine.generate(prompts, n, sampling, on_rollout)
         for batch in (prompts, *self._draw_ahead(prompts.position)):

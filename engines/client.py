@@ -219,6 +219,7 @@ class Calls:
         self.http = httpx2.AsyncClient(limits=HTTP_LIMITS, trust_env=False)
 
     def start(self, work: Coroutine) -> Future:
+        """Start a coroutine in the event loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run_all(self, coroutines: Iterable[Coroutine]) -> list[Any]:

@@ -148,6 +148,7 @@ class LocalServers:
                 time.sleep(0.5)
 
     def stop(self) -> None:
+        """Terminate all servers. Kill those that are still running after 15 seconds."""
         for process in self.processes.values():
             process.terminate()
         end = time.monotonic() + 15.0

@@ -59,6 +59,8 @@ def sglang_names(name: str) -> set[str]:
 
 
 class SGLangClient(ServerClient):
+    """A client of one SGLang server. ServerClient documents the methods."""
+
     kind = "sglang"
     begin_path, end_path = "/begin_weight_update", "/end_weight_update"
     health = "/model_info"  # its /health samples a token, which fails while sampling is paused

@@ -113,6 +113,7 @@ class Sender:
         return self.connect()
 
     def connect(self) -> FailedServers:
+        """Connect to self.clients. Return which failed."""
         return {}
 
     def close(self) -> None:
@@ -131,6 +132,7 @@ class Sender:
         return failed or self.finish(full, lambda client: client.end_update(label))
 
     def send_bucket(self, bucket: list[tuple[str, torch.Tensor]], full: bool) -> FailedServers:
+        """Send a part of the tensors of an update. Return which servers failed."""
         raise NotImplementedError
 
     def each(self, call: Callable[[Any], Coroutine]) -> FailedServers:
@@ -194,6 +196,7 @@ class GroupSender(Sender):
 
     @property
     def wait_seconds(self) -> float:
+        """Time limit of a collective, in seconds."""
         return max(self.timeout / 4, min(self.timeout, 5.0))
 
     def connect(self) -> FailedServers:
@@ -244,6 +247,7 @@ class GroupSender(Sender):
 
 
 def broadcast_tensors(group: dist.ProcessGroup, backend: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Broadcast tensors from this process, which has rank 0, to the process group."""
     for tensor in tensors:
         source = tensor.cpu() if backend == "gloo" else tensor
         dist.broadcast(source.contiguous(), group=group, group_src=0)

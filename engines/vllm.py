@@ -281,6 +281,7 @@ class VLLMEngine(Engine):
         return CuMemAllocator.get_instance().get_current_usage()
 
     def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Wake these parts of the engine, if they are asleep."""
         for part in parts:
             if part in self.executor.sleeping_tags:
                 self.llm.wake_up(tags=[part])

@@ -25,6 +25,7 @@ class BannedTokensProcessor(LogitsProcessor, LogitsProcessorV2):
         """Do nothing: the ban is the same for every request."""
 
     def apply(self, logits: torch.Tensor, ctx=None) -> torch.Tensor:
+        """Set the logits of banned ids to -inf, in place."""
         if self.banned is None:  # V2 calls __init__ while weights load, and sleep level 2 discards its tensors
             self.banned = torch.tensor(self.ids, device=logits.device)
         return logits.index_fill_(1, self.banned, -torch.inf)

@@ -41,6 +41,8 @@ def parse_completion(response: dict, model: str) -> GenerateResult:
 
 
 class VLLMClient(ServerClient):
+    """A client of one vLLM server. ServerClient documents the methods that are not described here."""
+
     kind = "vllm"
     begin_path, end_path = "/start_weight_update", "/finish_weight_update"
     control = "start the server with `python -m engines.serve`, which enables it"
@@ -146,6 +148,7 @@ class VLLMClient(ServerClient):
         await self.start_transfer({"how": method, "info": {"group": group, "rank_offset": rank_offset}})
 
     async def start_transfer(self, info: dict) -> None:
+        """Send a worker.TransferInitInfo to the server's workers."""
         await self.post("/init_weight_transfer_engine", {"init_info": info})
 
     async def update(self, metas: Sequence[TensorMeta], crc: Sequence[int] | None) -> None:
@@ -153,6 +156,7 @@ class VLLMClient(ServerClient):
         await self.send_update({"names": names, "dtype_names": dtypes, "shapes": shapes, "crc": crc})
 
     async def send_update(self, info: dict) -> None:
+        """Send a worker.TransferUpdateInfo to the server's workers."""
         await self.post("/update_weights", {"update_info": info})
 
     async def update_from_disk(self, file: Path) -> None:
@@ -163,6 +167,7 @@ class VLLMClient(ServerClient):
         await self.post(self.end_path, {"weight_version": label} if label else {})
 
     async def set_weights_label(self, label: str) -> None:
+        """Set the label of the weights without an update."""
         await self.post("/update_weight_version", {"new_version": label})
 
     async def load_adapter(self, folder: str, label: str) -> None:

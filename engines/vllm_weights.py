@@ -24,10 +24,12 @@ class WeightLoader:
         self.start_update()
 
     def start_update(self) -> None:
+        """Forget which parameters the last update sent."""
         self.sent: set[str] = set()
         self.filled: set[str] = set()  # vLLM's parameters that were loaded
 
     def load(self, named_tensors: NamedTensors) -> None:
+        """Load some tensors of an update. Raise ValueError for a name that the model does not have."""
         bucket = list(named_tensors)
         self.sent |= {name for name, _ in bucket}
         if unknown := sorted(self.sent - self.names):

@@ -53,6 +53,7 @@ class WeightReceiver(WeightTransferEngine):
     init_info_cls, update_info_cls = TransferInitInfo, TransferUpdateInfo
 
     def init_transfer_engine(self, info: TransferInitInfo) -> None:
+        """Close the current connection, if any, and connect to the trainer by the method of `info`."""
         self.shutdown()
         self.loader = WeightLoader(self.model, self.model_config.hf_config)
         self.full = True  # the first update must have all weights
@@ -82,6 +83,7 @@ class WeightReceiver(WeightTransferEngine):
 
     @torch.no_grad()
     def receive_weights(self, info: TransferUpdateInfo) -> None:
+        """Receive or read the tensors of `info` and load them, or check that the update is complete."""
         if info.check:
             self.loader.finish_update(self.full)
             self.full = False
