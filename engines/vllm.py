@@ -84,7 +84,7 @@ def llm_arguments(
     size = processor.image_processor.size
     arguments = dict(
         model=path,
-        load_format="safetensors",  # without safetensors vLLM would read pickle files
+        load_format="safetensors",  # by default vLLM reads pickle files if there are no safetensors
         dtype=str(dtype).removeprefix("torch."),
         max_num_seqs=256,
         max_num_batched_tokens=8192,
