@@ -416,7 +416,7 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
     (["TOY", "--limit", "-1"], "--limit -1"),
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
-    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; leave it out"),
+    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; remove --vllm"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),

@@ -338,7 +338,7 @@ def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play
         before = await trainer.server.checksums()
         good = [(name, p.detach()) for name, p in nudged().named_parameters()]
         for name, told in (("model.visual.nonsense.weight", "has no such parameter"),
-                           ("model.language_model.layers.0.mlp.experts.down_proj", "takes no experts")):  # fmt: skip
+                           ("model.language_model.layers.0.mlp.experts.down_proj", "does not accept all")):  # fmt: skip
             await trainer.server.pause("abort")
             await trainer.server.start_weight_update()
             with pytest.raises(UserError, match=f"{told}.*: {name}"):
@@ -546,9 +546,9 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
             errors.append(str(caught.value))
 
         in_the_middle(SimpleNamespace(generate=lambda *_: sample()), prompts, 2, sampling, partial(kill, process))
-        told = rf"--servers: none is left \({url}: /generate: .*\); start them again, then repeat the command .*auto\)"
+        told = rf"--servers: no server is available \({url}: /generate: .*\); restart them, then repeat .*auto\)"
         assert re.fullmatch(told, errors[0])
-        with pytest.raises(UserError, match=f"--servers: none takes new weights .{url}"):
+        with pytest.raises(UserError, match=f"--servers: no server accepted the new weights .{url}"):
             engine.load_weights(named(hf))
 
 

@@ -437,7 +437,7 @@ def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     engine.load_weights(FullParameters(policy))
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(8, seed=1)
     before = engine.generate(prompts, 2, sampling)
-    moved = self_test(policy, engine, processor, mixed).split("which moved them by ")[1]
+    moved = self_test(policy, engine, processor, mixed).split("moved it by ")[1]
     assert float(moved) > 0.05
     assert_same(engine.generate(prompts, 2, sampling), before, atol=0)
 
@@ -522,7 +522,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
     assert "sleep_level" not in given
     refused = {
-        "kv_cache_dtyp=auto": "vLLM has no such setting; nearest: kv_cache_dtype",
+        "kv_cache_dtyp=auto": "vLLM has no such argument; nearest: kv_cache_dtype",
         "block_size": "give KEY=VALUE",
         "logprobs_mode=raw_logits": "relies on its own value",
         "dtype=float16": "use --dtype",
@@ -534,7 +534,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     for pair, match in refused.items():
         with pytest.raises(ValueError, match=match):
             launch.vllm_settings([pair], "vllm", world=3)
-    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; leave it out"):
+    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; remove --vllm"):
         launch.vllm_settings(pairs, "hf", world=3)
 
 
