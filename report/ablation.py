@@ -35,9 +35,7 @@ class Ablation:
         own = set(image_keys(example))
         if not own:
             return example
-        message = (
-            f"row {example.uid!r}: --ablate shuffled: no example has other images; leave out shuffled or raise --limit"
-        )
+        message = f"row {example.uid!r}: --ablate shuffled: no example has other images; omit shuffled or raise --limit"
         need(not own.issuperset(self.sources), message)
         images = []
         keys = list(self.sources)

@@ -397,7 +397,7 @@ def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates(skipped):
 def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
     for _ in range(10):
         skipped.after_update(math.nan, False, 0.0, ["a"], Meter())
-    with pytest.raises(UserError, match="10 updates in a row had .* not finite.*newest checkpoint is there; lower --lr"):
+    with pytest.raises(UserError, match="10 updates in a row had a non-finite .* checkpoint is there; lower --lr"):
         skipped.report(3, lambda: "there")
 
 

@@ -137,8 +137,7 @@ class Gallery:
         head = {"n": n, "index": record.get("index", n), "uid": uid, "facts": self.facts[n]}
         return head | {
             "labels": labels, "messages": messages, "unplaced_images": images, "truth": truth, "samples": samples,
-            "comparisons": others,
-        }  # fmt: skip
+            "comparisons": others}  # fmt: skip
 
     def message(self, role: str, content: str, images: list[tuple]) -> dict[str, Any]:
         """Return a role with its blocks: texts, and rows of images. Each placeholder removes an image from `images`."""
@@ -164,8 +163,8 @@ class Gallery:
             message_images = images if message["role"] not in ("", "assistant") else []
             messages.append(self.message(message["role"], message["content"], message_images))
         return {
-            "fields": fields, "right": is_right(fields, self.summary), "messages": messages, "unplaced_images": images,
-        }  # fmt: skip
+            "fields": fields, "right": is_right(fields, self.summary), "messages": messages,
+            "unplaced_images": images}  # fmt: skip
 
     def _comparison(self, label: str, samples: Sequence[dict]) -> dict[str, Any]:
         """Return the samples of another model, or of an ablation, for the same prompt; images of episodes are left

@@ -18,7 +18,7 @@
     reward: (a, b) => (a.dataset.reward ?? Infinity) - (b.dataset.reward ?? Infinity),
     spread: (a, b) => (b.dataset.spread ?? -1) - (a.dataset.spread ?? -1),
   };
-  const texts = new Map(); // card -> its text in lower case, added by the first search
+  const texts = new Map(); // card -> its text in lower case, added when it is searched
   let show = "all";
   let sorted = "order";
   let visible = cards;
