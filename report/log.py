@@ -275,8 +275,8 @@ class SkippedUpdates:
             )
         if self.in_a_row >= MAX_SKIPPED:
             raise UserError(
-                f"{self.in_a_row} updates in a row had a non-finite loss or gradient; their prompts are in {self.out}. The "
-                f"newest checkpoint is {save()}; lower --lr or fix the reward, then continue with --resume auto"
+                f"{self.in_a_row} updates in a row had a non-finite loss or gradient; their prompts are in {self.out}. "
+                f"The newest checkpoint is {save()}; lower --lr or fix the reward, then continue with --resume auto"
             )
 
 
