@@ -1,5 +1,5 @@
-"""The summary of an evaluation's records: metrics with confidence intervals, also by group of examples, comparisons
-with baselines, and visual reliance."""
+"""The summary of an evaluation's records: metrics with confidence intervals, overall and by column value,
+comparisons with baselines, and visual reliance."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ def voted_answer(sample: dict) -> str | None:
 
 def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
     """Return the metric (its mean over samples, then over examples) and all named rewards with their intervals, pass@k
-    and majority@k if there are several samples, and the metric of each group of examples."""
+    and majority@k if there are several samples, and the metric by column value."""
     metric = metric or record_metric(records)
     samples = list(chain.from_iterable(record["samples"] for record in records))
     summary = {
@@ -113,7 +113,7 @@ def summarise(records: Sequence[dict], metric: str | None = None) -> dict:
         summary["turns"] = fmean(s["turns"] for s in samples)
         ends = Counter(s["ended_by"] for s in samples)
         summary["ended_by"] = {reason: n / len(samples) for reason, n in ends.most_common()}
-    return summary | group_metrics(records, metric)
+    return summary | metrics_by_column(records, metric)
 
 
 def named_rewards(records: Sequence[dict], metric: str) -> dict[str, dict]:
@@ -149,7 +149,7 @@ def multi_sample_metrics(records: Sequence[dict], metric: str) -> dict[str, floa
     return metrics | {f"majority@{k_max}": fmean(voted)}
 
 
-def group_metrics(records: Sequence[dict], metric: str) -> dict[str, dict]:
+def metrics_by_column(records: Sequence[dict], metric: str) -> dict[str, dict]:
     """Return the metric by column value: `by_answer_type`, `by_*` for each column of --group-by and for all others in
     which the records differ. If there are several tasks, add `task_mean`, the mean over tasks of equal weight."""
     always_shown = {"answer_type", *records[0]["groups"]}
@@ -157,21 +157,21 @@ def group_metrics(records: Sequence[dict], metric: str) -> dict[str, dict]:
     for column, values in filter_columns(records).items():
         if column not in always_shown and len(set(values)) == 1:
             continue
-        members = defaultdict(list)
+        by_value = defaultdict(list)
         for value, record in zip(values, records, strict=True):
-            members[value].append(record)
+            by_value[value].append(record)
         tables[f"by_{column}"] = {
-            value: summarise_group(group, metric) for value, group in sorted(members.items(), key=numeric_sort_key)
+            value: summarise_group(subset, metric) for value, subset in sorted(by_value.items(), key=numeric_sort_key)
         }
         if column == "task":
-            scores = [example_scores(group, metric) for group in members.values()]
+            scores = [example_scores(subset, metric) for subset in by_value.values()]
             ci95 = bootstrap(*scores, ends=score_bounds(example_scores(records, metric)))
-            tables["task_mean"] = {metric: fmean(map(fmean, scores)), f"{metric}_ci95": ci95, "n_tasks": len(members)}
+            tables["task_mean"] = {metric: fmean(map(fmean, scores)), f"{metric}_ci95": ci95, "n_tasks": len(by_value)}
     return tables
 
 
 def numeric_sort_key(item: tuple[str, Any]) -> tuple[bool, float, str]:
-    """Return a sort key that puts numbers, by value, before other texts."""
+    """Return a sort key that orders numbers by value and puts them before other texts."""
     try:
         return False, float(item[0]), item[0]
     except ValueError:

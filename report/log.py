@@ -132,7 +132,7 @@ class RunLog:
     def save_evaluation(
         self, step: int, records: Sequence[dict], summary: dict, examples: Sequence[Example], start_of: ResetFn
     ) -> None:
-        """Write an evaluation's summary and all records to OUT/eval, and keep what the report shows of them."""
+        """Write the summary and all records of an evaluation to OUT/eval, and set the content of the next report."""
         path = self.out / "eval" / f"step_{step:06d}.json"
         write_text(path, json.dumps(summary, indent=2) + "\n")
         write_records(path.with_suffix(".jsonl"), records)

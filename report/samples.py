@@ -24,7 +24,7 @@ def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, 
 
 
 def sample_records(batch: Any) -> list[dict]:
-    """Return one record per prompt with its samples. The advantage of a sample is the mean of those of its tokens."""
+    """Return one record per prompt with its samples. The advantage of a sample is the mean advantage of its tokens."""
     tokens = batch.tokens
     sums_R = torch.zeros(len(batch.rollouts)).index_add_(0, tokens.rollout, tokens.advantages)
     counts_R = torch.bincount(tokens.rollout, minlength=len(batch.rollouts))
