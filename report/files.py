@@ -79,7 +79,7 @@ def write_records(path: Path, records: Sequence[dict]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, through a temporary file, so that no reader sees an incomplete file, even after a crash."""
+    """Write a text file through a temporary file, so that no reader sees an incomplete one, even after a crash."""
     with report_write_errors(path, "--out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
