@@ -17,7 +17,7 @@ MAX_SHOWN_CHARS = 160  # characters of a text on the terminal; of longer texts b
 def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, Example]]:
     """Gather the records of a packing.Batch from all ranks, and by uid the examples as the model saw them; collective.
     Both are empty on all ranks except 0."""
-    examples = ctx.gather_to_main(list({r.prompt.uid: r.prompt.start for r in batch.rollouts}.values()))
+    examples = ctx.gather_to_main(list({r.prompt.uid: r.prompt.initial_example for r in batch.rollouts}.values()))
     records = ctx.gather_to_main(sample_records(batch))
     records = [record | {"index": index} for index, record in enumerate(records)]
     return records, {example.uid: example for example in examples}
@@ -30,7 +30,7 @@ def sample_records(batch: Any) -> list[dict]:
     counts_R = torch.bincount(tokens.rollout, minlength=len(batch.rollouts))
     records: dict[str, dict] = {}
     for r, advantage in zip(batch.rollouts, (sums_R / counts_R.clamp(min=1)).tolist(), strict=True):
-        n_images = {"n_images": len(r.prompt.start.images)}  # an environment may start with other images
+        n_images = {"n_images": len(r.prompt.initial_example.images)}  # an environment may start with other images
         record = records.setdefault(r.prompt.uid, example_fields(r.prompt.example) | n_images | {"samples": []})
         record["samples"].append(make_sample_record(r, r.rewards) | {"advantage": advantage})
     return list(records.values())
