@@ -406,7 +406,7 @@ def test_a_run_goes_on_where_rewards_fail_and_hang_on_two_ranks(toys, tmp_path):
     said = done.stdout + done.stderr
     assert "ALL of them failed" in said and "RuntimeError" in said and "rank 1: " in said
     evaluated = json.loads(next((out / "eval").glob("step_000003.json")).read_text())
-    assert evaluated["failed"] > 0 and "rewards that failed, counted as 0" in said
+    assert evaluated["failed"] > 0 and "failed rewards, counted as 0" in said
 
 
 @pytest.mark.parametrize("errors", ["drop", "zero"])

@@ -181,12 +181,13 @@ def test_reliance_says_whether_it_looks():
     assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
     assert table["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and table["none"]["drop"] == 0
     assert table["said"] == (
-        "With white images of the same size the accuracy falls by 0.750, to what may be chance: it answers by looking. "
-        "With no images at all there is no certain fall of the accuracy: no sign that it looks.")
+        "With white images of the same size the accuracy drops by 0.750, to a level not significantly above chance: "
+        "the model uses the image. With no images at all the accuracy does not drop significantly: no evidence that "
+        "the model uses the image.")
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
-    assert "but not to chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
+    assert "but stays above chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
 
 
 def test_comparison_refuses_other_examples():

@@ -397,7 +397,7 @@ def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates(skipped):
 def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
     for _ in range(10):
         skipped.after_update(math.nan, False, 0.0, ["a"], Meter())
-    with pytest.raises(UserError, match="10 updates in a row were not finite.*newest checkpoint is there: lower --lr"):
+    with pytest.raises(UserError, match="10 updates in a row had a non-finite .* checkpoint is there; lower --lr"):
         skipped.report(3, lambda: "there")
 
 
@@ -443,7 +443,7 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     assert text.count("warning: in the last 5 steps all samples of a prompt got the same reward (mean 0.25)") == 1
     start("return 0.25", "--steps", 3, "--resume", "auto")
     text = "".join(capfd.readouterr())
-    assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
+    assert "nothing to do: " in text and "step_000007 is from step 7 and --steps is 3" in text and "done:" not in text
     assert list_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 

@@ -378,7 +378,7 @@ def test_killed_and_resumed_run_is_bitwise_the_uninterrupted_one(world, more, to
     done = run([*command["cut"], "--resume", "auto"])
     assert (
         f"resumed from {tmp_path / 'cut' / 'checkpoints' / left[-1]}" in done.stdout
-        and "changed since" not in done.stdout
+        and "changed setting" not in done.stdout
     )
     assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
     logged = rows(tmp_path / "whole")
@@ -473,7 +473,7 @@ def test_resume_on_another_number_of_processes_continues(toys, shapes, tmp_path)
     run([sys.executable, "train.py", *common, "--steps", 2])
     done = run([*TORCHRUN, 2, "train.py", *common, "--steps", 4, "--resume", "auto"])
     assert "resumed from" in done.stdout and [row["step"] for row in rows(tmp_path / "r")] == [1, 2, 3, 4]
-    assert "changed since: --steps 2 -> 4" in done.stdout
+    assert "changed setting: --steps 2 -> 4" in done.stdout
     other = run(
         [sys.executable, "train.py", *common, "--steps", 6, "--resume", "auto", "--train-vision", "all"], check=False
     )
@@ -517,8 +517,8 @@ def test_a_resumed_run_keeps_its_settings_and_tells_what_changes(toys, shapes, t
     program = [sys.executable, ROOT / "train.py"]
     done = run_command([*program, "--out", tmp_path / "r", *anew, *reward], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = sorted(line for line in done.stdout.splitlines() if "changed since" in line)
-    assert told == ["changed since: --lr 0.001 -> 0.002", "changed since: --steps 2 -> 3"]
+    told = sorted(line for line in done.stdout.splitlines() if "changed setting" in line)
+    assert told == ["changed setting: --lr 0.001 -> 0.002", "changed setting: --steps 2 -> 3"]
     after = json.loads((tmp_path / "r" / "run.json").read_text())["args"]
     assert {name for name in after if after[name] != before[name]} == {"lr", "steps", "resume"}
     given[given.index("--out") + 1] = tmp_path / "again"

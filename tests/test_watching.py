@@ -473,7 +473,7 @@ def said(*parts):
 @pytest.mark.parametrize("change, match", [
     ({"reward/zero_std_frac": 1.0}, "all samples of a prompt got the same reward .mean 0.5.*--temperature"),
     ({"policy/entropy": 0.03}, "policy/entropy collapsed to 0.03, from 0.4 .*accuracy of 0.50.*--clip-high"),
-    ({"response/tokens": 20.0}, "responses shrank to 20 tokens, from 100.*--kl-coef"),
+    ({"response/tokens": 20.0}, "mean response length fell to 20 tokens, from 100.*--kl-coef"),
     ({"response/truncated": 0.5}, "response/truncated rose to .*, from 0.02.*--max-new-tokens"),
     ({"mismatch/kl": 0.02}, "mismatch/kl grew to .*, from 0.001.*--algo-args tis_cap"),
 ])
@@ -575,7 +575,7 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
     plot_runs([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
     assert "(2 runs)" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="--plot-runs .*/none: no run is there"):
+    with pytest.raises(UserError, match="--plot-runs .*/none is not a run"):
         plot_runs([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
     with pytest.raises(UserError, match="--plot-runs .*/a0/run: the run has not finished a step yet"):
