@@ -39,9 +39,9 @@ from report.evaluation import (
     summarise,
     visual_reliance,
 )
-from report.files import read_rows, write_records, write_text
 from report.log import RunLog
 from report.records import select_records
+from report.run_files import read_rows, write_records, write_text
 from report.summary import ABLATIONS
 from report.writer import ReportPage, find_drawing
 from reward import CurriculumStage, RewardConfig, RewardContext
@@ -353,7 +353,7 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
     running = None
     for path, processor in zip(paths, processors, strict=True):
         engine = load_engine(cfg, path, processor, examples, env, ctx, running)
-        player = plug_in("envs._play", "--env").EpisodeEngine(engine, env, processor) if env else engine
+        player = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor) if env else engine
         for name, ablation in ablations[:1] if results else ablations:
             args = (player, examples, processor, grader, ctx, sampling, cfg.samples, ablation.blank, stage, step)
             kwargs = {"start_of": ablation.start_of, "group_by": cfg.group_by,

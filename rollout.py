@@ -345,9 +345,9 @@ class EnvConfig:
 
 
 def make_env_factory(cfg: EnvConfig) -> Any:
-    """Return an envs._load.EnvFactory for the environment that --env names, or None without --env."""
+    """Return an envs._factory.EnvFactory for the environment that --env names, or None without --env."""
     need(cfg.env or not cfg.env_settings, "--env-settings needs --env")
-    return plug_in("envs._load", f"--env {cfg.env}").EnvFactory(cfg) if cfg.env else None
+    return plug_in("envs._factory", f"--env {cfg.env}").EnvFactory(cfg) if cfg.env else None
 
 
 NOT_FINITE_MESSAGE = (
@@ -361,7 +361,7 @@ IDLE_POLL_SECONDS = 0.05  # how long an idle engine waits for environments befor
 
 class RolloutQueue:
     """The rollouts that an engine still has to sample a response for. Here all are available at once; with an
-    environment they arrive over time (envs/_play.py)."""
+    environment they arrive over time (envs/_episodes.py)."""
 
     exhausted = True  # whether the next `poll` returns the last rollouts
 
@@ -388,7 +388,7 @@ class RolloutQueue:
 GetWeights = Callable[[bool], NamedTensors]  # returns full tensors (True: trained ones only); collective over all ranks
 
 
-def never() -> bool:
+def never_stop() -> bool:
     return False
 
 
@@ -400,7 +400,7 @@ class Engine:
     has_all_weights = False  # whether load_weights has set every tensor; until then a sync also sends frozen weights
     weights_version = 0  # each call of load_weights adds 1
 
-    def __init__(self, should_stop: Callable[[], bool] = never):
+    def __init__(self, should_stop: Callable[[], bool] = never_stop):
         """`should_stop` returns True if the run has to end; the engine then stops sampling."""
         self.should_stop = should_stop
         self.finished = RolloutCounter()  # progress of the newest call of generate

@@ -45,6 +45,10 @@ def never(value: Any) -> bool:
     return False
 
 
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def plain_pair(pair: Any) -> bool:
     """Return whether a KEY=VALUE has a number, true or false as its value, so that it names no code, file or server."""
     return bool(re.fullmatch(r"\w+=(true|false|[-+.0-9e]+)", str(pair)))

@@ -26,13 +26,13 @@ from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
 from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_rates, make_token_batch
-from parallel import nodes, resume, sharding, watch
+from parallel import node_checks, resume, sharding, watchdog
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
 from prepare_data import DataConfig
 from report import metrics, progress
-from report.files import lock_folder
 from report.log import RunLog, SkippedUpdates
+from report.run_files import lock_folder
 from reward import RewardConfig
 from rewards.grade import Grader
 from rewards.order import CurriculumState, DataOrder, load_last_stage, make_order
@@ -102,7 +102,7 @@ class Run:
     cfg: Config
     ctx: DistContext
     timer: StepTimer
-    interrupt: watch.SignalHandler
+    interrupt: watchdog.SignalHandler
     state: TrainState
     models: Models
     packer: Packer
@@ -288,7 +288,7 @@ def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, algo: 
         return tokens.weights.new_zeros(())
     loss_K, clipped_K = grpo.value_loss(value_K, tokens.values, tokens.returns, algo.value_clip)
     in_loss_K = tokens.weights > 0
-    meter.add_mean("value/clipped", clipped_K[in_loss_K].sum(), in_loss_K.sum())
+    meter.add_mean("value/clip_frac", clipped_K[in_loss_K].sum(), in_loss_K.sum())
     return (tokens.weights * loss_K).sum()
 
 
@@ -323,11 +323,11 @@ def next_state(state: TrainState, pool: GroupPool, curriculum: DataOrder, row: d
 def set_up(cfg: Config) -> Run:
     """Create everything that the training loop uses. All checks come first, so that errors appear before slow work."""
     # 1. processes: join the process group, handle signals, watch for ranks that hang
-    ctx, interrupt, timer = watch.start_processes(cfg.run, cfg.parallel.tp)
+    ctx, interrupt, timer = watchdog.start_processes(cfg.run, cfg.parallel.tp)
 
     # 2. settings: resolve `auto`, compare across nodes, check
     cfg = resolve_auto_settings(cfg, ctx.device)
-    nodes.check_same_settings(cfg.to_flags(), ctx)
+    node_checks.check_same_settings(cfg.to_flags(), ctx)
     check_config(cfg, ctx.world)
 
     # 3. processor, environment and rewards
@@ -350,7 +350,7 @@ def set_up(cfg: Config) -> Run:
 
     # 6. run directory, and the checkpoint to resume from
     lock = lock_folder(cfg.run.folder) if ctx.is_main else None
-    nodes.check_shared_storage(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
+    node_checks.check_shared_storage(cfg.run.folder, {"--data": train_set, "--eval-data": eval_set}, ctx)
     parts = checkpoint_parts(cfg.model, cfg.algo)
     start = resume.find_resume_checkpoint(cfg.run.folder, cfg.run.resume, cfg.to_flags(), parts)
 

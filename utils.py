@@ -298,7 +298,7 @@ class StepTimer:
     def __init__(self, check: Callable[[], None] = lambda: None):
         self.check = check
         self.seconds: dict[str, float] = {}
-        self.current_phase = "set-up"  # parallel/watch.py sends this and the number of changes to the other ranks
+        self.current_phase = "set-up"  # parallel/watchdog.py sends this and the number of changes to the other ranks
         self.phase_count = 0
 
     @contextmanager

@@ -24,8 +24,8 @@ import demo  # noqa: E402
 import model as M  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from envs import Environment, Observation  # noqa: E402
-from envs._load import EnvFactory  # noqa: E402
-from envs._play import EpisodeEngine  # noqa: E402
+from envs._episodes import EpisodeEngine  # noqa: E402
+from envs._factory import EnvFactory  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from rollout import EnvConfig, SamplingParams, make_prompts  # noqa: E402
 from tasks.shapes import encode_png  # noqa: E402
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
     for i in range(args.episodes):
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
-    with patch("envs._load.load_class", return_value=Sleeper):
+    with patch("envs._factory.load_class", return_value=Sleeper):
         env_factory = EnvFactory(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
     prompts = make_prompts(rows, processor, start_of=env_factory.reset_example)
     episodes = EpisodeEngine(HFEngine(hf, processor, torch.device("cpu")), env_factory, processor)

@@ -43,7 +43,7 @@ import train  # noqa: E402
 from model import Policy  # noqa: E402
 from parallel.checkpoint import checkpoint_step, file_checksum, list_checkpoints, read_trainer_state  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
-from report.files import read_rows  # noqa: E402
+from report.run_files import read_rows  # noqa: E402
 from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints

@@ -32,7 +32,7 @@ from rollout import (
     RolloutQueue,
     SamplingParams,
     add_response,
-    never,
+    never_stop,
 )
 from utils import derive_seed
 
@@ -212,7 +212,7 @@ class HFEngine(Engine):
         processor: Processor,
         device: torch.device,
         vision_cache: VisionCache | None = None,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never_stop,
     ):
         super().__init__(should_stop)
         self.hf = hf.to(device).eval().requires_grad_(False)

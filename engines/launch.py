@@ -25,8 +25,7 @@ from packing import Packer
 from parallel.checkpoint import run_on_rank0
 from parallel.models import Models
 from parallel.sharding import save_adapter
-from rollout import Batches, Engine, ExampleList, identity
-from rollout import never as never_interrupted
+from rollout import Batches, Engine, ExampleList, identity, never_stop
 from settings import flag_field, format_flag, never
 from utils import DistContext, print0
 
@@ -159,7 +158,7 @@ def make_engine(
     *,
     family_paths: tuple[str, ...] = (),
     cache: VisionCache | None = None,
-    should_stop: Callable[[], bool] = never_interrupted,
+    should_stop: Callable[[], bool] = never_stop,
     **server_kwargs: Any,
 ) -> Engine:
     """Return the engine `choice`, which comes from resolve_engine. `sizes`: the result of size_limits; `vllm`: --vllm;
@@ -229,7 +228,7 @@ def start_sampling(
         sampling, start_of = batches.sampling(0), env.reset_example if env else identity
         print0(self_test(models.policy, engine, sets[0], processor, packer, sampling, start_of))
     if env:
-        engine = plug_in("envs._play", "--env").EpisodeEngine(engine, env, processor)
+        engine = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor)
     if cfg.servers.async_steps:
         engine = plug_in("engines.ahead", "--async-steps").Ahead(engine, batches)
     return engine

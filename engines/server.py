@@ -45,7 +45,7 @@ from rollout import (
     RolloutQueue,
     SamplingParams,
     add_response,
-    never,
+    never_stop,
 )
 from utils import DistContext, NamedTensors, derive_seed
 
@@ -83,7 +83,7 @@ class ServerEngine(Engine):
         max_model_len: int,
         trained_tower: bool = False,
         save_adapter: Callable[[Path], None] | None = None,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never_stop,
         request_stop: Callable[[str], None] = raise_user_error,
     ):
         super().__init__(should_stop)

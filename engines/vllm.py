@@ -18,7 +18,7 @@ from engines.vllm_cpu import CPU_SETTINGS, disable_weight_packing, remove_stale_
 from engines.vllm_weights import WeightLoader
 from errors import ErrorContext, UserError, as_user_error, nearest, need
 from model import Processor
-from rollout import IDLE_POLL_SECONDS, Engine, Rollout, RolloutQueue, SamplingParams, add_response, never
+from rollout import IDLE_POLL_SECONDS, Engine, Rollout, RolloutQueue, SamplingParams, add_response, never_stop
 from settings import parse_pairs
 from utils import NamedTensors, derive_seed
 
@@ -145,7 +145,7 @@ class VLLMEngine(Engine):
         processor: Processor,
         device: torch.device,
         dtype: torch.dtype,
-        should_stop: Callable[[], bool] = never,
+        should_stop: Callable[[], bool] = never_stop,
         **settings: Any,
     ):
         super().__init__(should_stop)

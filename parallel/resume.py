@@ -10,7 +10,7 @@ from typing import Any
 from errors import check_writable, nearest_path, need, plug_in
 from parallel import checkpoint
 from parallel.checkpoint import list_checkpoints, newest_intact_checkpoint, read_run_args, run_on_rank0
-from report.files import read_rows
+from report.run_files import read_rows
 from report.summary import best_evaluation
 from rewards.functions import absolute_files
 from settings import REQUIRED, flag_field, flag_name, load_run_settings, never

@@ -1,6 +1,5 @@
 """Ablated images of an evaluation, which measure how much of a model's accuracy depends on the images."""
 
-import io
 import random
 import zlib
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from PIL import Image
 from errors import need
 from prepare_data import IMAGE_PLACEHOLDER, Example, decode_image
 from rollout import ResetFn, identity
+from sources.images import encode_png
 from utils import derive_seed
 
 
@@ -46,7 +46,7 @@ class Ablation:
             candidates = (decode_image(source.images[index]) for source, index in sources)
             other = next((image for image in candidates if pixels(image) not in seen), None)
             need(other is not None, message)
-            images.append(encode_png(other.resize(size, Image.Resampling.BICUBIC)))
+            images.append(encode_png(other.resize(size, Image.Resampling.BICUBIC), compress_level=1))
         return replace(example, images=images)
 
 
@@ -66,8 +66,3 @@ def remove_images(example: Example) -> Example:
     messages = [m | {"content": m["content"].replace(IMAGE_PLACEHOLDER, "")} for m in example.messages]
     return replace(example, messages=messages, images=[])
 
-
-def encode_png(image: Image.Image) -> bytes:
-    """Return the image as a PNG file."""
-    image.save(file := io.BytesIO(), format="PNG", compress_level=1)
-    return file.getvalue()

@@ -23,12 +23,12 @@ from tqdm import tqdm
 from errors import UserError, plug_in, report_write_errors
 from grpo import ADVANTAGES, PRESETS, Algorithm
 from prepare_data import Example
-from report.files import json_line, read_rows, write_records, write_rows, write_text
-from report.line import header_line, step_line, throughput_metrics
 from report.records import select_records
+from report.run_files import json_line, read_rows, write_records, write_rows, write_text
+from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, gather_samples
 from report.summary import run_summary
-from report.warnings import RunWarnings
+from report.terminal import header_line, step_line, throughput_metrics
 from report.writer import ReportPage, Writer, find_drawing
 from rollout import ResetFn
 from settings import typed

@@ -131,4 +131,4 @@ def add_token_metrics(tokens: TokenBatch, loss: grpo.PolicyLoss, meter: Meter, f
         gap = gap_N[rows]
         if len(gap):
             meter.add_mean(f"mismatch/kl{suffix}", (gap.exp() - 1 - gap).sum(), len(gap))  # k3
-            meter.max(f"rollout/max_abs_dlogp{suffix}", gap.abs().max())
+            meter.max(f"mismatch/max_abs_logprob_diff{suffix}", gap.abs().max())

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 REFRESH_SECONDS = 0.5  # between updates of a bar; shorter phases show none
 LINE_EVERY_SECONDS = 60.0  # without a terminal
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 
 
 class Progress:
@@ -64,7 +64,7 @@ class Progress:
             bar.close()
 
 
-def iter_with_progress(items: Sequence[T], label: str) -> Iterator[T]:
+def iter_with_progress(items: Sequence[ItemT], label: str) -> Iterator[ItemT]:
     """Yield the items and show the progress."""
     with Progress(label, len(items)) as progress:
         for item in items:

@@ -15,8 +15,8 @@ MAX_SHOWN_CHARS = 160  # characters of a text on the terminal; of longer texts b
 
 
 def gather_samples(batch: Any, ctx: DistContext) -> tuple[list[dict], dict[str, Example]]:
-    """Gather the records of a packing.TrainBatch from all ranks, and by uid the examples as the model saw them; collective.
-    Both are empty on all ranks except 0."""
+    """Gather from all ranks the records of a packing.TrainBatch, and by uid the examples as the model saw them. Ranks
+    other than 0 get empty ones. A collective."""
     examples = ctx.gather_to_main(list({r.prompt.uid: r.prompt.initial_example for r in batch.rollouts}.values()))
     records = ctx.gather_to_main(sample_records(batch))
     records = [record | {"index": index} for index, record in enumerate(records)]

@@ -17,7 +17,6 @@ A task may define its own stages in the same form: `CURRICULUM` in its file, for
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ import torch
 from errors import as_user_error, nearest_path, need
 from reward import CurriculumStage, task_name
 from rewards.order import CurriculumState, DataOrder, shuffled_batch
+from settings import is_finite_number
 from utils import derive_seed, print0
 
 SOLVE_RATE_WEIGHT = 0.25  # weight of the newest group in an example's running solve rate, once there are four groups
@@ -110,10 +110,6 @@ def parse_stage(table: Any, number: int, label: str) -> CurriculumStageConfig:
     is_valid = all(isinstance(options, dict) for options in stage.reward.values())
     need(is_valid, f"{label}: reward is {stage.reward}, expected a table of options for each task")
     return stage
-
-
-def is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def column_value(example: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ pytestmark = complete  # in a copy that lacks something, the table is not what c
 
 # Flags that need what is deleted, with the file that is then named
 REFUSED = {
-    "envs": {"--env calculator": "envs/_load"},
+    "envs": {"--env calculator": "envs/_factory"},
     "servers": {"--rollout server --servers http://127.0.0.1:1": "engines/server"},
     "vllm": {"--rollout vllm": "engines/vllm"},
     "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},

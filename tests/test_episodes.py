@@ -15,15 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-import envs._play
+import envs._episodes
 import envs._threads
 import grpo
 import model as M
 import rollout
 from engines.hf import HFEngine
 from envs import Environment, Observation
-from envs._load import EnvFactory
-from envs._play import EpisodeEngine
+from envs._episodes import EpisodeEngine
+from envs._factory import EnvFactory
 from errors import UserError
 from packing import Packer, make_token_batch, training_sequences
 from prepare_data import Example
@@ -49,7 +49,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 def environments(kind, **settings):
     """Environments of a class of this file."""
-    with patch("envs._load.load_class", return_value=kind):
+    with patch("envs._factory.load_class", return_value=kind):
         return EnvFactory(EnvConfig(env="here", **settings))
 
 
@@ -686,7 +686,7 @@ class Sleeps(Scripted):
 
 
 def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
-    monkeypatch.setattr(envs._play, "ENV_POOL", envs._threads.ThreadPool(3))
+    monkeypatch.setattr(envs._episodes, "ENV_POOL", envs._threads.ThreadPool(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)

@@ -21,8 +21,8 @@ from demo import make_model
 from errors import UserError
 from prepare_data import Example
 from report.evaluation import example_answer_type, voted_answer
-from report.files import read_rows
 from report.page.plots import draw_curve
+from report.run_files import read_rows
 from report.statistics import wilson_interval
 from rollout import ExampleList, identity, make_prompts
 from tasks.shapes import encode_png, shapes_rows

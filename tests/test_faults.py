@@ -28,13 +28,13 @@ import grpo
 import train
 import utils
 from errors import Interrupted, UserError, check_writable
-from parallel import watch
+from parallel import watchdog
 from parallel.checkpoint import list_checkpoints
 from parallel.resume import contains_run
-from parallel.watch import SIGNALS, SignalHandler, Watchdog
-from report.files import json_line, lock_folder, read_rows, write_text
+from parallel.watchdog import SIGNALS, SignalHandler, Watchdog
 from report.log import SkippedUpdates
-from report.warnings import RunWarnings
+from report.run_files import json_line, lock_folder, read_rows, write_text
+from report.run_warnings import RunWarnings
 from tasks.shapes import shapes_rows
 from utils import DistContext, Meter, StepTimer
 
@@ -113,7 +113,7 @@ def watched(monkeypatch, capfd):
         clock, stages = [1000.0], StepTimer()
         stages.current_phase = stage
         stages.phase_count = entered
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
         one = Watchdog(DistContext(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
         one.changed_at, one.phase_since, one.heartbeats = [1000.0] * 3, [1000.0] * 3, 3 * one.heartbeats
@@ -179,7 +179,7 @@ def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
             answer.wait()
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
     one = Watchdog(DistContext(0, 1, torch.device("cpu")), StepTimer(), minutes=1.0)  # alone, so it does not start
     one.store = SimpleNamespace(set=lambda *_: None, multi_get=gone)
@@ -199,7 +199,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
         given.append(minutes)
         raise Ended
 
-    monkeypatch.setattr(watch, "setup_distributed", stand_in)
+    monkeypatch.setattr(watchdog, "setup_distributed", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60
@@ -231,7 +231,7 @@ def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_
     """It is in a C call, as in a collective, and no Python handler can run."""
     code = """
 import ctypes
-from parallel.watch import SignalHandler
+from parallel.watchdog import SignalHandler
 interrupt = SignalHandler(0.3)
 interrupt.enable_saving(lambda: 'saved')
 print('ready', flush=True)
@@ -539,7 +539,7 @@ def test_what_is_said_of_a_signal_may_reach_nobody(monkeypatch):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(os, "write", closed)
-    watch.print_once("SIGTERM: saving")
+    watchdog.print_stderr0("SIGTERM: saving")
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
@@ -566,9 +566,8 @@ def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
 
 def test_a_killed_torchrun_takes_its_processes_along(tmp_path):
     """What it starts is sent SIGTERM, as a run is that has to save and end."""
-    code = (
-        "import time; from parallel.watch import SignalHandler as I; I(5.0); print('ready', flush=True); time.sleep(60)"
-    )
+    code = "import time; from parallel.watchdog import SignalHandler; SignalHandler(5.0); print('ready', flush=True); "
+    code += "time.sleep(60)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     env = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "log", "w") as log:

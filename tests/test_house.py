@@ -30,7 +30,7 @@ LEVELS = {
 }
 PLUG_INS = ("engines", "envs", "tasks")  # imported by name, inside functions
 # how an engine is started, and compared with the trainer; how episodes are played
-NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._load", "envs._play")
+NO_PLUG_INS = ("engines.launch", "engines.self_test", "envs._factory", "envs._episodes")
 
 CODE_LINES = {  # each file's size when this was written
     "demo.py": 346, "errors.py": 102, "eval.py": 329, "grpo.py": 425, "kernels.py": 301, "merge_lora.py": 115,

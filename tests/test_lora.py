@@ -134,7 +134,9 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in of] for of in (whole, again)
     ]
     assert timeless[0] == timeless[1]
-    assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1
+    assert (
+        whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["mismatch/max_abs_logprob_diff"] < 1
+    )
     more[1] = 8
     done = run(
         [

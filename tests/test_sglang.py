@@ -506,7 +506,7 @@ def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F81
     ages = [row["async/staleness_max"] for row in steps]
     # 0 later, too, if a sync came before the first token of the batch that was sampled ahead
     assert len(ages) == 4 and ages[0] == 0 and max(ages) == 1
-    assert steps[0]["rollout/max_abs_dlogp"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
+    assert steps[0]["mismatch/max_abs_logprob_diff"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
 
 
 # --- other families, and an end ---------------------------------------------------------------------------------------

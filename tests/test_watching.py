@@ -36,7 +36,6 @@ from packing import FlopCosts
 from parallel.checkpoint import resolve_model
 from parallel.models import build_models
 from prepare_data import Example
-from report.line import format_fixed_width, header_line, peak_flops, step_line, throughput_metrics
 from report.metrics import add_value_metrics, update_flops
 from report.page.plots import (
     Line,
@@ -51,9 +50,10 @@ from report.page.plots import (
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, iter_with_progress, sampling
 from report.records import encode_image
+from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, most_varied_group, shorten
 from report.summary import best_evaluation, run_summary
-from report.warnings import RunWarnings
+from report.terminal import format_fixed_width, header_line, peak_flops, step_line, throughput_metrics
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import encode_png, shapes_rows
 from utils import DistContext, Meter
@@ -509,8 +509,8 @@ def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
 def run_rows(n, **more):
     made = []
     for step in range(n + 1):
-        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0, "mismatch/kl": 1e-3,
-               "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
+        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0,
+               "mismatch/kl": 1e-3, "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
                "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
         made.append({"step": 0} if step == 0 else row | more)
         if step % 10 == 0:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from errors import as_user_error, need, report_write_errors
-from report.files import read_rows
+from report.run_files import read_rows
 from settings import flag_name
 
 MAX_CURVE_POINTS = 300  # per curve; with more steps each point is the mean of several consecutive steps
@@ -24,7 +24,7 @@ NO_PARTS = {"reward/errors", "reward/timeouts", "reward/km"}  # not named reward
 
 METADATA = "Creator Date Format Type".split()  # of an SVG file; pages do not need it
 
-Rows = Sequence[Mapping[str, Any]]
+MetricRows = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
@@ -93,7 +93,7 @@ def series(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], l
     return [row["step"] for row in measured], [row[name] for row in measured]
 
 
-def measured_lines(panel: Panel, rows: Rows) -> list[Line]:
+def measured_lines(panel: Panel, rows: MetricRows) -> list[Line]:
     """Return the lines of a panel for one run, with a band if the metrics NAME_low and NAME_high exist."""
     labels = dict(panel.metrics)
     if panel.parts:
@@ -109,7 +109,7 @@ def measured_lines(panel: Panel, rows: Rows) -> list[Line]:
     return [line for line in lines if line.steps]
 
 
-def measured_panels(rows: Rows) -> list[tuple[Panel, list[Line]]]:
+def measured_panels(rows: MetricRows) -> list[tuple[Panel, list[Line]]]:
     """Return the panels with at least one measured metric and their lines; nothing if matplotlib is not installed."""
     if not importlib.util.find_spec("matplotlib"):
         return []
@@ -187,7 +187,7 @@ def new_figure(width: float, height: float, bottom: float = 0.45) -> Any:
     return figure
 
 
-def run_curves(rows: Rows) -> list[Curve]:
+def run_curves(rows: MetricRows) -> list[Curve]:
     """Return the panels of a run's rows as images for a page: each is an <svg> with text as paths, so that it needs no
     fonts."""
     curves = []
@@ -277,7 +277,7 @@ def group_by_settings(settings_by_run: Mapping[Path, Mapping[str, str]]) -> list
     return labelled
 
 
-def mean_line(label: str, metric: str, runs: Sequence[Rows]) -> Line:
+def mean_line(label: str, metric: str, runs: Sequence[MetricRows]) -> Line:
     """Return the mean of a metric over runs, at the steps that all of them have, with a band from lowest to highest."""
     values_by_step = [dict(zip(*series(rows, metric), strict=True)) for rows in runs]
     shared = sorted(set.intersection(*map(set, values_by_step)))

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from envs import Observation
-from envs._load import (
+from envs._factory import (
     EnvFactory,
     check_image,
     check_placeholders,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from errors import Interrupted, need
-from parallel.nodes import check_restart_support
+from parallel.node_checks import check_restart_support
 from utils import DistContext, StepTimer, die_with_parent, setup_distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
@@ -42,7 +42,7 @@ def start_processes(cfg: Any, tp: int) -> "tuple[DistContext, SignalHandler, Ste
     return ctx, interrupt, timer
 
 
-def print_once(text: str) -> None:
+def print_stderr0(text: str) -> None:
     """Print on stderr, on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_error(text)
@@ -143,12 +143,12 @@ class SignalHandler(threading.Thread):
             self._exit(number, f"{name} during the set-up: nothing was trained yet, so there is nothing to save")
         if not self.number:
             self._start_grace(number)
-            print_once(f"{name}: saving after the current phase of the step, within --grace-seconds {self.grace:g}")
+            print_stderr0(f"{name}: saving after the current phase of the step, within --grace-seconds {self.grace:g}")
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:  # one key press may send two signals
             self._exit(number, f"{name} again: not saved; {RESUME_HINT}")
 
     def _exit(self, number: int, text: str = "") -> None:
-        print_once(text or self.last_message)
+        print_stderr0(text or self.last_message)
         os._exit(128 + number)
 
 
