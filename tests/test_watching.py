@@ -509,9 +509,9 @@ def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
 def run_rows(n, **more):
     made = []
     for step in range(n + 1):
-        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0, "mismatch/kl": 1e-3,
-               "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
-               "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
+        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0,
+               "mismatch/kl": 1e-3, "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5,
+               "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
         made.append({"step": 0} if step == 0 else row | more)
         if step % 10 == 0:
             made[-1] |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
