@@ -7,7 +7,7 @@ A file may define these names, and an environment in envs/ too:
 - `INSTRUCTION` is the text that `--instruction TASK` appends to prompts, `TOY_INSTRUCTION` that of generated prompts;
 - `DEFAULTS` holds the task's own defaults of prepare_data.py's flags;
 - `ANSWER_TYPES` and `TOY_TYPES` name the kinds of answers, of all rows and of generated ones;
-- `answerable(truth, rewards)` says whether a truth can be graded;
+- `answerable(truth, grade)` says whether a truth can be graded;
 - `DEMO` changes settings of demo.py, `ENV` is the environment that the demo plays;
 - `expert(example, ...)` plays the demo's environment well, and `USUAL` is what the demo's lazy annotator answers.
 """
