@@ -220,7 +220,7 @@ def start_sampling(
     interrupt: Any, ctx: DistContext,
 ) -> Engine:  # fmt: skip
     """Start the engine of a run, compare it with the trainer (self_test), and return it. With --env (`env`) it plays
-    episodes, with --async-steps it samples ahead. `cfg` is a train.Config, `interrupt` a watch.Interrupt."""
+    episodes, with --async-steps it samples ahead. `cfg` is a train.Config, `interrupt` a watchdog.SignalHandler."""
     stop_callbacks = {"should_stop": interrupt.requested, "request_stop": interrupt.give_up}
     engine = make_training_engine(
         cfg, models, processor, sets, ctx, env.episode_image_limits if env else None, **stop_callbacks)
