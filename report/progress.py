@@ -89,7 +89,7 @@ def logprob_progress(batch: Any) -> Progress:
 
 
 def update_progress(batch: Any, passes: int, meter: Any) -> Progress:
-    """Return the progress of an update: trained tokens of a packing.TrainBatch, which `meter` counts per micro-batch."""
+    """Return the progress of an update, in trained tokens of a packing.TrainBatch; `meter` counts them."""
     rows = (micro.token_index_K for micro in chain(*batch.minibatches))
     total = passes * sum(int((batch.tokens.weights[token_index_K] > 0).sum()) for token_index_K in rows)
     return Progress("trained tokens", total, lambda: meter.totals.get("update/tokens", 0.0))
