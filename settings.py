@@ -63,7 +63,7 @@ def flag_field(
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
     `bounds`: least, above, most. `from_run` says whether a value (of a tuple: each item) may be taken from a
-    run's folder, which may be a stranger's; see settings_of_run. `part_of` is the setting without which this one has no
+    run's folder, which may be a stranger's; see load_run_settings. `part_of` is the setting without which this one has no
     effect. A `key` has no flag of its own but is one of --algo-args KEY=VALUE: for what few change."""
     metadata = {
         "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
@@ -233,8 +233,8 @@ def load_run_settings(
     known: Iterable[Field], run: Mapping[str, Any], given: Mapping[str, Any], where: object
 ) -> dict[str, Any]:
     """Return the `known` settings that a run's run.json has, as defaults of a command that was `given` others. Raise
-    UserError if it has some that must not come from a folder (code, servers, names of secrets) and `given` lacks
-    them."""
+    UserError if it has some that must not come from a folder (code, servers, names of secrets, missing files) and
+    `given` lacks them; docs/data.md lists these."""
     kept, withheld = {}, []
     for f in known:
         if f.name in run and given.get(f.metadata["part_of"], "") is not None:
