@@ -63,8 +63,8 @@ def flag_field(
 ) -> Any:
     """A dataclass field that is a flag too: an int, float, str or bool, one of these | None, or a tuple[str, ...].
     `bounds`: least, above, most. `from_run` says whether a value (of a tuple: each item) may be taken from a
-    run's folder, which may be a stranger's; see load_run_settings. `part_of` is the setting without which this one has no
-    effect. A `key` has no flag of its own but is one of --algo-args KEY=VALUE: for what few change."""
+    run's folder, which may be a stranger's; see load_run_settings. `part_of` is the setting without which this one has
+    no effect. A `key` has no flag of its own but is one of --algo-args KEY=VALUE: for what few change."""
     metadata = {
         "help": help, "choices": choices, "metavar": metavar, "positional": positional, "bounds": bounds,
         "from_run": from_run, "part_of": part_of, "key": key,
