@@ -238,8 +238,8 @@ def load_run_settings(
     settings: Iterable[Field], run: Mapping[str, Any], args: Mapping[str, Any], folder: object
 ) -> dict[str, Any]:
     """Return the values of `settings` in `run`, a run's run.json, as defaults of a command with the arguments `args`.
-    Raise UserError if `run` has some that must not come from a folder (code, servers, names of secrets) and `args`
-    lacks them."""
+    Raise UserError if `run` has some that must not come from a folder (code, servers, names of secrets, missing
+    files; docs/data.md lists them) and `args` lacks them."""
     values, withheld = {}, []
     for f in settings:
         if f.name in run and args.get(f.metadata["part_of"], "") is not None:

@@ -28,8 +28,8 @@ class RunConfig:
     resume: str = flag_field(
         "no",
         "no; auto (newest intact checkpoint in --out, if any); or a run or checkpoint. Flags "
-        "not passed keep that run's values; code (--reward, --env FILE), servers and keys must be "
-        "passed again",
+        "not passed keep that run's values; those that name code, servers or secrets must be passed "
+        "again: docs/data.md",
     )
     eval_every: int = flag_field(0, "steps between evaluations; 0: only before the first and after the last", least=0)
     save_every: int = flag_field(50, "steps between checkpoints; the last step is always saved", least=1)
