@@ -63,7 +63,7 @@ from utils import derive_seed, run_script, setup_distributed
 # What a task's file provides
 
 Question = tuple[str, str, str, str]  # answer type, prompt, reply, truth
-Scene = tuple[list[bytes], list[Question]]  # images and questions about them
+DemoScene = tuple[list[bytes], list[Question]]  # images and questions about them
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def demo_env_config(task: str) -> EnvConfig:
     return EnvConfig(env=task if settings else None, **settings)
 
 
-def scenes_to_examples(task: str, scenes: Iterable[Scene]) -> Iterator[Example]:
+def scenes_to_examples(task: str, scenes: Iterable[DemoScene]) -> Iterator[Example]:
     """Yield an example for each question of each scene. Examples of the same scene share its images and its uid."""
     for images, questions in scenes:
         uid = hashlib.sha1(b"".join(images)).hexdigest()
@@ -310,7 +310,7 @@ def warm_start(
     env_factory = make_env_factory(demo_env_config(task))
     reset_fn = env_factory.reset_example if env_factory else identity
 
-    def next_scene() -> Scene:
+    def next_scene() -> DemoScene:
         images, questions = next(source)
         return images, rng.sample(questions, cfg.questions) if len(questions) > cfg.questions else questions
 

@@ -1,14 +1,14 @@
-"""Evaluate a model folder, a hub id, a run or a checkpoint: accuracy with its interval, and a page to look at.
+"""Evaluate a model folder, hub id, run or checkpoint: accuracy with its confidence interval, and a report page.
 
     python eval.py out/geo3k --data geo3k_test.parquet --out out/geo3k/eval
-    python eval.py MODEL --data F --out DIR --baseline A B      # the same prompts through others, compared in pairs
+    python eval.py MODEL --data F --out DIR --baseline A B      # other models on the same prompts, compared in pairs
     python eval.py MODEL --data F --out DIR --samples 8         # avg@8, pass@k, majority@8 at --temperature
-    python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy comes from seeing?
-    python eval.py --plot-runs out/a out/b --out out/curves         # the curves of several runs over each other
+    python eval.py MODEL --data F --out DIR --ablate blank none # how much of the accuracy depends on the images?
+    python eval.py --plot-runs out/a out/b --out out/curves     # the curves of several runs in one plot
 
-For a run the defaults are the settings that it was trained with, except code and servers: give --reward, --env and
---judge-url again. The output lists the settings that differ; if none do, the figure is the training's eval/accuracy.
-Writes eval.json, predictions.jsonl (of every model) and report.html to --out; docs/evaluation.md.
+For a run, flags default to the values that it was trained with, except code and servers: pass --reward, --env and
+--judge-url again. The output lists the settings that differ; if none do, the accuracy is the run's eval/accuracy.
+Writes eval.json, predictions.jsonl (one per model) and report.html to --out; see docs/evaluation.md.
 """
 
 import json
@@ -39,9 +39,9 @@ from report.evaluation import (
     summarise,
     visual_reliance,
 )
-from report.files import read_rows, write_records, write_text
 from report.log import RunLog
 from report.records import select_records
+from report.run_files import read_rows, write_records, write_text
 from report.summary import ABLATIONS
 from report.writer import ReportPage, find_drawing
 from reward import CurriculumStage, RewardConfig, RewardContext
@@ -75,54 +75,51 @@ from settings import (
 )
 from utils import DistContext, StepTimer, print0, run_script, setup_distributed
 
-CHUNK_EXAMPLES = 64  # examples of a rank that are generated, then graded, together
+CHUNK_EXAMPLES = 64  # examples that a rank samples, then grades, together
 
 
 @dataclass(frozen=True)
 class InheritedConfig(RewardConfig, EnvConfig, DataFormatConfig, PixelConfig):
-    """As in training: a run's own values are its defaults"""
+    """Settings shared with training (default for a run: its own values)"""
 
     max_new_tokens: int = flag_field(512, "max new tokens per response (for episodes: all turns and observations "
-                                  "together)", least=1)
-    max_prompt_tokens: int = flag_field(
-        2048, "max prompt length in tokens, images included; longer prompts are dropped and counted", least=1
-    )
+                                     "together)", least=1)
+    max_prompt_tokens: int = flag_field(2048, "max prompt length in tokens, images included; longer prompts are "
+                                        "dropped and counted", least=1)
     dtype: str = flag_field("auto", "compute dtype; auto: bfloat16 on a GPU, float32 on a CPU",
-                         choices=("auto", "float32", "bfloat16"))
+                            choices=("auto", "float32", "bfloat16"))
 
 
 @dataclass(frozen=True)
 class EvalConfig(InheritedConfig, ConnectionConfig):
     """Evaluation"""
 
-    model: str = flag_field(
-        REQUIRED, "model folder, hub id, run directory, checkpoint or PEFT adapter", positional=True
-    )
+    model: str = flag_field(REQUIRED, "model folder, hub id, run directory, checkpoint or PEFT adapter",
+                            positional=True)
     data: str = flag_field(REQUIRED, "parquet file(s) to evaluate on (default: the run's --eval-data)", metavar="FILE")
     out: str = flag_field(REQUIRED, "output directory for eval.json, predictions.jsonl and report.html", metavar="DIR")
     baseline: tuple[str, ...] = flag_field((), "other models to evaluate on the same examples, for paired comparisons",
-                                        metavar="MODEL")
+                                           metavar="MODEL")
     ablate: tuple[str, ...] = flag_field((), "evaluate again with blank (white) images, shuffled images of other "
-                                      "examples, or none", choices=tuple(ABLATIONS))
+                                         "examples, or none", choices=tuple(ABLATIONS))
     group_by: tuple[str, ...] = flag_field((), "data columns; also report the metric for each of their values",
-                                        metavar="COLUMN")
+                                           metavar="COLUMN")
     limit: int | None = flag_field(None, "evaluate only the first N examples", least=1)
     samples: int = flag_field(1, "responses per example (K)", least=1)
     temperature: float | None = flag_field(None, "sampling temperature (default: 0 with --samples 1, else 1)", least=0)
     top_p: float = flag_field(1.0, "nucleus sampling probability mass; 1: off", above=0, most=1)
     rollout: str = flag_field("auto", "engine; auto: vllm on a GPU where it is installed (default: auto, or server "
-                           "for a run that trained on servers)", choices=ENGINES)
+                              "for a run that trained on servers)", choices=ENGINES)
     vllm: tuple[str, ...] = flag_field((), VLLM_HELP, metavar="KEY=VALUE")
-    seed: int = flag_field(0, "of sampling")
+    seed: int = flag_field(0, "random seed of sampling")
 
 
 @dataclass(frozen=True)
 class PlotRunsConfig:
-    """Watch runs"""
+    """Plots of runs"""
 
-    plot_runs: tuple[str, ...] = flag_field(
-        REQUIRED, "run directories; those that differ in --seed alone are one curve"
-    )
+    plot_runs: tuple[str, ...] = flag_field(REQUIRED,
+                                            "run directories; runs that differ only in --seed share one curve")
     out: str = flag_field(REQUIRED, "directory for curves.png", metavar="DIR")
 
 
@@ -132,7 +129,7 @@ class PlotRunsConfig:
 
 @dataclass
 class Evaluation:
-    """Of a model on examples, which the ranks share out."""
+    """The evaluation of a model on examples, which are divided over the ranks."""
 
     engine: Engine
     examples: Sequence[Example]
@@ -140,58 +137,58 @@ class Evaluation:
     grader: Grader
     ctx: DistContext
     sampling: SamplingParams
-    samples: int = 1  # of each example
+    samples: int = 1  # responses per example
     blank_images: bool = False  # white images instead of the examples' own
-    # Passed to rewards: a run's last stage and step, so that a model's score does not depend on when it was saved
+    # passed to rewards: a run's last curriculum stage and step, so that scores of its checkpoints are comparable
     stage: CurriculumStage = CurriculumStage()
     step: int = 0
-    should_stop: Callable[[], object] = lambda: (
-        False
-    )  # the same on all ranks: ends it before the next chunk, with no records
+    # returns the same on all ranks; if true, the evaluation ends before the next chunk, without records
+    should_stop: Callable[[], object] = lambda: False
     interrupted_at_step: int = 0  # the step of an evaluation that was cut short
-    start_of: ResetFn = identity  # what an environment begins with
+    start_of: ResetFn = identity  # returns what an environment starts an example with
     group_by: Sequence[str] = ()
     title: str = "evaluating"
 
     def collect_records(self) -> list[dict]:
-        """One per example, in order, on rank 0 (empty elsewhere)."""
-        mine = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
-        # As many chunks on every rank, if need be with nothing to do: engines that span ranks answer together
+        """Sample and grade all examples. Return one record per example, in order, on rank 0, and [] elsewhere."""
+        local = list(enumerate(self.examples))[self.ctx.rank :: self.ctx.world]
+        # all ranks make the same number of chunks, some of them empty, because engines that span ranks are collective
         starts = range(0, math.ceil(len(self.examples) / self.ctx.world), CHUNK_EXAMPLES)
         records, finished = [], RolloutCounter(self.grader.submit)
-        with progress.sampling(lambda: finished, len(mine) * self.samples, self.title):
+        with progress.sampling(lambda: finished, len(local) * self.samples, self.title):
             for start in starts:
                 if self.should_stop():
                     return []
-                records += self.evaluate_chunk(start, mine[start : start + CHUNK_EXAMPLES], finished)
-        everyone = replace(self.ctx, tp=1)  # also where some train together, each process has examples of its own
-        return sorted(everyone.gather_to_main(records), key=lambda record: record["index"])
+                records += self.evaluate_chunk(start, local[start : start + CHUNK_EXAMPLES], finished)
+        all_ranks = replace(self.ctx, tp=1)  # with tensor parallelism, too, each process has different examples
+        return sorted(all_ranks.gather_to_main(records), key=lambda record: record["index"])
 
-    def evaluate_chunk(self, start: int, mine: Sequence[tuple[int, Example]], finished: RolloutCounter) -> list[dict]:
-        context = RewardContext(-1 - start, self.step, self.stage)  # no batch of the data: those count from 0
-        examples = [example for _, example in mine]
+    def evaluate_chunk(self, start: int, chunk: Sequence[tuple[int, Example]], finished: RolloutCounter) -> list[dict]:
+        """Return the records of a chunk of (index, example)."""
+        context = RewardContext(-1 - start, self.step, self.stage)  # negative, because training batches count from 0
+        examples = [example for _, example in chunk]
         prompts = make_prompts(examples, self.processor, self.blank_images, self.start_of, context)
-        with self.grader.preserve_counts():  # in metrics, which are of the responses that are trained on
+        with self.grader.preserve_counts():  # since metrics count only responses of training
             rollouts = self.engine.generate(prompts, self.samples, self.sampling, finished.add)
             results = self.grader.collect(rollouts)
             self.grader.check_worked(rollouts, self.ctx.gather)
         graded = []
         for i, (r, rewards) in enumerate(zip(rollouts, results, strict=True)):
             r.finish_reason = "error" if i in self.grader.failed else r.finish_reason
-            graded.append((r, rewards or {"reward": 0.0}))  # wrong, if its reward failed
+            graded.append((r, rewards or {"reward": 0.0}))  # a failed reward counts as wrong
         records = []
-        for k, (index, example) in enumerate(mine):
-            of_example = graded[k * self.samples : (k + 1) * self.samples]
-            records.append(make_record(index, example, of_example, self.group_by))
+        for k, (index, example) in enumerate(chunk):
+            responses = graded[k * self.samples : (k + 1) * self.samples]
+            records.append(make_record(index, example, responses, self.group_by))
         return records
 
     def is_due(self, cfg: Any, step: int) -> bool:
-        """In training, of train.py's RunConfig."""
+        """Return whether training evaluates after this step; `cfg` is train.py's RunConfig."""
         return bool(self.examples) and (step == cfg.steps or (cfg.eval_every > 0 and step % cfg.eval_every == 0))
 
-    def run_during_training(self, log: RunLog, stage: StepTimer, step: int) -> dict[str, float]:
-        """In training: metrics, on rank 0; none where the run is asked to end."""
-        with stage("eval", interruptible=False):
+    def run_during_training(self, log: RunLog, timer: StepTimer, step: int) -> dict[str, float]:
+        """Evaluate during training. Return metrics on rank 0, and {} elsewhere or if the run was asked to end."""
+        with timer("eval", interruptible=False):
             records = self.collect_records()
         self.interrupted_at_step = step if self.should_stop() else 0
         if self.interrupted_at_step or not records:
@@ -200,14 +197,14 @@ class Evaluation:
         metric = summary["metric"]
         tqdm.write("\n".join([f"evaluation after step {step}:", *format_summary(summary)]))
         log.save_evaluation(step, records, summary, self.examples, self.start_of)
-        figures = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
-        figures[f"{metric}_low"], figures[f"{metric}_high"] = summary[f"{metric}_ci95"]
-        figures |= {f"{task}/{metric}": of[metric] for task, of in summary.get("by_task", {}).items()}
+        metrics = {name: summary[name] for name in ("n", metric, "reward", "truncated", "failed")}
+        metrics[f"{metric}_low"], metrics[f"{metric}_high"] = summary[f"{metric}_ci95"]
+        metrics |= {f"{task}/{metric}": values[metric] for task, values in summary.get("by_task", {}).items()}
         if "task_mean" in summary:
-            figures["task_mean"] = summary["task_mean"][metric]
-        figures |= {f"rewards/{name}": of["mean"] for name, of in summary["rewards"].items()}
-        figures |= {f"{metric}/{kind}": of[metric] for kind, of in summary["by_answer_type"].items()}
-        return {f"eval/{name}": value for name, value in figures.items()}
+            metrics["task_mean"] = summary["task_mean"][metric]
+        metrics |= {f"rewards/{name}": values["mean"] for name, values in summary["rewards"].items()}
+        metrics |= {f"{metric}/{kind}": values[metric] for kind, values in summary["by_answer_type"].items()}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -215,123 +212,116 @@ class Evaluation:
 
 
 def parse_args(argv: list[str] | None = None) -> EvalConfig | PlotRunsConfig:
+    """Return the settings of a command line. Flags that are not passed have the run's values, else their defaults."""
     if "--plot-runs" in (sys.argv[1:] if argv is None else argv):
         parser = FlagParser(__doc__, prog="eval.py --plot-runs")
         add_flags(parser, PlotRunsConfig)
         return build_config(PlotRunsConfig, vars(parser.parse_args(argv)))
     parser = FlagParser(__doc__)
     add_flags(parser, EvalConfig)
-    given = vars(parser.parse_args(argv))
-    for path in given.get("baseline", ()):
+    args = vars(parser.parse_args(argv))
+    for path in args.get("baseline", ()):
         resolve_model(path, "--baseline")
-    run = resolve_model(given["model"])[2]
+    run = resolve_model(args["model"])[2]
     data = {"data": run["eval_data"]} if run.get("eval_data") else {}
-    data |= {"rollout": "server"} if run.get("rollout") == "server" else {}  # whose addresses are given again
-    as_trained = load_run_settings(fields(InheritedConfig), run, given, given["model"])
-    cfg = build_config(EvalConfig, as_trained | data | given)
+    data |= {"rollout": "server"} if run.get("rollout") == "server" else {}  # addresses must be passed again
+    inherited = load_run_settings(fields(InheritedConfig), run, args, args["model"])
+    cfg = build_config(EvalConfig, inherited | data | args)
     cfg = replace(cfg, **absolute_files(vars(cfg)))
     need(cfg.rollout != "server" or cfg.servers, "--rollout server (the default for a run that trained with it) needs "
          "--servers URL...; add it, or use --rollout hf or vllm")
     if cfg.temperature is None:
         cfg = replace(cfg, temperature=0.0 if cfg.samples == 1 else 1.0)
     need(cfg.samples == 1 or cfg.temperature > 0,
-         f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise it")
+         f"--samples {cfg.samples} at --temperature 0 would be copies of one response; raise --temperature")
     need(not cfg.env or set(cfg.ablate) <= {"blank"},
-         "with --env only white images can replace what an environment shows; use --ablate blank")
+         "--ablate: with --env only white images can replace an environment's images; use --ablate blank")
     return cfg
 
 
 def describe_run_settings(cfg: EvalConfig) -> list[str]:
-    """Return a line with the settings that are a run's own and not the defaults, and one with those that are not."""
+    """Return a line with the settings that equal the run's and are not defaults, and a line with those that differ."""
     run = resolve_model(cfg.model)[2]
     if not run:
         return []
     names = [*(f.name for f in fields(InheritedConfig)), "rollout"]
-    greedy = {"temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}  # as training evaluates
-    there = {name: run[name] for name in names if name in run} | {"data": run.get("eval_data")} | greedy
-    differ = diff_settings(there, vars(cfg))
-    same = [format_flag(name, value) for name, value in there.items() if name not in greedy | differ
+    greedy = {"temperature": 0.0, "samples": 1, "top_p": 1.0, "limit": None}  # as in training
+    run_settings = {name: run[name] for name in names if name in run} | {"data": run.get("eval_data")} | greedy
+    changed = diff_settings(run_settings, vars(cfg))
+    same = [format_flag(name, value) for name, value in run_settings.items() if name not in greedy | changed
             and value not in (None, [], getattr(EvalConfig, name, None))]  # fmt: skip
     others = []
-    for name, (was, now) in differ.items():
-        value = "none" if was in (None, []) else format_flag(name, was).partition(" ")[2]
-        others.append(f"{format_flag(name, now)} (there {value})")
+    for name, (old, new) in changed.items():
+        value = "none" if old in (None, []) else format_flag(name, old).partition(" ")[2]
+        others.append(f"{format_flag(name, new)} (run: {value})")
     lines = {"as in the run": same, "unlike the run's evaluations": others}
     return [f"{title}: {', '.join(flags)}" for title, flags in lines.items() if flags]
 
 
 def check_columns(cfg: EvalConfig, examples: Sequence[Example]) -> None:
-    """Raise UserError unless examples have what --ablate and --group-by are about."""
+    """Raise UserError unless the examples have images for --ablate and the columns of --group-by."""
     need(not cfg.ablate or any(len(example.images) for example in examples),
-         f"--ablate: no example of {cfg.data} has an image; leave it out")
-    known = sorted(set(chain.from_iterable(example.extra for example in examples)))
+         f"--ablate: no example of {cfg.data} has an image; leave the flag out")
+    columns = sorted(set(chain.from_iterable(example.extra for example in examples)))
     for column in cfg.group_by:
-        need(column in known, f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(known) or 'none'}")
+        need(column in columns,
+             f"--group-by {column}: no such column in {cfg.data}; it has {', '.join(columns) or 'none'}")
 
 
 def evaluation_settings(cfg: EvalConfig) -> dict:
-    """What an evaluation is known by: as eval.json has it. Of a run also its checkpoint, which may be a newer one."""
-    no_part = ("out", *ConnectionConfig.__annotations__)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in no_part}
+    """Return the settings that identify an evaluation, as stored in eval.json, with the checkpoints that it resolved
+    (a run's newest one changes)."""
+    ignored = ("out", *ConnectionConfig.__annotations__)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in ignored}
     checkpoints = [str(resolve_model(path)[1] or path) for path in (cfg.model, *cfg.baseline)]
     return settings | {"checkpoints": checkpoints}
 
 
 def check_output_dir(cfg: EvalConfig) -> None:
-    """An evaluation may be made again where it is, but not over another one."""
+    """Raise UserError if --out is not writable, is a run, or holds another evaluation; repeating one is fine."""
     out = Path(cfg.out)
     check_writable(out, f"--out {cfg.out}")
     need(not (out / "run.json").exists(),
          f"--out {out} is a run, whose report.html this would replace; choose another folder, such as {out / 'eval'}")
     if not (out / "eval.json").is_file():
         return
-    before = read_json(out / "eval.json", "; remove it, or choose another folder").get("settings", {})
-    for name, (was, now) in diff_settings(before, evaluation_settings(cfg)).items():
-        raise UserError(
-            f"--out {out} holds another evaluation: {flag_name(name)} was {was} and is {now}; choose another "
-            "folder, or remove it"
-        )
+    existing = read_json(out / "eval.json", "; remove it, or choose another folder").get("settings", {})
+    for name, (old, new) in diff_settings(existing, evaluation_settings(cfg)).items():
+        raise UserError(f"--out {out} holds another evaluation: {flag_name(name)} was {old} and is {new}; choose "
+                        "another folder, or remove it")
 
 
-def load_engine(
-    cfg: EvalConfig,
-    path: str,
-    processor: Processor,
-    examples: ExampleList,
-    env: Any,
-    ctx: DistContext,
-    running: Engine | None = None,
-) -> Engine:
-    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts made of
-    `examples`. If `running` is given, an engine of the same architecture, reuse it."""
+def load_engine(cfg: EvalConfig, path: str, processor: Processor, examples: ExampleList, env: Any, ctx: DistContext,
+                running: Engine | None = None) -> Engine:
+    """Return the engine of --rollout with the weights of a model, run or checkpoint, for prompts from `examples`. Reuse
+    `running`, an engine of the same architecture, if there is one."""
     dtype = resolve_dtype(cfg.dtype, ctx.device)
     weights = TrainedWeights(path, dtype)
     if running is not None:
         engine, running.processor = running, processor
     else:
         sizes = size_limits([examples], processor, cfg.max_new_tokens, env.episode_image_limits if env else None)
-        more = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
-        more |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
+        kwargs = {"vocab_size": weights.hf.config.get_text_config().vocab_size, "trained_tower": True}
+        kwargs |= {"family_paths": weights.cfg.family_paths, "out": Path(cfg.out)}
         servers = build_config(RolloutServerConfig, vars(cfg))
-        engine = make_engine(cfg.rollout, weights.cfg.model, processor, ctx, dtype, sizes, cfg.vllm, servers, **more)
+        engine = make_engine(cfg.rollout, weights.cfg.model, processor, ctx, dtype, sizes, cfg.vllm, servers, **kwargs)
     engine.sync(lambda trainable_only: weights)
-    need(
-        engine.has_all_weights,
-        f"{path}: the engine has weights that the model does not give it; does config.json tie the "
-        "head to the embedding, while the files hold both?",
-    )
+    need(engine.has_all_weights,
+         f"{path}: the engine has weights that the model does not provide; config.json may tie the head to the "
+         "embedding although the files hold both")
     print0(f"loaded {weights.hf.loaded_from}")
     return engine
 
 
 def architecture(path: str) -> str:
-    """Return the part of a model's config that decides its weights' names and shapes, as JSON."""
+    """Return the part of a model's config that determines the names and shapes of its weights, as JSON."""
     config = load_config(resolve_model(path)[0]).to_json_string(use_diff=False)
-    others = r'"(_\w+|dtype|torch_dtype|transformers_version|architectures)": (\[[^]]*\]|.*)'
-    return re.sub(others, "", config)
+    irrelevant = r'"(_\w+|dtype|torch_dtype|transformers_version|architectures)": (\[[^]]*\]|.*)'
+    return re.sub(irrelevant, "", config)
 
 
 def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
+    """Evaluate the models, write --out, and return the summary (on rank 0), or plot runs."""
     if isinstance(cfg, PlotRunsConfig):
         plug_in("report.page.plots", "--plot-runs").plot_runs(list(map(Path, cfg.plot_runs)), Path(cfg.out))
         return {}
@@ -340,84 +330,82 @@ def main(cfg: EvalConfig | PlotRunsConfig) -> dict:
     run_on_rank0(lambda: check_output_dir(cfg))
     for line in describe_run_settings(cfg):
         print0(line)
-    # All that can be wrong comes before the first model. Baselines see the images at the run's own pixel limits
-    check_engine(
-        cfg.rollout, cfg.vllm, build_config(RolloutServerConfig, vars(cfg)), ModelConfig(model=cfg.model), ctx.world
-    )
+    # All checks come before the first model is loaded. Baselines get images at the evaluated run's pixel limits.
+    check_engine(cfg.rollout, cfg.vllm, build_config(RolloutServerConfig, vars(cfg)), ModelConfig(model=cfg.model),
+                 ctx.world)
     env = make_env_factory(cfg)
     start_of = env.reset_example if env else identity
     grader = Grader(cfg, Path(cfg.out), ctx.rank, ctx.world, has_environment=env is not None)
     paths = [cfg.model, *cfg.baseline]
     for path in cfg.baseline if cfg.rollout == "vllm" else ():
         need(architecture(path) == architecture(cfg.model),
-             f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process holds only one vLLM; "
-             "evaluate it in a call of its own, or use --rollout hf")
+             f"--baseline {path}: its architecture differs from {cfg.model}'s, and a process can run only one vLLM; "
+             "evaluate it with a separate command, or use --rollout hf")
     processors = [Processor(resolve_model(path)[0], cfg.min_pixels, cfg.max_pixels) for path in paths]
     examples = load_examples(cfg.data, cfg, processors, grader, start_of, cfg.limit)
     check_columns(cfg, examples)
     step, stage = load_last_stage(cfg.curriculum, examples)
     grader.dry_run(ctx.is_main, [(step, stage)])
-    step = resolve_model(cfg.model)[2].get("steps", step)  # as the run's own evaluations
-    ablations = [(kind, Ablation(kind, examples, start_of, cfg.seed)) for kind in ("", *cfg.ablate)]
+    step = resolve_model(cfg.model)[2].get("steps", step)  # as in the run's evaluations
+    ablations = [(name, Ablation(name, examples, start_of, cfg.seed)) for name in ("", *cfg.ablate)]
     sampling = SamplingParams(cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.seed)
     results: list[list[dict]] = []  # of the model, of its ablations, of the baselines
     running = None
     for path, processor in zip(paths, processors, strict=True):
         engine = load_engine(cfg, path, processor, examples, env, ctx, running)
-        player = plug_in("envs._play", "--env").EpisodeEngine(engine, env, processor) if env else engine
-        for kind, shown in ablations[:1] if results else ablations:
-            asked = (player, examples, processor, grader, ctx, sampling, cfg.samples, shown.blank, stage, step)
-            more = {"start_of": shown.start_of, "group_by": cfg.group_by, "title": f"{Path(path).name} {kind}".rstrip()}
-            results.append(Evaluation(*asked, **more).collect_records())
+        player = plug_in("envs._episodes", "--env").EpisodeEngine(engine, env, processor) if env else engine
+        for name, ablation in ablations[:1] if results else ablations:
+            args = (player, examples, processor, grader, ctx, sampling, cfg.samples, ablation.blank, stage, step)
+            kwargs = {"start_of": ablation.start_of, "group_by": cfg.group_by,
+                      "title": f"{Path(path).name} {name}".rstrip()}
+            results.append(Evaluation(*args, **kwargs).collect_records())
         engine.sleep()
         running = engine if cfg.rollout == "vllm" else None
-        del engine, player, asked  # an hf engine goes: one model in memory at a time
+        del engine, player, args  # frees an hf engine, so that one model is in memory at a time
     if not ctx.is_main:
         return {}
     summary = summarise_all(cfg, results) | {"left_out": examples.left_out, "settings": evaluation_settings(cfg)}
-    print(
-        "\n".join(format_summary(summary))
-    )  # before anything is written: a full disk does not take an evaluation with it
-    shown = {record["uid"] for record in select_records(results[0], summary)}
-    write_eval_report(cfg, summary, results, {e.uid: start_of(e) for e in examples if e.uid in shown})
+    # printed before anything is written, so that a full disk does not lose the results
+    print("\n".join(format_summary(summary)))
+    uids = {record["uid"] for record in select_records(results[0], summary)}
+    write_eval_report(cfg, summary, results, {e.uid: start_of(e) for e in examples if e.uid in uids})
     return summary
 
 
 def summarise_all(cfg: EvalConfig, results: Sequence[list[dict]]) -> dict:
-    """Return what eval.json has; `results` are the records of the model, of its ablations, of the baselines."""
+    """Return the content of eval.json. `results` are the records of the model, its ablations and the baselines."""
     records, n = results[0], 1 + len(cfg.ablate)
-    about = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
+    header = {"path": cfg.model, "data": cfg.data, "temperature": cfg.temperature}
     if checkpoint := resolve_model(cfg.model)[1]:
-        about["checkpoint"] = checkpoint.name
+        header["checkpoint"] = checkpoint.name
     metric = record_metric(list(chain(*results)))
-    summary = about | summarise(records, metric)
+    summary = header | summarise(records, metric)
     if cfg.baseline:
         summary["baselines"] = [
-            {"path": path, **summarise(base, metric), **compare_with_baseline(records, base, metric)}
-            for path, base in zip(cfg.baseline, results[n:], strict=True)
+            {"path": path, **summarise(baseline, metric), **compare_with_baseline(records, baseline, metric)}
+            for path, baseline in zip(cfg.baseline, results[n:], strict=True)
         ]
     if cfg.ablate:
         summary["reliance"] = visual_reliance(records, dict(zip(cfg.ablate, results[1:n], strict=True)), metric)
     return summary
 
 
-def write_eval_report(
-    cfg: EvalConfig, summary: dict, results: Sequence[list[dict]], examples: Mapping[str, Example]
-) -> None:
-    """`results` as in `summarise_all`; `examples` by uid, as they were shown."""
+def write_eval_report(cfg: EvalConfig, summary: dict, results: Sequence[list[dict]],
+                      examples: Mapping[str, Example]) -> None:
+    """Write the files of --out. `results` are as in `summarise_all`; `examples` by uid are as the model saw them."""
     out, checkpoint = Path(cfg.out), resolve_model(cfg.model)[1]
-    names = [f"_ablate_{kind}" for kind in cfg.ablate] + [f"_baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
-    titles = [ABLATIONS[kind] for kind in cfg.ablate] + [f"baseline {path}" for path in cfg.baseline]
+    names = [f"_ablate_{name}" for name in cfg.ablate] + [f"_baseline_{i}" for i in range(1, len(cfg.baseline) + 1)]
+    titles = [ABLATIONS[name] for name in cfg.ablate] + [f"baseline {path}" for path in cfg.baseline]
     write_text(out / "eval.json", json.dumps(summary, indent=2) + "\n")
     for name, records in zip(["", *names], results, strict=True):
         write_records(out / f"predictions{name}.jsonl", records)
     written = [out / "eval.json", out / "predictions.jsonl"]
-    if page := find_drawing("page"):  # last, so that nothing is lost where it fails
+    if page := find_drawing("page"):  # last, so that nothing is lost if it fails
         rows = read_rows(checkpoint.resolve().parent.parent / "metrics.jsonl") if checkpoint else []
         title = f"{Path(cfg.model).name} on {Path(cfg.data).name}"
         others = dict(zip(titles, results[1:], strict=True))
-        shown = ReportPage(title, results[0], examples, summary, others=others, folder=out / "images")
-        page.write_pages(out / "report.html", shown, page.run_curves(rows))
+        content = ReportPage(title, results[0], examples, summary, others=others, folder=out / "images")
+        page.write_pages(out / "report.html", content, page.run_curves(rows))
         written.append(out / "report.html")
     print(f"wrote {', '.join(map(str, written))}")
 

@@ -57,7 +57,7 @@ from sources.content import (
     template_columns,
 )
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
-from sources.lazy import LazyImages, RowLocation, print_once, row_locations
+from sources.lazy_images import LazyImages, RowLocation, print_once, row_locations
 from sources.tables import (
     SPLITS,
     File,
@@ -651,7 +651,7 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
 
 def inspect_file(cfg: InspectConfig) -> None:
     """Print some rows of a file in full, and statistics of all rows."""
-    look = plug_in("sources.look", "inspect", "leave it out")
+    look = plug_in("sources.inspect_rows", "inspect", "leave it out")
     examples, bad = read_examples(cfg.file, cfg, cfg.limit)
     for example in examples[: cfg.rows]:
         look.print_example(example)

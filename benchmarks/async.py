@@ -72,7 +72,7 @@ from balance import QWEN2_5_VL_7B  # noqa: E402
 
 from errors import need  # noqa: E402
 from packing import flop_rates, group_flops  # noqa: E402
-from report.files import write_text  # noqa: E402
+from report.run_files import write_text  # noqa: E402
 from utils import run_script  # noqa: E402
 
 PARAMETERS = 8.29e9  # of Qwen2.5-VL-7B, as its checkpoint has them

@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,8 +25,8 @@ import demo  # noqa: E402
 import model as M  # noqa: E402
 from engines.hf import HFEngine  # noqa: E402
 from envs import Environment, Observation  # noqa: E402
-from envs._load import EnvFactory  # noqa: E402
-from envs._play import EpisodeEngine  # noqa: E402
+from envs._episodes import Episode, EpisodeEngine  # noqa: E402
+from envs._factory import EnvFactory  # noqa: E402
 from prepare_data import Example  # noqa: E402
 from rollout import EnvConfig, SamplingParams, make_prompts  # noqa: E402
 from tasks.shapes import encode_png  # noqa: E402
@@ -73,17 +74,18 @@ def main(args: argparse.Namespace) -> None:
     for i in range(args.episodes):
         messages = [{"role": "user", "content": f"<image>What is it? {i}"}]
         rows.append(Example(f"u{i}", "x", messages, [image], "", {}))
-    with patch("envs._load.load_class", return_value=Sleeper):
+    with patch("envs._factory.load_class", return_value=Sleeper):
         env_factory = EnvFactory(EnvConfig(env="sleeper", max_turns=TURNS, env_timeout=600))
     prompts = make_prompts(rows, processor, start_of=env_factory.reset_example)
     episodes = EpisodeEngine(HFEngine(hf, processor, torch.device("cpu")), env_factory, processor)
     time_episodes(episodes, prompts, 800)
-    episodes.rewritten = lambda said, written: True  # with `separate`, each turn becomes a separate sequence
+    rewritten = partial(Episode, rewritten=True)  # with `separate`, each turn becomes a separate sequence
     results: dict[str, list[tuple[float, float]]] = {"fast": [], "slow": [], "recomputed": []}
     for _ in range(args.repeats):
         for name, seconds in (("fast", 0.0), ("slow", args.sleep), ("recomputed", 0.0)):
             Sleeper.seconds, episodes.separate, env_factory.all_answered_quickly = seconds, name == "recomputed", True
-            results[name].append(time_episodes(episodes, prompts, 800))
+            with patch("envs._episodes.Episode", rewritten if name == "recomputed" else Episode):
+                results[name].append(time_episodes(episodes, prompts, 800))
     others, total = (min(times[i] for times in results["fast"]) for i in (0, 1))
     others_with_slow, total_with_slow = (min(times[i] for times in results["slow"]) for i in (0, 1))
     recomputed = min(times[1] for times in results["recomputed"])

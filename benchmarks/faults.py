@@ -43,7 +43,7 @@ import train  # noqa: E402
 from model import Policy  # noqa: E402
 from parallel.checkpoint import checkpoint_step, file_checksum, list_checkpoints, read_trainer_state  # noqa: E402
 from parallel.models import OptimConfig  # noqa: E402
-from report.files import read_rows  # noqa: E402
+from report.run_files import read_rows  # noqa: E402
 from utils import run_script  # noqa: E402
 
 STEPS, EVERY = 12, 2  # of the run that nothing happens to, and between its checkpoints
@@ -461,7 +461,7 @@ def signals(toy: Toy, ranks: int, tally: Tally) -> str:
             f"exit {run.codes} is {128 + number}": run.codes == [128 + number] * ranks,
             "checkpoints verify": verified(out),
         }
-        tally.case(number.name, checks | says(run, told, "with --resume auto goes on"), run)
+        tally.case(number.name, checks | says(run, told, "with --resume auto continues"), run)
     tally.case("the same run to its end", toy.check_resumed(out, ranks))
     return f"saved and ended {min(took):.1f} to {max(took):.1f} s after the signal; resumed, equal bit for bit"
 
@@ -558,7 +558,7 @@ def torchrun(toy: Toy, ranks: int, tally: Tally) -> str:
     }
     tally.case(
         "SIGTERM to torchrun",
-        checks | says(run, "stopped after step", "--resume auto goes on") | toy.check_resumed(out, 2),
+        checks | says(run, "stopped after step", "--resume auto continues") | toy.check_resumed(out, 2),
         run,
     )
     took = []
@@ -740,7 +740,7 @@ def flips(toy: Toy, ranks: int, tally: Tally) -> str:
                 file.unlink()
             run = toy.train(out, ranks=ranks).wait()
             older = out / "checkpoints" / f"step_{BEGUN - EVERY:06d}"
-            told = says(run, "passed over", file, f"resumed from {older}")
+            told = says(run, "skipped: ", file, f"resumed from {older}")
             tally.case(
                 f"{harm} in {name}", {f"exit {run.codes}": run.codes == [0] * ranks} | told | toy.equal(out, ranks), run
             )

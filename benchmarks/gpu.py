@@ -237,7 +237,7 @@ class Parent:
         if len(logged) != steps or not all(n is not None and math.isfinite(n) and n > 0 for n in norms):
             return row | {"error": f"{len(logged)} of {steps} steps, gradient norms {norms}"}
         row |= {"s a step": logged[-1]["time/step"], "grad norm": norms[-1]}
-        row |= {"largest dlogp": max(r["rollout/max_abs_dlogp"] for r in logged)}
+        row |= {"largest dlogp": max(r["mismatch/max_abs_logprob_diff"] for r in logged)}
         row |= {"peak GiB": logged[-1]["memory/peak_gib"]} if "memory/peak_gib" in logged[-1] else {}
         return row
 

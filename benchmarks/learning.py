@@ -49,7 +49,7 @@ from errors import need  # noqa: E402
 from grpo import PRESETS  # noqa: E402
 from model import Processor, VisionCache, load_hf  # noqa: E402
 from prepare_data import DataFormatConfig, read_examples  # noqa: E402
-from report.files import read_rows, write_text  # noqa: E402
+from report.run_files import read_rows, write_text  # noqa: E402
 from rewards.grade import Grader, grade  # noqa: E402
 from rewards.order import make_order  # noqa: E402
 from rollout import Prompt, SamplingParams, response_text  # noqa: E402

@@ -40,7 +40,7 @@ from model import FAMILIES, Processor  # noqa: E402
 from packing import Packer  # noqa: E402
 from parallel.models import build_models  # noqa: E402
 from parallel.sharding import FullParameters  # noqa: E402
-from rollout import Engine, ExampleList, SamplingParams, make_prompts, never  # noqa: E402
+from rollout import Engine, ExampleList, SamplingParams, make_prompts, never_stop  # noqa: E402
 from utils import NamedTensors, derive_seed, setup_distributed  # noqa: E402
 
 FAULTS = ("sound", "tensor", "tower", "experts")
@@ -70,7 +70,7 @@ def measure(folder: str, dtype: str, args: argparse.Namespace, out: Path, ctx) -
     examples = ExampleList(examples, [len(prompt.token_ids) for prompt in make_prompts(examples, processor)])
     models = build_models(cfg, processor, ctx)
     packer = Packer(2048, processor.image_token_id)
-    callbacks = {"should_stop": never, "request_stop": print}
+    callbacks = {"should_stop": never_stop, "request_stop": print}
     engine = make_training_engine(cfg, models, processor, [examples], ctx, **callbacks)
     KEPT.append(engine)
     weights = FullParameters(models.policy, True)

@@ -44,7 +44,7 @@ for engine in ("hf", "vllm"):
         print(f"{engine:<4} seed {seed}: accuracy {' '.join(f'{a:.3f}' for a in accuracy.values())}; "
               f"mean reward {means['reward/mean']:.3f}; rollout {means['time/rollout']:.2f} s, "
               f"update {means['time/update']:.2f} s, sync {means['time/sync']:.3f} s; "
-              f"max |dlogp| {max(r.get('rollout/max_abs_dlogp', 0.0) for r in steps):.1e}")
+              f"max |dlogp| {max(r.get('mismatch/max_abs_logprob_diff', 0.0) for r in steps):.1e}")
 print("by step: largest difference in accuracy between engines on one seed, and between seeds with one engine")
 for step in runs["hf", seeds[0]]:
     engines = max(abs(runs["hf", s][step] - runs["vllm", s][step]) for s in seeds)

@@ -30,6 +30,12 @@ IMAGE_ERRORS = (OSError, SyntaxError, ValueError, TypeError, KeyError, EOFError)
 IMAGE_ERRORS += (struct.error, zlib.error, Image.DecompressionBombError)
 
 
+def encode_png(image: Image.Image, **options: int) -> bytes:
+    """Return an image as a PNG file. `options` are Pillow's, such as compress_level."""
+    image.save(file := io.BytesIO(), format="PNG", **options)
+    return file.getvalue()
+
+
 def decode_image(data: bytes) -> Image.Image:
     """Decode an image file to RGB: apply the EXIF orientation, put transparent images on white, and keep the high byte
     of 16-bit grey values.

@@ -295,7 +295,7 @@ def caption_record(record: dict, cfg: ToyConfig, corpus: Corpus | None = None) -
 # --- drawn shapes -----------------------------------------------------------------------------------------------------
 
 DEMO = {"see_steps": 300, "habit_steps": 60, "steps": 30}  # settings of demo.py
-NUMBER_WORDS = ("one", "two", "three", "four")
+COUNT_WORDS = ("one", "two", "three", "four")
 TOY_INSTRUCTION = "Describe the image."
 SENTENCE_FORMS = ("{}", "there {be} {}", "a drawing of {}")
 
@@ -303,10 +303,10 @@ SENTENCE_FORMS = ("{}", "there {be} {}", "a drawing of {}")
 @in_one_split("caption/")
 def scenes(rng: random.Random) -> Scene:
     """Draw equal shapes and describe them in several sentences."""
-    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(NUMBER_WORDS))
+    colour, shape, count = rng.choice(list(COLOURS)), rng.choice(SHAPES), rng.randint(1, len(COUNT_WORDS))
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(236, 255),) * 3)
     draw_shapes(ImageDraw.Draw(image), rng, COLOURS[colour], shape, count)
-    phrase = f"{NUMBER_WORDS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
+    phrase = f"{COUNT_WORDS[count - 1]} {colour} {shape}{'s' if count > 1 else ''}"
     captions = [form.format(phrase, be="are" if count > 1 else "is") for form in SENTENCE_FORMS]
     truth = json.dumps({"references": captions, "keywords": phrase.split()})
     return [encode_png(image)], [("caption", f"{IMAGE_PLACEHOLDER}{TOY_INSTRUCTION}", phrase, truth)]

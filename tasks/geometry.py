@@ -762,10 +762,10 @@ def format_reward(response: str) -> float:
     return float(FORMAT.match(response) is not None and not SPECIAL_TOKEN_PATTERN.search(response))
 
 
-def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     """Return whether a truth, given as the answer, is right, and either is plain words or has a value."""
     require_math_verify()
-    if not full_marks(truth, earned):
+    if not full_marks(truth, grade):
         return False
     words = re.fullmatch(r"(?=.*[A-Za-z]{3})[\w ,.'-]+", normalise(truth))
     return words is not None or same_answer(truth, truth, as_text=False)

@@ -429,9 +429,9 @@ def geospot_reward(response: str, truth: str, stage: GeospotStage = STAGES[-1]) 
     return parts | km | {"reward": sum(FIELD_WEIGHTS[part] * parts[part] for part in paid) * stage_weight / paid_weight}
 
 
-def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     """Return whether a truth, given as the answer, earns all of its parts."""
-    rewards = earned(truth)
+    rewards = grade(truth)
     return all(rewards[part] > 0.999 for part in parse_place_truth(truth))
 
 

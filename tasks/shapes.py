@@ -4,7 +4,6 @@ It needs the image: an answer is right only if the model looks (see `--ablate` i
 """
 
 import hashlib
-import io
 import math
 import random
 import re
@@ -23,6 +22,7 @@ from reward import (
     extract_boxed,
     register,
 )
+from sources.images import encode_png
 
 SIDE = 84  # pixels: 3 x 3 cells of 28, and a cell is one merged patch of a Qwen2-VL vision tower
 CELL = 28
@@ -127,13 +127,6 @@ def draw_angle(draw: ImageDraw.ImageDraw, rng: random.Random, colour: str, missi
     draw.line((x - r, y, x + r, y), fill=(0, 0, 0), width=2)
     radians = math.radians(missing)
     draw.line((x, y, x + r * math.cos(radians), y - r * math.sin(radians)), fill=(0, 0, 0), width=2)
-
-
-def encode_png(image: Image.Image) -> bytes:
-    """Return an image as a PNG file."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def belongs_to_split(data: bytes, split: str) -> bool:

@@ -733,7 +733,7 @@ def number_tolerance(example: Any) -> tuple[Decimal, Decimal]:
     raise UserError(f"row {example.uid!r}: tolerance is {text!r}; write a number such as 0.5, or a share such as 5%")
 
 
-def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
+def answerable(truth: str, grade: Callable[[str], dict[str, float]]) -> bool:
     """Return whether one of the references, given as the answer, is right.
 
     An object is not answerable, nor is a missing value in the data.
@@ -741,7 +741,7 @@ def answerable(truth: str, earned: Callable[[str], dict[str, float]]) -> bool:
     if isinstance(from_json(truth), dict) or {"nan", "null"}.issuperset(references(truth)):
         count("bad_truth")
         return False
-    return any(earned(reference)["accuracy"] for reference in references(truth))
+    return any(grade(reference)["accuracy"] for reference in references(truth))
 
 
 @register("vqa", "vqav2", answerable=answerable)

@@ -38,11 +38,11 @@ class StandIn(HFEngine):
         with self.lock:
             return super().load_weights(named_tensors)
 
-    def _begin(self, *of):
+    def _prefill_batch(self, *of):
         with self.lock:
             return super()._prefill_batch(*of)
 
-    def _step(self, batch, responses, sampling, head_HV):
+    def _decode_step(self, batch, responses, sampling, head_HV):
         time.sleep(DELAY * random.random())
         with self.lock:
             rollouts = [batch.rows[b].rollout for b in batch.active_rows]

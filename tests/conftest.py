@@ -39,7 +39,7 @@ DELETABLE = {
               "caption digits geometry geospot pairs vqa _math_verify _places _tables".split()],
     "tensor parallelism": ["parallel/tensor_parallel.py"],
     "sampling ahead": ["engines/ahead.py"],
-    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "look")],
+    "sources": [f"sources/{name}.py" for name in ("fetch", "remote", "text", "inspect_rows")],
 }
 DELETED = [name for names in DELETABLE.values() for name in names if not (ROOT / name).exists()]
 MISSING = re.compile(r"No module named '(?:engines|envs|parallel|report|rewards|sources|tasks)\b[^']*'"

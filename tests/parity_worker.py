@@ -1,5 +1,5 @@
 """Run by test_train.py under torchrun: one step's training on fixed rollouts, sampled by the ranks in an uneven way and
-moved between them by packing.balance_over_ranks; saves metrics and gradients.
+moved between them by packing.balance_across_ranks; saves metrics and gradients.
 
 python -m torch.distributed.run --standalone --nproc-per-node N tests/parity_worker.py MODEL OUT.pt [flags of train.py]
 

@@ -107,7 +107,7 @@ def test_equal_rewards_give_exactly_zero():
         (torch.zeros(3, 1), "rloo", "G=1"),
         (torch.tensor([[0.0, float("nan")]]), "grpo", "prompt 0, sample 1 is nan"),
         (torch.tensor([[0.0], [float("inf")]]), "reinforce++", "prompt 1, sample 0 is inf"),
-        (torch.zeros(1, 2), "magic", "known: dr_grpo, grpo, rloo, reinforce"),
+        (torch.zeros(1, 2), "magic", "choose one of dr_grpo, grpo, rloo, reinforce"),
         (torch.zeros(1, 2), "gae", "unknown method 'gae'"),
     ],
 )
@@ -384,8 +384,8 @@ def test_the_sum_does_not_depend_on_how_responses_are_split(loss):
 
 def test_unknown_names_are_refused():
     one = torch.zeros(1)
-    for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "known: clip, gspo, cispo, sapo, reinforce"),
-                        (lambda: kl(one, one, "k4"), "known: k1, k2, k3")):  # fmt: skip
+    for call, match in ((lambda: policy_loss(one, one, one, kind="magic"), "one of clip, gspo, cispo, sapo, reinforce"),
+                        (lambda: kl(one, one, "k4"), "choose one of k1, k2, k3")):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             call()
     for register in (grpo.register_advantage("grpo", norm_std="none"), grpo.register_loss("clip")):

@@ -244,7 +244,7 @@ def test_an_evaluation_is_sampled_at_once():
 
 def test_only_servers_sample_ahead():
     for more in ({"async_steps": 2}, {"in_flight": "keep"}):
-        with pytest.raises(UserError, match="for servers, but the engine is --rollout hf; use --rollout server"):
+        with pytest.raises(UserError, match="only for servers, but the engine is --rollout hf; use --rollout server"):
             RolloutServerConfig(**more).check("hf", (), None)
     cfg = RolloutServerConfig(servers=("http://127.0.0.1:9",), async_steps=2, in_flight="keep")
     refused = "127.0.0.1:9: no server answers there" if in_copy("engines.server") else "is not in this copy"

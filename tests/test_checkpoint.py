@@ -293,14 +293,14 @@ def test_a_file_of_another_checkpoint_is_named_and_not_read(copy, toys):
     """torch's reader takes tensors from every safetensors file of a folder."""
     policy, optimizer, out = copy
     os.link(at(out, 2) / SHARD, at(out, 4) / "shard-00002-model-00001-of-00001.safetensors")
-    assert "shard-00002-model-00001-of-00001.safetensors is not of this checkpoint" in C.find_damage(at(out, 4))
+    assert "shard-00002-model-00001-of-00001.safetensors is not part of this checkpoint" in C.find_damage(at(out, 4))
     assert first_value(out) == 2
 
 
 def test_only_tensors_are_saved(copy):
     policy, optimizer, out = copy
     next(iter(optimizer.state.values()))["n"] = 3
-    with pytest.raises(TypeError, match=r"a checkpoint holds tensors only, but \['optimizer.state.*\.n'\] are none"):
+    with pytest.raises(TypeError, match=r"holds tensors only, but \['optimizer.state.*\.n'\] are not tensors"):
         C.save_checkpoint(out, 6, {"policy": (policy, optimizer)}, 1)
     del next(iter(optimizer.state.values()))["n"]
     assert held(out) == ["step_000002", "step_000004"]
@@ -354,7 +354,7 @@ def test_a_cut_trainer_json_is_named_and_passed_over(content, copy, toys, capsys
     (at(out, 4) / "trainer.json").write_text(content, encoding="latin1")
     with pytest.raises(UserError, match="no intact checkpoint: .*step_000004/trainer.json: "):
         find_start(start_args(toys["qwen2_5_vl"], out, at(out, 4)))
-    assert first_value(out) == 2 and f"passed over: {at(out, 4)}/trainer.json" in capsys.readouterr().out
+    assert first_value(out) == 2 and f"skipped: {at(out, 4)}/trainer.json" in capsys.readouterr().out
 
 
 def test_a_cut_run_json_is_named(copy, toys):
@@ -377,7 +377,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
         return find_start(start_args(toys["qwen2_5_vl"], to, where))
 
     assert start("auto") == start(out) == start(at(out, 4)) == at(out, 4)
-    with pytest.raises(UserError, match="two histories"):
+    with pytest.raises(UserError, match="holds one history"):
         start(at(out, 2))
     with pytest.raises(UserError, match="already holds a run"):
         start("no")
@@ -385,7 +385,7 @@ def test_resume_falls_back_to_the_newest_intact_checkpoint(copy, toys, capsys):
     capsys.readouterr()
     # to read from it, or go on elsewhere, changes nothing there
     assert first_value(out) == 2 and start(out, to=out.parent / "new") == at(out, 2)
-    told = f"passed over: {at(out, 4)}/{SHARD}: damaged: its size and checksum are"
+    told = f"skipped: {at(out, 4)}/{SHARD}: damaged: its size and checksum are"
     assert capsys.readouterr().out.count(told) == 2 and held(out) == ["step_000002", "step_000004"]
     for damaged in (lambda: start(at(out, 4)), lambda: C.load_model_or_checkpoint(str(at(out, 4)))):
         with pytest.raises(UserError, match=f"{at(out, 4)}: no intact checkpoint: .*{SHARD}"):
@@ -444,7 +444,7 @@ def test_a_checkpoint_without_checksums_is_damaged(copy, capsys):
     (at(out, 4) / "trainer.json").write_text(json.dumps(trainer) + "\n")
     assert "trainer.json: damaged: its checksum is not" in C.find_damage(at(out, 4))
     (at(out, 4) / "trainer.json").write_text(C.to_text_with_crc({"step": 4}))
-    assert f"{SHARD} is not of this checkpoint" in C.find_damage(at(out, 4)) and first_value(out) == 2
+    assert f"{SHARD} is not part of this checkpoint" in C.find_damage(at(out, 4)) and first_value(out) == 2
 
 
 # --- names, leftovers, order -----------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_only_names_of_digits_count_and_in_the_order_of_numbers(copy, toys, caps
     assert held(out) == ["step_000002.bak", "step_1000000", "step_999999", "step_backup"]
     os.rename(at(out, 1_000_000), at(out, 1_000_001))  # a name that says another step than the file
     assert find_start(start_args(toys["qwen2_5_vl"], out, "auto")) == at(out, 999_999)
-    assert "of step 1000000, but the folder's name says another" in capsys.readouterr().out
+    assert "of step 1000000, but its folder is named after another step" in capsys.readouterr().out
 
 
 def test_leftovers_are_removed_and_the_newest_never(copy):
@@ -525,7 +525,7 @@ def test_a_full_disk_is_named_and_loses_nothing(late, saved, small_disk, monkeyp
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(first, path)))
     free = usage(small_disk).free
     needs = rf"--out {out}: the checkpoint of step 4 needs 38\d{{5}} bytes: no space left .* \({free} bytes free\)"
-    with pytest.raises(UserError, match=f"{needs}; go on from {at(out, 2)} with --resume auto"):
+    with pytest.raises(UserError, match=f"{needs}; continue from {at(out, 2)} with --resume auto"):
         C.save_checkpoint(out, 4, {"policy": (policy, optimizer)}, 2)
     assert held(out) == ["step_000002"] and C.find_damage(at(out, 2)) is None
 
@@ -578,7 +578,7 @@ def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, 
     flip(at(tmp_path / "a", 2) / SHARD)
     command[command.index(tmp_path / "a")] = tmp_path / "b"
     done = run([*command, "--steps", 2, "--resume", tmp_path / "a"])
-    assert f"passed over: {at(tmp_path / 'a', 2)}/{SHARD}" in done.stdout
+    assert f"skipped: {at(tmp_path / 'a', 2)}/{SHARD}" in done.stdout
     assert f"resumed from {at(tmp_path / 'a', 1)} after step 1" in done.stdout
     again, first = (
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in rows(tmp_path / x)] for x in "ba"
@@ -586,7 +586,7 @@ def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, 
     assert again == first[1:] and held(tmp_path / "b") == ["step_000002"]
     merge_lora.main(merge_lora.parse_args([str(tmp_path / "a"), "--out", str(tmp_path / "hf")]))
     told = capsys.readouterr().out
-    assert f"wrote {tmp_path / 'hf'} from {at(tmp_path / 'a', 1)}" in told and "passed over" in told
+    assert f"wrote {tmp_path / 'hf'} from {at(tmp_path / 'a', 1)}" in told and "skipped: " in told
 
 
 def test_resume_wants_a_checkpoint_or_a_run_that_has_one(toys, tmp_path):

@@ -19,13 +19,13 @@ pytestmark = complete  # in a copy that lacks something, the table is not what c
 
 # Flags that need what is deleted, with the file that is then named
 REFUSED = {
-    "envs": {"--env calculator": "envs/_load"},
+    "envs": {"--env calculator": "envs/_factory"},
     "servers": {"--rollout server --servers http://127.0.0.1:1": "engines/server"},
     "vllm": {"--rollout vllm": "engines/vllm"},
     "judge": {"--judge-url http://127.0.0.1:1": "rewards/judge"},
     "curriculum": {"--curriculum stages.toml": "rewards/curriculum"},
     "pages": {"--report-to tensorboard": "report/page/trackers"},
-    "tasks": {"--env calculator": "--env calculator builds on a file"},
+    "tasks": {"--env calculator": "--env calculator needs a file"},
     "tensor parallelism": {},
     "sampling ahead": {"--async-steps 1": "engines/ahead"},
     "sources": {},

@@ -16,7 +16,7 @@ from test_docs import ROOT, SCRIPTS, commands, sections, write_files
 
 import eval as evaluate
 from envs import Environment, Observation
-from envs._play import MAX_WAIT_SECONDS
+from envs._episodes import MAX_WAIT_SECONDS
 from envs._threads import MAX_THREADS
 from prepare_data import DataFormatConfig, read_examples
 from rewards.grade import grade

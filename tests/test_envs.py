@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from envs import Environment, calculator, guess_the_place, look_closer
-from envs._load import validate_messages
+from envs._factory import validate_messages
 from errors import UserError
 from prepare_data import DataFormatConfig, Example, main, parse_args, read_examples
 from rewards.grade import grade

@@ -15,15 +15,15 @@ import pytest
 import torch
 from PIL import Image
 
-import envs._play
+import envs._episodes
 import envs._threads
 import grpo
 import model as M
 import rollout
 from engines.hf import HFEngine
 from envs import Environment, Observation
-from envs._load import EnvFactory
-from envs._play import EpisodeEngine
+from envs._episodes import EpisodeEngine
+from envs._factory import EnvFactory
 from errors import UserError
 from packing import Packer, make_token_batch, training_sequences
 from prepare_data import Example
@@ -49,7 +49,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 def environments(kind, **settings):
     """Environments of a class of this file."""
-    with patch("envs._load.load_class", return_value=kind):
+    with patch("envs._factory.load_class", return_value=kind):
         return EnvFactory(EnvConfig(env="here", **settings))
 
 
@@ -370,7 +370,7 @@ def test_content_parts_are_marks_with_their_images(loaded):
             return Observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
     (r,), _ = play(loaded, "qwen2_5_vl", [2], n=1, kind=Path)
-    assert r.ended_by == "error" and "an image is str; expected a file's bytes, or PIL's Image" in r.failure_line
+    assert r.ended_by == "error" and "an image is str; expected the bytes of a file, or a PIL Image" in r.failure_line
 
 
 # --- limits ---
@@ -568,9 +568,9 @@ def test_an_image_is_prepared_once_whatever_the_turns_and_samples(loaded, monkey
 @pytest.mark.parametrize(
     "env,more,message",
     [
-        ("nowhere", [], "--env nowhere: there are .*; or give FILE.py:CLASS"),
+        ("nowhere", [], "--env nowhere: no such environment; give one of .*, or FILE.py:CLASS"),
         ("{file}:Nobody", [], "no class Nobody in .*; it has Zoom"),
-        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; it takes size"),
+        ("{file}:Zoom", ["size=3", "colour=red"], "--env-settings: .*colour.*; its settings: size"),
         ("{file}:Zoom", ["size"], "--env-settings size: give KEY=VALUE"),
         ("{file}:step", [], "no class step"),
         (None, ["size=3"], "--env-settings needs --env"),
@@ -607,7 +607,7 @@ class RaisesLater(Raises):
 def test_a_failure_is_shown_with_the_users_frames_alone(kind, loaded, capfd):
     """Also where nothing ever worked, which ends the run in one line."""
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=kind)
-    with pytest.raises(UserError, match=r"all of the first .*: --env here raised KeyError: .*x1b\[2J'; correct that"):
+    with pytest.raises(UserError, match=r"all responses of .*: --env here raised KeyError: .*x1b\[2J'; fix this"):
         first_batch(rollouts)
     told = capfd.readouterr().err
     assert told.count("Traceback") == 1 and told.count("  File ") == told.count("test_episodes.py") == 2
@@ -624,7 +624,7 @@ def first_batch(rollouts, *others, grader=None):
 
 def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_process_had_luck(loaded):
     rollouts, _ = play(loaded, "qwen2_5_vl", [3], kind=Never)
-    never = "all of the first responses failed, as row 'u0': --env here raised UserError: step returned NoneType"
+    never = "all responses of the first batch failed, such as row 'u0': --env here raised UserError: step returned None"
     for others in ([], [["theirs"]], [[]]):  # [[]]: an evaluation of fewer rows than processes
         with pytest.raises(UserError, match=never):
             first_batch(rollouts, *others)
@@ -640,7 +640,7 @@ def test_an_environment_that_never_worked_ends_the_run_but_not_if_another_proces
         ("<image>Go.", "returned '<image>Go.'; expected"),
         (("<image>Go.", Image.new("RGB", (28, 28))), "images are Image; expected a list"),
         (("<image>Go.", ["a.png"]), "row 'u0': reset: an image is str"),
-        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one for each"),
+        (("Go.", [Image.new("RGB", (28, 28))]), "1 images with 0 <image> marks; give one per image"),
         (([{"role": "user"}], []), "messages are .*; expected text"),
     ],
 )
@@ -686,11 +686,11 @@ class Sleeps(Scripted):
 
 
 def test_more_that_hang_than_there_are_threads_all_time_out(loaded, monkeypatch):
-    monkeypatch.setattr(envs._play, "ENV_POOL", envs._threads.ThreadPool(3))
+    monkeypatch.setattr(envs._episodes, "ENV_POOL", envs._threads.ThreadPool(3))
     monkeypatch.setattr(Sleeps, "step", lambda self, response: time.sleep(30))
     began = time.monotonic()
     rollouts, _ = play(loaded, "qwen2_5_vl", [3] * 5, kind=Sleeps, env_timeout=0.3)
-    with pytest.raises(UserError, match="all of the first responses failed, as .* took longer than --env-timeout"):
+    with pytest.raises(UserError, match="all responses of the first batch failed, such as .* longer than --env-time"):
         first_batch(rollouts)
     assert time.monotonic() - began < 20
 

@@ -21,8 +21,8 @@ from demo import make_model
 from errors import UserError
 from prepare_data import Example
 from report.evaluation import example_answer_type, voted_answer
-from report.files import read_rows
 from report.page.plots import draw_curve
+from report.run_files import read_rows
 from report.statistics import wilson_interval
 from rollout import ExampleList, identity, make_prompts
 from tasks.shapes import encode_png, shapes_rows
@@ -70,7 +70,7 @@ def test_a_head_that_the_config_ties_and_a_file_holds_is_refused(tmp_path):
     save_file(weights | {"lm_head.weight": weights[embedding] + 1}, file, metadata={"format": "pt"})
     path = str(tmp_path / "toy")
     asked = E.parse_args([path, "--data", "-", "--out", "-", "--rollout", "hf"])
-    with pytest.raises(UserError, match="toy: the engine has weights that the model does not give it; .*tie the head"):
+    with pytest.raises(UserError, match="toy: the engine has weights that the model does not provide; .*tie the head"):
         E.load_engine(
             asked, path, M.Processor(path), ExampleList([], [0]), None, DistContext(0, 1, torch.device("cpu"))
         )
@@ -181,12 +181,13 @@ def test_reliance_says_whether_it_looks():
     assert table["constant"] == 0.5 and table["blank"]["drop"] == 0.75
     assert table["blank"]["accuracy_ci95"] == wilson_interval(10, 40) and table["none"]["drop"] == 0
     assert table["said"] == (
-        "With white images of the same size the accuracy falls by 0.750, to what may be chance: it answers by looking. "
-        "With no images at all there is no certain fall of the accuracy: no sign that it looks.")
+        "With white images of the same size the accuracy drops by 0.750, to a level not significantly above chance: "
+        "the model uses the image. With no images at all the accuracy does not drop significantly: no evidence that "
+        "the model uses the image.")
     half, _ = of(40, [1.0, 1.0, 1.0, 0] * 10, [0.0] * 40)
     for r, truth in zip(half, truths, strict=True):
         r |= {"answer_type": "colour", "ground_truth": truth}
-    assert "but not to chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
+    assert "but stays above chance" in E.visual_reliance(seen, {"shuffled": half}, "accuracy")["said"]
 
 
 def test_comparison_refuses_other_examples():
@@ -282,11 +283,11 @@ def test_the_settings_of_a_run_are_the_defaults(toys, data, tmp_path):
         assert told["--max-new-tokens"] == "2048" and told["--instruction"] == "geo3k"
         assert told["--prompt-key"] == "problem"
         assert not told.keys() & {"--dtype", "--model", "--image-key", "--group-size"}
-        assert other == ["unlike the run's evaluations: --image-key images (there image), "
-                         f"--dtype auto (there bfloat16), --data {data} (there none)"]
+        assert other == ["unlike the run's evaluations: --image-key images (run: image), "
+                         f"--dtype auto (run: bfloat16), --data {data} (run: none)"]
     args = E.parse_args([str(tmp_path / "run"), *more, "--reward", "default"])
     told = "\n".join(E.describe_run_settings(args))
-    assert args.reward == () and f"(there {tmp_path}/mine.py:f)" in told
+    assert args.reward == () and f"(run: {tmp_path}/mine.py:f)" in told
     assert E.parse_args([str(tmp_path / "run"), *more, "--reward", "other.py:g"]).reward == ("other.py:g",)
     plain = E.parse_args([str(toys["qwen2_5_vl"]), *more])
     assert (plain.max_new_tokens, plain.max_prompt_tokens, plain.instruction) == (512, 2048, "")
@@ -416,13 +417,13 @@ def test_training_evaluates_every_example_once(tp, toys, tmp_path):
     (["TOY", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
     (["TOY", "--limit", "-1"], "--limit -1"),
     (["TOY", "--vllm", "tensor_parallel_size=2"], "--vllm tensor_parallel_size=2: the engine is hf"),
-    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; leave it out"),
+    (["TOY", "--vllm", "a=1"], "--vllm a=1: the engine is hf; remove --vllm"),
     (["TOY", "--baseline", "nobody/nothing"], "--baseline 'nobody/nothing'"),
     (["TOY", "--max-prompt-tokens", "5"], "none of 10 prompts fits --max-prompt-tokens 5"),
     (["TOY", "--group-by", "level"], "--group-by level: no such column in"),
     (["TOY", "--env", "calculator", "--ablate", "none"], "use --ablate blank"),
     (["EMPTY_RUN"], "without a complete checkpoint"),
-    (["CODE"], "its files name Python code of their own to be run"),
+    (["CODE"], "this model needs custom code"),
 ])
 def test_mistakes_are_one_line(arguments, match, toys, data, tmp_path):
     (tmp_path / "empty").mkdir()

@@ -28,13 +28,13 @@ import grpo
 import train
 import utils
 from errors import Interrupted, UserError, check_writable
-from parallel import watch
+from parallel import watchdog
 from parallel.checkpoint import list_checkpoints
 from parallel.resume import contains_run
-from parallel.watch import SIGNALS, SignalHandler, Watchdog
-from report.files import json_line, lock_folder, read_rows, write_text
+from parallel.watchdog import SIGNALS, SignalHandler, Watchdog
 from report.log import SkippedUpdates
-from report.warnings import RunWarnings
+from report.run_files import json_line, lock_folder, read_rows, write_text
+from report.run_warnings import RunWarnings
 from tasks.shapes import shapes_rows
 from utils import DistContext, Meter, StepTimer
 
@@ -113,16 +113,16 @@ def watched(monkeypatch, capfd):
         clock, stages = [1000.0], StepTimer()
         stages.current_phase = stage
         stages.phase_count = entered
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
         one = Watchdog(DistContext(0, 1, torch.device("cpu")), stages, minutes=1.0)  # alone, so it does not start
-        one.came, one.since, one.words = [1000.0] * 3, [1000.0] * 3, 3 * one.words
-        one.judged, one.ctx, one.store = one.words, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
+        one.changed_at, one.phase_since, one.heartbeats = [1000.0] * 3, [1000.0] * 3, 3 * one.heartbeats
+        one.checked, one.ctx, one.store = one.heartbeats, DistContext(0, 3, torch.device("cpu")), Store(clock, word)
         try:
             while clock[0] < 4600:
                 clock[0] += one.period
                 one.exchange()
-                one.judge()
+                one.check_ranks()
         except Ended as end:
             assert end.args == (1,)
             return clock[0] - 1000, capfd.readouterr().err
@@ -134,7 +134,7 @@ def watched(monkeypatch, capfd):
 def test_a_rank_that_falls_silent_is_named(watched):
     seconds, text = watched(lambda rank, now: [min(now, 1100) if rank == 2 else now, 3, "update", f"host{rank}"])
     assert 160 < seconds <= 170  # silent from 100 on, limit 60, a look every 5
-    assert text.startswith("error: rank 2 (host2) has not answered for") and "last heard of in update" in text
+    assert text.startswith("error: rank 2 (host2) has not answered for") and "its last phase: update" in text
     assert "--timeout-minutes 1" in text and "--resume auto" in text
 
 
@@ -179,15 +179,15 @@ def test_a_store_that_is_gone_ends_the_run(monkeypatch, capfd):
             answer.wait()
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(Ended(code)))
     one = Watchdog(DistContext(0, 1, torch.device("cpu")), StepTimer(), minutes=1.0)  # alone, so it does not start
     one.store = SimpleNamespace(set=lambda *_: None, multi_get=gone)
     exchanging = threading.Thread(target=one._repeat, args=[one.exchange], daemon=True)
     exchanging.start()
     with pytest.raises(Ended):
-        one._repeat(one.judge)
-    assert exchanging.is_alive() and "error: rank 0 (where is unknown) has not answered for" in capfd.readouterr().err
+        one._repeat(one.check_ranks)
+    assert exchanging.is_alive() and "error: rank 0 (unknown host) has not answered for" in capfd.readouterr().err
     answer.set()
 
 
@@ -199,7 +199,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
         given.append(minutes)
         raise Ended
 
-    monkeypatch.setattr(watch, "setup_distributed", stand_in)
+    monkeypatch.setattr(watchdog, "setup_distributed", stand_in)
     with pytest.raises(Ended):
         train.main(train.parse_args("--model m --data d --out o --steps 1 --timeout-minutes 4".split()))
     assert given[0] > 4 + 2 * 5 / 60
@@ -212,7 +212,7 @@ def test_collectives_wait_longer_than_the_watch(monkeypatch):
 def left(monkeypatch):
     """Signals as they were afterwards; what would have ended the process is noted instead."""
     before, ends = {number: signal.getsignal(number) for number in SIGNALS}, []
-    leave = lambda self, number, text="": ends.append((number, text or self.last_words))  # noqa: E731
+    leave = lambda self, number, text="": ends.append((number, text or self.last_message))  # noqa: E731
     monkeypatch.setattr(SignalHandler, "_exit", leave)
     yield ends
     for number, handler in before.items():
@@ -231,7 +231,7 @@ def test_the_grace_period_runs_while_the_main_thread_waits_for_another_rank(tmp_
     """It is in a C call, as in a collective, and no Python handler can run."""
     code = """
 import ctypes
-from parallel.watch import SignalHandler
+from parallel.watchdog import SignalHandler
 interrupt = SignalHandler(0.3)
 interrupt.enable_saving(lambda: 'saved')
 print('ready', flush=True)
@@ -252,13 +252,13 @@ while True:
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_remembered_until_all_ranks_stand_together(number, left, ctx, capfd):
     interrupt = SignalHandler(grace=60)
-    interrupt.enable_saving(lambda: "saved in x; --resume auto goes on")
+    interrupt.enable_saving(lambda: "saved in x; --resume auto continues")
     interrupt.check()  # nothing yet
     assert not interrupt.requested() and interrupt.reduce_signal() == 0
     send(number, interrupt.requested)
     assert interrupt.requested() and interrupt.reduce_signal() == number and not left
-    assert f"{number.name}: saving after this stage" in capfd.readouterr().err
-    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto goes on") as stop:
+    assert f"{number.name}: saving after the current phase" in capfd.readouterr().err
+    with pytest.raises(Interrupted, match=f"{number.name}: saved in x; --resume auto continues") as stop:
         interrupt.check()
     assert stop.value.signal_number == number
 
@@ -273,7 +273,7 @@ def test_the_grace_period_ends_a_stage_that_does_not(left):
     interrupt = SignalHandler(grace=0.05)
     interrupt.enable_saving(lambda: "saved")
     send(signal.SIGTERM, lambda: left)
-    told = "SIGTERM: not saved within --grace-seconds 0.05; --resume auto goes on from the newest checkpoint"
+    told = "SIGTERM: not saved within --grace-seconds 0.05; continue from the newest checkpoint with --resume auto"
     assert left == [(signal.SIGTERM, told)]
 
 
@@ -397,7 +397,7 @@ def test_only_a_step_of_the_optimizer_ends_a_row_of_skipped_updates(skipped):
 def test_a_run_that_only_skips_ends_with_a_checkpoint(skipped):
     for _ in range(10):
         skipped.after_update(math.nan, False, 0.0, ["a"], Meter())
-    with pytest.raises(UserError, match="10 updates in a row were not finite.*newest checkpoint is there: lower --lr"):
+    with pytest.raises(UserError, match="10 updates in a row had a non-finite .* checkpoint is there; lower --lr"):
         skipped.report(3, lambda: "there")
 
 
@@ -443,7 +443,7 @@ def test_equal_rewards_are_warned_of_and_steps_behind_the_checkpoint_are_nothing
     assert text.count("warning: in the last 5 steps all samples of a prompt got the same reward (mean 0.25)") == 1
     start("return 0.25", "--steps", 3, "--resume", "auto")
     text = "".join(capfd.readouterr())
-    assert "nothing to do: " in text and "step_000007 is of step 7, and --steps is 3" in text and "done:" not in text
+    assert "nothing to do: " in text and "step_000007 is from step 7 and --steps is 3" in text and "done:" not in text
     assert list_checkpoints(tmp_path / "out")[-1].name == "step_000007"
 
 
@@ -539,7 +539,7 @@ def test_what_is_said_of_a_signal_may_reach_nobody(monkeypatch):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(os, "write", closed)
-    watch.print_once("SIGTERM: saving")
+    watchdog.print_stderr0("SIGTERM: saving")
 
 
 # --- torchrun -------------------------------------------------------------------------------------------------------
@@ -560,15 +560,14 @@ def test_errors_that_differ_are_all_heard(tmp_path, monkeypatch, capfd):
         file = tmp_path / str(rank) / "error.json"
         file.parent.mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert utils.tell_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
+        assert utils.print_error_once(text) == told and ProcessFailure(rank, 1, 1, str(file)).message["message"] == text
     assert capfd.readouterr().err == "error: a\nerror: b\n"
 
 
 def test_a_killed_torchrun_takes_its_processes_along(tmp_path):
     """What it starts is sent SIGTERM, as a run is that has to save and end."""
-    code = (
-        "import time; from parallel.watch import SignalHandler as I; I(5.0); print('ready', flush=True); time.sleep(60)"
-    )
+    code = "import time; from parallel.watchdog import SignalHandler; SignalHandler(5.0); print('ready', flush=True); "
+    code += "time.sleep(60)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     env = os.environ | {"TORCHELASTIC_RUN_ID": "one", "PYTHONPATH": str(ROOT)}
     with open(tmp_path / "log", "w") as log:

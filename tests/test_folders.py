@@ -84,7 +84,7 @@ def test_a_folder_names_no_code_server_or_secret(command, name, value, tmp_path)
         by_command(command, tmp_path)
     text = str(refused.value)
     assert "\n" not in text and f"{tmp_path} was trained with {flag} " in text and f"; add {flag} " in text
-    assert values[0].split("=")[0] in text and text.endswith(f"or to do without it {flag} default")
+    assert values[0].split("=")[0] in text and text.endswith(f"or {flag} default to do without")
     given = by_command(command, tmp_path, flag, *values)
     assert given[name] == (tuple(value) if isinstance(value, list) else value) and given["max_new_tokens"] == 77
     assert by_command(command, tmp_path, flag, "default")[name] in ((), None)
@@ -104,7 +104,7 @@ def test_what_is_plain_a_folder_brings_along(command, tmp_path):
     without = by_command(command, tmp_path, "--env", "default", "--judge-url", "default")
     assert without["env_settings"] == () and without["judge"] == ()  # gone with the flag they belong to
     run_folder(tmp_path, reward=["a.py:f"], judge_url="http://x")
-    with pytest.raises(UserError, match="do without it --reward default --judge-url default$"):  # all at once
+    with pytest.raises(UserError, match="or --reward default --judge-url default to do without$"):  # all at once
         by_command(command, tmp_path)
 
 
@@ -141,10 +141,10 @@ def test_a_model_is_read_from_its_folder_and_from_safetensors(toys, tmp_path):
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"1 of 1 files of weights are missing: \['model.safetensors'\]"):
+    with pytest.raises(UserError, match=r"1 of 1 weight files are missing: \['model.safetensors'\]"):
         model.load_hf(str(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
-    for names, told in (({"a": "../x.safetensors"}, "names .*, outside of"), ({"a": 5}, "damaged"), ([], "damaged")):
+    for names, told in (({"a": "../x.safetensors"}, "lists files outside"), ({"a": 5}, "damaged"), ([], "damaged")):
         index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
         with pytest.raises(UserError, match=told):
             model.load_hf(str(tmp_path))
@@ -167,7 +167,7 @@ def test_a_checkpoint_names_only_its_own_files(tmp_path):
     for name in ("../outside", str(tmp_path / "outside"), "pipe"):
         files = {name: checkpoint.file_checksum(tmp_path / "outside")}
         (folder / "trainer.json").write_text(checkpoint.to_text_with_crc({"step": 1, "files": files}))
-        assert "no file of the checkpoint's own" in checkpoint.find_damage(folder)
+        assert "not a regular file inside the checkpoint's folder" in checkpoint.find_damage(folder)
 
 
 def test_a_run_that_is_watched_may_be_damaged(tmp_path):

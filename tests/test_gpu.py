@@ -258,7 +258,8 @@ def test_bf16_ratios_are_one_on_policy(attn, kernel, kind, toys, loaded, context
     processor = loaded["qwen2_5_vl"][1]
     policy = Policy(load_hf(str(toys["qwen2_5_vl"])), processor, attention=attn, kernel=kernel).train()
     apply_fsdp(policy, DEVICE, torch.bfloat16)
-    flags = f"--model - --data - --out - --steps 1 --group-size 4 --attn {attn} --micro-tokens 300 --update-epochs 2 --loss {kind}"
+    flags = f"--model - --data - --out - --steps 1 --group-size 4 --attn {attn} --micro-tokens 300 --update-epochs 2 "
+    flags += f"--loss {kind}"
     cfg = train.parse_args([*flags.split(), "--clip-low", "3e-4", "--clip-high", "4e-4"])
     rollouts = rollouts_of(processor, 4)
     weights = grpo.token_weights([len(r.response) for r in rollouts], [True] * len(rollouts), "token", 0)

@@ -189,20 +189,20 @@ def test_a_custom_template(tmp_path):
 
 
 LIES = {
-    "no JSON": send(b"<html>Score: 10</html>"),
-    "is no JSON": send(b"[" * 100_000),
+    "not JSON": send(b"<html>Score: 10</html>"),
+    "is not JSON": send(b"[" * 100_000),
     "has no text": send({"choices": []}),
     "no text in choices": send({"choices": "Score: 10"}),
     "no text in": send({"choices": [{"message": "Score: 10"}]}),
     "no text": say(""),
     "has no text in choices[0]": say(" \n"),
     "no text in choices[0].message.content": say([{"type": "text", "text": "Score: 10"}]),
-    "the answer has no text": say(10),
-    "answer has no text": send([completion("Score: 10")]),
+    "the reply has no text": say(10),
+    "reply has no text": send([completion("Score: 10")]),
     "has no": send(None),
     "cut off after --judge max_tokens=512; raise it": say("Score: 1", finish_reason="length"),
     "end with one line": say("I would give it 7/10 or 8/10."),
-    "the answer is no JSON": send(gzip.compress(json.dumps(completion("Score: 10")).encode()), Content_Encoding="gzip"),
+    "the reply is not JSON": send(gzip.compress(json.dumps(completion("Score: 10")).encode()), Content_Encoding="gzip"),
     "longer than 1048576 bytes": raw(OK + b"\r\n", b"a" * (1 << 16), forever=True),
 }
 
@@ -223,14 +223,14 @@ def test_the_second_answer_counts():
 
 
 FAULTS = {
-    "answered 500 (out of memory)": send(b"out of\n memory", 500),
-    "answered 503": send(b"", 503),
-    "answered 429 (slow down)": send(b"slow down", 429),
-    "answered 408": send(b"", 408),
-    "answered 409": send(b"", 409),
+    "returned 500 (out of memory)": send(b"out of\n memory", 500),
+    "returned 503": send(b"", 503),
+    "returned 429 (slow down)": send(b"slow down", 429),
+    "returned 408": send(b"", 408),
+    "returned 409": send(b"", 409),
     "RemoteProtocolError": raw(b""),
-    "no answer from": raw(OK + b"Content-Length: 500\r\n\r\n", b'{"choices'),
-    "no answer": raw(b"HTTP/9 what is this\r\n\r\n"),
+    "no reply from": raw(OK + b"Content-Length: 500\r\n\r\n", b'{"choices'),
+    "no reply": raw(b"HTTP/9 what is this\r\n\r\n"),
     "ProtocolError": raw(b"HTTP/1.1 200 OK\r\n", b"X-More: " + b"a" * 4000 + b"\r\n", forever=True),
 }
 
@@ -261,20 +261,20 @@ def test_a_call_ends_with_its_time(way):
     with JudgeServer(SLOW[way]) as server:
         start = time.monotonic()
         outcome, judge = ask(server, timeout=0.4, tries=2)
-        assert outcome == "no answer within 0.4 s (2 calls)" and 0.8 <= time.monotonic() - start < 2
+        assert outcome == "no reply within 0.4 s (2 calls)" and 0.8 <= time.monotonic() - start < 2
     assert judge.counts["timeouts"] == judge.counts["calls"] == 2 and judge.counts["failed"] == 1
     assert 0.8 <= judge.counts["seconds"] < 2
 
 
 REFUSALS = {400: "max_tokens", 401: "JUDGE_API_KEY", 403: "another model or key", 404: "check --judge-url",
-            413: "smaller ones", 422: "not asked again", 405: "not asked again"}
+            413: "smaller ones", 422: "not retried", 405: "not retried"}
 
 
 @pytest.mark.parametrize("status", REFUSALS)
 def test_a_refusal_is_not_repeated_and_says_what_to_do(status):
     with JudgeServer(send({"error": {"message": "bad thing"}}, status)) as server:
         outcome, judge = ask(server)
-    assert f"answered {status}" in outcome and "bad thing" in outcome and REFUSALS[status] in outcome
+    assert f"returned {status}" in outcome and "bad thing" in outcome and REFUSALS[status] in outcome
     assert server.calls == 1 and judge.counts["retries"] == 0 and judge.counts["failed"] == 1
 
 
@@ -282,7 +282,7 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do(status):
 def test_redirects_are_not_followed(where):
     with JudgeServer(send(b"", 307, Location=where)) as server:
         outcome, _ = ask(server)
-    assert "answered 307: a redirect, which is not followed" in outcome and server.calls == 1
+    assert "returned 307: a redirect, which is not followed" in outcome and server.calls == 1
 
 
 def test_an_image_that_is_broken_is_an_error_of_the_data():
@@ -484,8 +484,8 @@ def test_bad_options_are_refused_in_one_line(pair, told):
 
 
 @pytest.mark.parametrize("text,told", [
-    ("{response} {answer} {reference} Score:", "unknown {answer}, {reference}; it may hold {question}, {truth}"),
-    ("{question} Score:", "must hold {response}"),
+    ("{response} {answer} {reference} Score:", "unknown {answer}, {reference}; it may contain {question}, {truth}"),
+    ("{question} Score:", "must contain {response}"),
     ("{response}", "must ask for a last line `Score: N`"),
     (b"\xff{response} Score:", "cannot be read as UTF-8"),
 ])  # fmt: skip
@@ -509,16 +509,16 @@ def test_the_model_is_asked_for_before_the_run():
         "401.*JUDGE_API_KEY": send(b"", 401),
         "lists no model; name one with --judge model=NAME": send({"data": []}),
         "lists no model": send({"data": [{"id": 7}]}),
-        "is no JSON": send(b"hello"),
-        "answered 500": send(b"", 500),
-        "no answer within 0.3 s": hang,
+        "is not JSON": send(b"hello"),
+        "returned 500": send(b"", 500),
+        "no reply within 0.3 s": hang,
     }
     for told, act in refused.items():
         with JudgeServer(models=act) as server, pytest.raises(UserError, match=f"--judge-url http.*{told}"):
             J.resolve_model_name(server.url, JudgeOptions(timeout=0.3))
     with JudgeServer() as server:
         url = server.url
-    with pytest.raises(UserError, match="no answer from .*ConnectError"):
+    with pytest.raises(UserError, match="no reply from .*ConnectError"):
         J.resolve_model_name(url, JudgeOptions(model="named"))
 
 
@@ -578,7 +578,7 @@ def test_the_key_is_nowhere(monkeypatch, capfd, tmp_path):
         J.resolve_model_name(server.url, JudgeOptions())
     texts += [str(caught.value), log.getvalue(), *capfd.readouterr(), *(p.read_text() for p in tmp_path.iterdir())]
     everything = "\n".join(texts).casefold()
-    assert len(texts) > 40 and "its text is left out" in everything and "asked" in everything
+    assert len(texts) > 40 and "its text is omitted" in everything and "asked" in everything
     found = [KEY[i : i + 6] for i in range(len(KEY) - 5) if KEY[i : i + 6].casefold() in everything]
     assert not found
 
@@ -587,7 +587,7 @@ def test_the_key_is_nowhere(monkeypatch, capfd, tmp_path):
 def test_a_key_that_no_header_can_hold_is_refused(key, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", key)
     for make in (lambda: Judge("http://localhost", options()), lambda: judge_options([])):
-        with pytest.raises(UserError, match="key in the environment holds blanks") as caught:
+        with pytest.raises(UserError, match="key in the environment contains blanks") as caught:
             make()
         assert key not in str(caught.value)
 

@@ -485,7 +485,7 @@ def test_a_loss_that_couples_tokens_refuses_rollouts_whose_tokens_do_not_stand_t
     hidden, weight, targets, *_ = case(4, 8, 50)
     tokens = tokens_of(torch.ones(4), rollout=torch.tensor([0, 1, 0, 1]))
     tokens.old_logps = torch.zeros(4)
-    with pytest.raises(AssertionError, match="the rows of a rollout do not stand together"):
+    with pytest.raises(AssertionError, match="the rows of a rollout are not contiguous"):
         fused_policy_loss(hidden, weight, targets, SquaredMean(), tokens)
 
 

@@ -96,13 +96,13 @@ def test_adapters_of_other_bases_and_damaged_files_are_named(toys, tmp_path):
     for changed, words in [
         (
             {**tensors, key: torch.zeros(4, 65)},
-            r"up_proj.lora_A.weight has shape \(4, 65\), and \(4, 64\) is needed",
+            r"up_proj.lora_A.weight has shape \(4, 65\), but must have \(4, 64\)",
         ),
         (
             {k: v for k, v in tensors.items() if k != key},
-            r"layers.0.mlp.up_proj.lora_A.weight has shape None, and \(4, 64\) is needed",
+            r"layers.0.mlp.up_proj.lora_A.weight has shape None, but must have \(4, 64\)",
         ),
-        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* and None is needed"),
+        ({k.replace("layers.1", "layers.7"): v for k, v in tensors.items()}, "layers.7.* but must have None"),
     ]:
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=words):
@@ -134,7 +134,9 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         [{k: v for k, v in row.items() if k[:5] not in ("time/", "perf/")} for row in of] for of in (whole, again)
     ]
     assert timeless[0] == timeless[1]
-    assert whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["rollout/max_abs_dlogp"] < 1
+    assert (
+        whole[0]["policy/kl_ref"] == 0.0 < whole[1]["policy/kl_ref"] and whole[1]["mismatch/max_abs_logprob_diff"] < 1
+    )
     more[1] = 8
     done = run(
         [
@@ -144,7 +146,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_merges(toys, shapes, tmp_pa
         ],
         check=False,
     )
-    assert done.returncode == 1 and "it holds lora_rank_4, vision; asked for is lora_rank_8, vision" in done.stderr
+    assert done.returncode == 1 and "holds lora_rank_4, vision, but this run needs lora_rank_8, vision" in done.stderr
     more[1] = 4  # and on one process instead of two
     run(
         [

@@ -325,9 +325,9 @@ def test_equal_images_are_computed_once(loaded, picture, monkeypatch):
 def test_marks_and_images_must_agree(loaded, picture):
     _, processor = loaded["qwen2_5_vl"]
     image = processor.image_to_patches("a", picture(84, 84))
-    with pytest.raises(ValueError, match="2 <image> marks .* and 1 images"):
+    with pytest.raises(ValueError, match="2 <image> marks .* but 1 images"):
         processor.tokenize_prompt([{"role": "user", "content": "<image><image>?"}], [image])
-    with pytest.raises(ValueError, match="0 <image> marks .* and 1 images"):
+    with pytest.raises(ValueError, match="0 <image> marks .* but 1 images"):
         processor.tokenize_prompt([{"role": "user", "content": "?"}], [image])
     with pytest.raises(ValueError, match="2 <image> marks or"):  # a placeholder smuggled in as text
         processor.tokenize_prompt([{"role": "user", "content": "<image> <|image_pad|>"}], [image])
@@ -388,7 +388,7 @@ def test_a_micro_batch_of_nothing_gives_all_that_trains_zero_gradients(family, l
     hf, processor = loaded[family]
     policy = M.Policy(hf, processor, "all", value_head=True)
     packer = Packer(9, processor.image_token_id)
-    [micro] = packer.pack([], agree=lambda needed: needed + 1)
+    [micro] = packer.pack([], reduce_max=lambda needed: needed + 1)
     tokens = make_token_batch([])
     tokens.weights = tokens.advantages = torch.zeros(0)
     policy.zero_grad()
@@ -411,7 +411,7 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, toys):
         M.load_config(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match="cannot load its tokenizer"):
         M.Processor(str(tmp_path / "bert"))
-    with pytest.raises(ValueError, match="--min-pixels 9999999 is over --max-pixels"):
+    with pytest.raises(ValueError, match="--min-pixels 9999999 is above --max-pixels"):
         M.Processor(str(toys["qwen2_vl"]), min_pixels=9999999)
 
 
@@ -433,9 +433,10 @@ def test_a_bad_path_to_a_part_lists_what_is_there(toys, monkeypatch):
             ((), "type 'qwen3_vl'; supported: qwen2_vl"),
             (good[:1], "--family-paths model.visual: give two"),
             ((good[0], "model.text.layers"),
-             "'model.text.layers': no list of blocks there; there are in model.visual, model.language_model"),
-            ((good[0], "model.language_model.norm"), "'model.language_model.norm': no list of blocks there"),
-            (("visual", good[1]), "--family-paths 'visual': no list of blocks there; there are in model.visual, "),
+             "'model.text.layers' has no list of blocks; use a path that has one: model.visual, model.language_model"),
+            ((good[0], "model.language_model.norm"), "'model.language_model.norm' has no list of blocks"),
+            (("visual", good[1]),
+             "--family-paths 'visual' has no list of blocks; use a path that has one: model.visual, "),
         ]:  # fmt: skip
             with pytest.raises(ValueError, match=words):
                 M.load_config(model, paths)
@@ -453,7 +454,7 @@ def test_blocks_may_lie_deeper_in_the_tower_than_the_path(path):
 
 
 def test_models_that_see_images_otherwise_are_refused_in_a_line(toys, tmp_path):
-    supported = "supported are models that see images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
+    supported = "supported are models that process images as Qwen-VL does.*as qwen2_vl, qwen2_5_vl, qwen3_vl"
     config = transformers.AutoConfig.for_model("llava")
     with pytest.raises(UserError, match=rf"--model 'x' \(llava\): {supported}"):
         M.find_family(config, "x", ("model.vision_tower.encoder", "model.language_model"))
@@ -516,7 +517,7 @@ def test_attention_that_is_not_computed_here_is_refused(toys, tmp_path):
     """Sliding windows, which were read and ignored, and rotary frequencies that depend on the batch."""
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
     for change, match in (
-        (lambda text: text.update(sliding), "has layers of sliding_attention, a window of 16 tokens"),
+        (lambda text: text.update(sliding), "has sliding_attention layers with a window of 16 tokens"),
         (lambda text: text["rope_parameters"].update(rope_type="dynamic", factor=2.0), "embeddings of type 'dynamic'"),
     ):
         config = json.loads((toys["qwen2_5_vl"] / "config.json").read_text())
@@ -633,7 +634,7 @@ def test_a_tower_attends_to_all_images_in_one_call(family, toys, picture, monkey
         tower = hf.get_submodule(hf.family.vision)
         tower.config._attn_implementation = name
         monkeypatch.setattr(attention, "_varlen", varlen)
-        monkeypatch.setattr(attention, "_takes_varlen", lambda query: on_gpu)
+        monkeypatch.setattr(attention, "_supports_varlen", lambda query: on_gpu)
         out = tower(pixels, grid_thw=grids).pooler_output
         torch.cat(list(out) if isinstance(out, tuple) else [out]).square().sum().backward()
         return out, [p.grad for p in tower.parameters() if p.grad is not None]

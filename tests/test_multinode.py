@@ -20,7 +20,7 @@ from test_train import flags, rows, run, shapes, without_time  # noqa: F401
 import engines.serve
 import train
 from errors import Interrupted, UserError
-from parallel import nodes, watch
+from parallel import node_checks, watchdog
 from parallel.checkpoint import list_checkpoints
 from utils import DistContext, StepTimer
 
@@ -239,23 +239,23 @@ def test_a_lost_node_is_named_and_the_run_goes_on(how, toys, shapes, one_agent, 
 
 def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
     def told(after, error):
-        one = watch.Watchdog(
+        one = watchdog.Watchdog(
             DistContext(1, 1, torch.device("cpu")), StepTimer(), minutes=1.0
         )  # alone, so it does not start
         one.ctx = DistContext(1, 3, torch.device("cpu"))
         last = [[7, 3, "update", f"host{rank}"] for rank in range(3)]  # which may still be on the way
-        one.words, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
+        one.heartbeats, one.store = [[6, *word[1:]] for word in last], SimpleNamespace(set=lambda *_: None)
 
         def sleep(seconds):
-            one.words = after(one.words) if seconds >= 2 * one.period else last
+            one.heartbeats = after(one.heartbeats) if seconds >= 2 * one.period else last
 
-        monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
         one._after_error(type(error), error, None)
         return re.findall("^error: .*", capfd.readouterr().err, re.M)
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     one_silent = told(lambda words: [*([8, *w[1:]] for w in words[:2]), words[2]], lost)
-    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; --resume auto")
+    assert len(one_silent) == 1 and one_silent[0].startswith("error: rank 2 (host2) is gone; continue from")
     assert told(lambda words: [["left", *words[0][1:]], [8, *words[1][1:]], words[2]], lost) == one_silent
     assert told(lambda words: words, lost)[0].startswith("error: rank 0 (which holds the run's store) is gone")
     assert told(lambda words: words, ValueError("of a user's reward")) == []
@@ -264,9 +264,9 @@ def test_who_falls_silent_after_a_lost_connection_is_named(monkeypatch, capfd):
 @pytest.mark.parametrize("local_rank, parent, told", [("0", 5, [5]), ("1", 5, []), ("0", 1, [])])
 def test_torchrun_of_a_node_without_the_signal_is_told(local_rank, parent, told, monkeypatch):
     """By one process of a node; and not whoever adopted them after torchrun's end."""
-    killed, before = [], {number: signal.getsignal(number) for number in watch.SIGNALS}
+    killed, before = [], {number: signal.getsignal(number) for number in watchdog.SIGNALS}
     monkeypatch.setattr(os, "getppid", lambda: 5)
-    interrupt = watch.SignalHandler(60.0)
+    interrupt = watchdog.SignalHandler(60.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     monkeypatch.setattr(os, "getppid", lambda: parent)
@@ -296,9 +296,9 @@ def two(theirs):
 
 def test_other_flags_on_another_node_are_refused():
     settings = {"lr": 1e-6, "model": "/a/model"}
-    nodes.check_same_settings(settings, two(lambda mine: ("b", mine[1])))
+    node_checks.check_same_settings(settings, two(lambda mine: ("b", mine[1])))
     with pytest.raises(UserError, match=r"--lr is 1e-06 on rank 0 \(.*\), 0.1 on rank 1 \(b\)"):
-        nodes.check_same_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
+        node_checks.check_same_settings(settings, two(lambda mine: ("b", {"--lr": 0.1})))
 
 
 def test_restarts_that_could_not_work_are_refused(monkeypatch):
@@ -307,13 +307,13 @@ def test_restarts_that_could_not_work_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        nodes.check_restart_support()
+        node_checks.check_restart_support()
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "False"), ("TORCHELASTIC_MAX_RESTARTS", "0")):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            nodes.check_restart_support()
+            node_checks.check_restart_support()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    nodes.check_restart_support()
+    node_checks.check_restart_support()
 
 
 def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
@@ -331,15 +331,15 @@ def test_a_folder_or_data_that_nodes_do_not_share_is_refused(tmp_path):
         return two(answer)
 
     data = {"--data": examples}
-    nodes.check_shared_storage(tmp_path, data, other())
+    node_checks.check_shared_storage(tmp_path, data, other())
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"--out .*: rank 1 \(b\) does not see"):
-        nodes.check_shared_storage(tmp_path, data, other(seen=False))
+        node_checks.check_shared_storage(tmp_path, data, other(seen=False))
     with pytest.raises(UserError, match=r"the rows of --data is .* on rank 0 .*, x on rank 1 \(b\); start the"):
-        nodes.check_shared_storage(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
-    before = nodes.hash_examples(examples)
+        node_checks.check_shared_storage(tmp_path, data, other(data={"SHA-256 of the rows of --data": "x"}))
+    before = node_checks.hash_examples(examples)
     examples[0].ground_truth = "2"
-    assert nodes.hash_examples(examples) != before
+    assert node_checks.hash_examples(examples) != before
 
 
 # --- runs/multinode.sh ------------------------------------------------------------------------------------------------

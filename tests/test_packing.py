@@ -129,7 +129,7 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
     rates = FlopCosts(10.0, 0.1, 3.0, 1.0, 0.1, 0.0, 1) if by_flops else None
     packer = Packer(cap, IMAGE, rates)
     fewest = packer.pack(rollouts)
-    more = packer.pack(rollouts, agree=lambda n: needs.append(n) or n + extra)
+    more = packer.pack(rollouts, reduce_max=lambda n: needs.append(n) or n + extra)
     assert needs == [len(fewest)] and len(more) == len(fewest) + extra
     for micros in (fewest, more):
         packed = torch.cat([m.token_index_K for m in micros])
@@ -142,7 +142,7 @@ def test_all_ranks_can_be_given_the_same_number_of_micro_batches(rollouts, cap, 
             [(0, 1, -1)],
             [],
         )
-    assert len(Packer(cap, IMAGE).pack([], agree=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
+    assert len(Packer(cap, IMAGE).pack([], reduce_max=lambda n: n + 2)) == 2 and Packer(cap, IMAGE).pack([]) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,13 +210,13 @@ def test_prompts_of_one_uid_and_equal_tokens_stay_apart_without_sharing():
 
 @pytest.mark.parametrize("prompt,response,images,error,match", [
     ([1] * 10, [2] * 15, [], UserError,
-     r"prompt 'p' of 10 tokens and its response need 24, over --micro-tokens 20"),
-    ([1, IMAGE], [2], [], ValueError, r"'p': 1 image tokens, where its images have \[\]; was a placeholder sampled"),
-    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p': 1 image tokens, where its images have \[2\]"),
-    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, where its images have \[2\]"),
-    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, where its images have \[2\]"),
-    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* have \[2\], but not image by image"),
-    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not image by image"),
+     r"prompt 'p' of 10 tokens and its response need 24, more than --micro-tokens 20"),
+    ([1, IMAGE], [2], [], ValueError, r"'p' has 1 image tokens, and its images need \[\]; was a placeholder sampled"),
+    ([1, IMAGE, 2], [3], [image("x", 2)], ValueError, r"'p' has 1 image tokens, and its images need \[2\]"),
+    ([1, 2], [3], [image("x", 2)], ValueError, r"0 image tokens, and its images need \[2\]"),
+    ([1, IMAGE, IMAGE, IMAGE], [3], [image("x", 2)], ValueError, r"3 image tokens, and its images need \[2\]"),
+    ([1, IMAGE, 2, IMAGE], [3], [image("x", 2)], ValueError, r"2 image tokens, .* need \[2\], but .* not contiguous"),
+    ([IMAGE, 1, IMAGE, IMAGE], [3], [image("x", 2), image("y", 1)], ValueError, "not contiguous"),
 ])  # fmt: skip
 def test_what_cannot_be_packed_names_the_rollout_and_its_lengths(prompt, response, images, error, match):
     with pytest.raises(error, match=match):

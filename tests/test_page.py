@@ -269,10 +269,10 @@ EVERYTHING = {
 
 def test_a_summary_with_everything():
     text = Tags(page_of([record("a"), record("b", sample(accuracy=0.0))], summary=EVERYTHING)).text
-    for told in ("0.900", "0.810 to 0.950 (95%)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
+    for told in ("0.900", "0.810 to 0.950 (95% interval)", "of 80 prompts", "0.850", "of 3 tasks", "majority@80.940",
                  "turns <8> 0.250",
                  "2.50", "31.2", "+0.300", "+0.200 to +0.400", "<base>", "0.031", "< 0.001", "It looks: <yes>.",
-                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "rewards that failed2",
+                 "0.310", "0.400 to 0.600", "a <column>", "</td>", "failed rewards2",
                  "prompts left out7"):  # fmt: skip
         assert told in text, told
     assert "-0.000" not in text and "nan" not in text and "None" not in text
@@ -280,7 +280,7 @@ def test_a_summary_with_everything():
 
 def test_a_summary_of_the_least():
     text = Tags(page_of([record("a")], summary={"n": 1, "accuracy": 0.0})).text
-    assert "0.000" in text and "no interval" in text and "Against" not in text and "Rewards and" not in text
+    assert "0.000" in text and "no interval" in text and "Comparison with" not in text and "Rewards and" not in text
 
 
 def test_half_a_surrogate_pair_does_not_break_a_page():
@@ -324,7 +324,7 @@ def test_long_texts_keep_their_ends_and_are_counted(monkeypatch):
     texts = ["short", "START" + "<" * 3000 + "END", "BEGIN" + "y" * 3000 + "LAST"]
     page = page_of([record("u", *map(sample, texts))])
     text = Tags(page).text
-    for told in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shown by their beginning and end"):
+    for told in ("short", "START<", "<END", "BEGINy", "yLAST", "2 long texts are shortened"):
         assert told in text
     left = [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) characters are left out", text)]
     assert left == [3008 - 1000, 3009 - 1000]
@@ -334,7 +334,7 @@ def test_formulas_beyond_their_room_stay_as_written(monkeypatch):
     monkeypatch.setattr(G, "FORMULA_CHARS", 3000)
     page = page_of([record("u", *[sample(rf"$\frac{{{i}}}{{2}}$") for i in range(40)])])
     found = Tags(page)
-    assert 1 < found.tags["math"] < 40 and f"{40 - found.tags['math']} formulas stay as they were written" in found.text
+    assert 1 < found.tags["math"] < 40 and f"{40 - found.tags['math']} formulas are shown as source" in found.text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_of_too_many_prompts_the_telling_ones_come_first():
     assert [r["uid"] for r in chosen[:996]] == [f"u{i}" for i in range(996)]  # in order
     examples = {r["uid"]: asked(r["uid"]) for r in chosen}  # no more than those are asked for
     text = Tags(first_page("T", records, examples, summary=summary)).text
-    assert "1,000 of 1,500 prompts are shown, first those gained, lost" in text
+    assert "1,000 of 1,500 prompts are shown; those gained, lost" in text
     lost = {f"u{i}" for i in range(500, 1500)}  # too many even of these: none but these
     summary["baselines"][0] |= {"gained_uids": [], "lost_uids": lost}
     assert {r["uid"] for r in R.select_records(records, summary)} == lost - {"u1400", "u1401"} | {
@@ -381,7 +381,7 @@ def test_a_sample_that_failed_and_one_that_was_cut():
     page = page_of([record("a", failed), record("b", sample(finish="length")), record("c", broken)],
                    summary={"n": 3, "accuracy": 0.3})  # fmt: skip
     a, b, c = re.findall(r"<article.*?</article>", page, re.DOTALL)
-    assert "its reward failed" in a and "its environment failed" in c and "cut at the length limit" in b
+    assert "reward failed" in a and "environment failed" in c and "truncated at the length limit" in b
     assert re.findall(r'data-is="([^"]*)"', page) == ["failed wrong", "cut right", "failed wrong"]
     training = page_of([record("a", failed)])  # in training a failure is not wrong
     assert re.findall(r'data-is="([^"]*)"', training) == ["failed"]
@@ -408,7 +408,7 @@ def test_an_episode_is_shown_turn_by_turn():
 def test_images_stand_where_their_marks_are_and_those_without_text_between_in_a_row():
     images = [photo(noise=i) for i in range(4)]
     example = asked("u", "first<image> \n<image>then<image>last <b>", images)
-    said = first_page("T", [record("u")], {"u": example}).partition("<div class=asked>")[2]
+    said = first_page("T", [record("u")], {"u": example}).partition("<div class=prompt>")[2]
     assert re.findall(r"<img|<span class=images>|first|then|last &lt;b&gt;", said) == [
         "first", "<span class=images>", "<img", "<img", "then", "<span class=images>", "<img", "last &lt;b&gt;",
         "<span class=images>", "<img"]  # fmt: skip
@@ -455,13 +455,13 @@ def test_images_in_full_size_have_a_limit_and_it_is_told(tmp_path, monkeypatch):
     page = page_of([record("u")], images=images, folder=tmp_path / "images")
     (file,) = (tmp_path / "images").iterdir()
     assert file.read_bytes() == images[1] and page.count("<a class=full") == 1 and Tags(page).tags["img"] == 3
-    assert f"2 images of more than {least:,} bytes have only their thumbnails here" in page
+    assert f"2 images of more than {least:,} bytes are shown only as thumbnails" in page
 
 
 def test_images_beyond_the_most_are_counted(monkeypatch):
     monkeypatch.setattr(G, "PAGE_IMAGES", 5)
     page = page_of([record("a"), record("b")], images=[photo(noise=1), photo(noise=2), photo(noise=3)])
-    assert "2 images are left out: a page shows 5." in page and page.count("an image that is left out") == 2
+    assert "2 images are left out: a page shows at most 5." in page and page.count("image left out to limit") == 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -830,11 +830,12 @@ def test_an_image_opens_in_full_size(opened, tmp_path, key):
 @needs_browser
 def test_formulas_can_be_seen_as_they_were_written(opened):
     browser = opened(page_of([record("a", sample(r"so $\frac{1}{2}$ it is"))]))
-    height = "document.querySelector('.said math')?.getBoundingClientRect().height"
-    assert browser.evaluate(height) > 15 and "frac" not in browser.evaluate("document.querySelector('.said').innerText")
+    height = "document.querySelector('.responses math')?.getBoundingClientRect().height"
+    shown = browser.evaluate("document.querySelector('.responses').innerText")
+    assert browser.evaluate(height) > 15 and "frac" not in shown
     browser.press("t")
     assert browser.evaluate(height) == 0 and r"so $\frac{1}{2}$ it is" in browser.evaluate(
-        "document.querySelector('.said').innerText"
+        "document.querySelector('.responses').innerText"
     )
 
 

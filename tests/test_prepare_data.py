@@ -1100,7 +1100,7 @@ def test_special_tokens_of_the_tokenizer_are_found_at_start(tmp_path, toys, caps
     ]
     examples, _ = read_examples(save(tmp_path / "f.parquet", rows))
     with pytest.raises(
-        UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the tokenizer's special token \[STOP\] in the prompt"
+        UserError, match=r"1 of 3 rows(.|\n)*train/f/1': the prompt text contains the special token \[STOP\]"
     ):
         drop_long_prompts(examples, [processor], 2048)
     kept, dropped, lengths = drop_long_prompts(examples, [processor], 2048, bad_rows="skip")

@@ -76,7 +76,7 @@ def test_reliance_is_told(tmp_path, monkeypatch):
     assert blind["accuracy"] > 0.9 and blind["reliance"]["constant"] < 0.35
     for kind in kinds:
         assert blind["reliance"][kind]["accuracy"] > 0.9
-    assert told.count("no sign that it looks") == 2 and "by looking" not in told
+    assert told.count("no evidence that the model uses the image") == 2 and ": the model" not in told
 
     model, kinds = trained(tmp_path / "colour", "colour", 100), ("blank", "shuffled")
     rows = [row for row in shapes_rows(400, "test", 0) if row["extra_info"]["answer_type"] == "colour"]
@@ -85,4 +85,4 @@ def test_reliance_is_told(tmp_path, monkeypatch):
     for kind in kinds:
         found = sees["reliance"][kind]
         assert found["accuracy_ci95"][0] <= sees["reliance"]["constant"] and found["drop_ci95"][0] > 0.1
-        assert f"{found['drop']:.3f}, to what may be chance: it answers by looking" in told
+        assert f"{found['drop']:.3f}, to a level not significantly above chance: the model uses" in told

@@ -56,7 +56,7 @@ def self_test(policy, engine, examples, processor, seed=0):
 def test_a_sound_pair_passes_and_says_what_was_compared(pair):
     line = self_test(*pair)
     assert line.startswith("self-test: 3 prompts (2 with images) tokenised the same")
-    assert float(line.split("moved them by ")[1]) > 0.05
+    assert float(line.split("moved it by ")[1]) > 0.05
 
 
 def without(engine, name):
@@ -107,7 +107,7 @@ def test_each_tensor_that_does_not_arrive_is_seen(family, dtype, pair, toys):
             engine.load_weights(FullParameters(policy))
             rollouts = engine.generate(prompts, S.SAMPLES_PER_PROMPT, rollout.SamplingParams(S.NEW_TOKENS, seed=3))
             ours = S.trainer_logprobs(policy, packer, rollouts, 1.0)
-            with S.rounded(policy):
+            with S.with_rounding_noise(policy):
                 rounding = (S.trainer_logprobs(policy, packer, rollouts, 1.0) - ours).abs().mean()
             tolerated = S.FLOOR + S.LIMIT * rounding
             assert gap() < 0.9 * tolerated
@@ -197,7 +197,7 @@ def test_an_engine_with_one_stale_tensor_is_refused(pair):
     policy, engine = pair[:2]
     original = engine.load_weights
     names = [name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad][::3]
-    told = "of engine and trainer under new weights differ by .*does not bring all weights"
+    told = "of engine and trainer under new weights differ by .*does not update all weights"
     for name in names:
         engine.load_weights = original
         engine.load_weights(FullParameters(policy))
@@ -214,7 +214,7 @@ def test_two_tensors_that_change_places_are_seen(pair):
     assert torch.equal(*(engine.hf.get_parameter(name) for name in ab))
     other = dict(zip(ab, reversed(ab), strict=True))
     engine.load_weights = lambda named: original((other.get(name, name), tensor) for name, tensor in named)
-    with pytest.raises(UserError, match="does not bring all weights to their places"):
+    with pytest.raises(UserError, match="does not update all weights"):
         self_test(*pair)
 
 
@@ -247,7 +247,7 @@ def test_weights_come_back_to_the_last_bit(pair, toys):
 
 def test_a_nudge_that_moves_nothing_says_nothing(pair, monkeypatch):
     monkeypatch.setattr(S, "PERTURBATION", 1e-7)
-    told = "new weights moved log-probabilities by [0-9.]+e-0[5-9] only, which says nothing of the sync"
+    told = "new weights moved log-probabilities by only [0-9.]+e-0[5-9], too little to check the sync"
     with pytest.raises(UserError, match=told):
         self_test(*pair)
 
@@ -263,7 +263,7 @@ def test_a_mistake_that_engine_and_trainer_share_is_named(pair, monkeypatch):
 
     monkeypatch.setattr(M, "mrope_positions", as_text)
     monkeypatch.setattr(engines.hf, "mrope_positions", as_text)
-    told = "of the trainer and transformers' own forward differ by .*no such family"
+    told = "of the trainer and transformers' own forward differ by .*does not behave like its family"
     with pytest.raises(ValueError, match=told):
         self_test(*pair)
 
@@ -313,7 +313,7 @@ def test_another_function_is_named(pair):
         return rollouts
 
     pair[1].generate = hotter
-    told = r"engine \(HFEngine\) and trainer differ by 1.00e-02 nats a token .*1.0e-04 is tolerated; .*--attn"
+    told = r"engine \(HFEngine\) and trainer differ by 1.00e-02 nats per token .*the limit is 1.0e-04; .*--attn"
     with pytest.raises(ValueError, match=told):
         self_test(*pair)
 

@@ -316,7 +316,7 @@ def test_what_a_server_that_is_lost_was_asked_is_asked_of_another_with_the_same_
     assert Counter(ask.uid for ask in servers[0].asks) == {"a": 3, "c": 3}
     again = [ask for ask in servers[1].asks if ask.uid in "ac"]
     assert sorted(again) == sorted(servers[0].asks) and len(servers[1].asks) == 12
-    told = f"--servers {URLS[0]} is left out: gone; 1 others go on\n"
+    told = f"--servers {URLS[0]} is left out: gone; servers left: 1\n"
     assert capfd.readouterr().out.count(told) == 1  # six requests broke off
     assert_whole(engine.generate(prompts, 1, SamplingParams(ROOM)))
     assert len(servers[0].asks) == 6
@@ -329,11 +329,11 @@ def test_all_servers_are_lost(connect):
     with pytest.raises(UserError) as told:
         engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))
     lost = sorted(f"{url}: gone" for url in URLS[:2])
-    remedy = "start them again, then repeat the command (in training with --resume auto)"
-    either = [f"--servers: none is left ({'; '.join(order)}); {remedy}"
+    remedy = "restart them, then repeat the command (in training with --resume auto)"
+    either = [f"--servers: no server is available ({'; '.join(order)}); {remedy}"
               for order in (lost, lost[::-1])]  # fmt: skip
     assert str(told.value) in either
-    with pytest.raises(UserError, match="^--servers: none takes new weights .*; start them again, [^\n]*$"):
+    with pytest.raises(UserError, match="^--servers: no server accepted the new weights .*; restart them, [^\n]*$"):
         engine.load_weights(weights(2.0))
     assert engine.weights_version == 1
 
@@ -345,7 +345,7 @@ def test_where_no_server_is_left_a_run_is_asked_to_end(connect):
     for server in servers:
         server.on_token = at_token(5, partial(setattr, server, "dead", True))
     assert len(engine.generate(prompts_of(*"abcd"), 2, SamplingParams(ROOM))) == 8
-    assert len(asked) == 1 and asked[0].startswith("--servers: none is left (")
+    assert len(asked) == 1 and asked[0].startswith("--servers: no server is available (")
     told, gathered = synced(engine, 2.0)
     assert engine.weights_version == 2 and told == {"sync/servers": 0.0} and not gathered
     for server in servers:
@@ -372,7 +372,7 @@ def test_a_server_whose_answers_hold_nothing_is_asked_ever_more_slowly_then_left
     began = time.monotonic()
     assert_whole(engine.generate(prompts_of(*"ab"), 2, SamplingParams(ROOM)))
     assert list(engine.unavailable) == [URLS[0]]
-    assert engine.unavailable[URLS[0]] == "6 answers in a row held no token of the newest weights"
+    assert engine.unavailable[URLS[0]] == "6 replies in a row had no token from the newest weights"
     assert max(asked.values()) == 6 and time.monotonic() - began > 0.01 * (1 + 3 + 7 + 15 + 31)
 
 
@@ -385,8 +385,8 @@ def test_weights_that_this_run_did_not_send_are_not_sampled_from(label, connect)
 
 
 @pytest.mark.parametrize(("changed", "told"), [
-    ({"prompt_ids": [3, 5, 8]}, r"example 'a': .*\(http://one\): another prompt would be trained on than answered"),
-    ({"logprobs": [math.nan] * ROOM}, "example 'a': the log-probabilities of http://one's answer are not finite"),
+    ({"prompt_ids": [3, 5, 8]}, r"example 'a': .*\(http://one\), so the trained prompt would not be the sampled one"),
+    ({"logprobs": [math.nan] * ROOM}, "example 'a': the log-probabilities from http://one are not finite"),
 ])  # fmt: skip
 def test_answers_that_must_not_be_trained_on(changed, told, connect, monkeypatch):
     engine, [server] = connect(1)
@@ -441,17 +441,17 @@ def test_what_vllm_says_in_place_of_nan():
 
 
 def test_servers_that_do_not_suit(connect, monkeypatch):
-    with pytest.raises(UserError, match="--servers http://one takes sequences of 64 tokens, and this run needs 65"):
+    with pytest.raises(UserError, match="http://one accepts sequences of up to 64 tokens, but this run needs 65"):
         connect(2, max_model_len=65)
     monkeypatch.setattr(Fake, "noise", property(lambda server: server.url))
-    with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} hold other weights .*first in .'a'.; they must run"):
+    with pytest.raises(UserError, match=f"{URLS[0]} and {URLS[1]} have different weights .*first in .'a'.; run them"):
         connect(2)
 
     async def find_kind(url, http):
         return "vllm" if url == URLS[0] else "sglang"
 
     monkeypatch.setattr(engines.client, "detect_server_kind", find_kind)
-    with pytest.raises(UserError, match="must be of one kind: http://one is vllm's, http://two is sglang's"):
+    with pytest.raises(UserError, match="must all be of one kind, but http://one is vllm, http://two is sglang"):
         connect(2)
 
 
@@ -482,7 +482,7 @@ def test_requests_that_fail():
                 await server.post("/503")
             with pytest.raises(UserError, match="^--servers http://one: /400 answered 400: so it is$"):
                 await server.post("/400")
-            with pytest.raises(UserError, match="^--servers http://one: there is no /404; "):
+            with pytest.raises(UserError, match="^--servers http://one has no endpoint /404; "):
                 await server.post("/404")
 
     asyncio.run(main())
@@ -507,7 +507,7 @@ def test_an_answer_is_bounded_in_size_and_time(monkeypatch):
     async def main():
         async with httpx2.AsyncClient(transport=httpx2.MockTransport(handle)) as http:
             server = ServerClient("http://one", http, 0.2, [], [])
-            with pytest.raises(ServerUnavailable, match="^/large answered more than 1000 bytes$"):
+            with pytest.raises(ServerUnavailable, match="^/large answered with more than 1000 bytes$"):
                 await server.post("/large")
             with pytest.raises(ServerUnavailable, match="^no answer to /slow within 0.2 s$"):
                 await server.post("/slow")
@@ -602,7 +602,7 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     told, asked = synced(engine, 3.0)
     assert asked == ["trained", "all"] and told["sync/servers"] == 1.0
     assert engine.weights_version == 3 and good.label == engine.weights_label == f"{engine.run_id}-3"
-    assert engine.unavailable == {URLS[0]: "new weights: no room for it"}
+    assert engine.unavailable == {URLS[0]: "weight sync failed: no room for it"}
     assert good.updates[-1] == ["a", "b"] and good.holds["a"].tolist() == good.holds["b"].tolist() == [3.0, 3.0]
     rollouts = engine.generate(prompts_of(*"abc"), 1, SamplingParams(ROOM))
     assert_whole(rollouts, version=3)
@@ -611,7 +611,7 @@ def test_an_update_that_fails_on_one_server(connect, capfd):
     assert asked == ["all"] and not engine.unavailable and engine.weights_version == 4 and told["sync/servers"] == 2.0
     assert bad.updates[-1] == good.updates[-1] == ["a", "b"] and bad.label == f"{engine.run_id}-4"
     out = capfd.readouterr().out
-    assert out.count(f"--servers {URLS[0]} is left out: new weights") == 1
+    assert out.count(f"--servers {URLS[0]} is left out: weight sync failed") == 1
     assert out.count(f"--servers {URLS[0]} is used again\n") == 1
     assert synced(engine, 5.0)[1] == ["trained"]
 
@@ -631,7 +631,7 @@ def test_a_server_that_failed_an_update_does_not_keep_what_it_was_at(connect):
 
 
 class Member(ServerClient):
-    """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's patience."""
+    """Of a transfer group whose `broadcast` takes as long as its slowest member, at most the group's wait_seconds."""
 
     kind = "vllm"
     does = "takes"  # refuses: at once; hangs: says nothing, for as long as one may
@@ -661,8 +661,8 @@ class Member(ServerClient):
 @pytest.mark.parametrize(("does", "up", "blamed"), [
     (("takes", "takes"), (True, True), {}),
     (("refuses", "takes"), (True, True), {"http://one": "no"}),
-    (("takes", "hangs"), (True, True), {"http://two": "no answer while weights came"}),
-    (("hangs", "takes"), (False, True), {"http://one": "no answer while weights came"}),
+    (("takes", "hangs"), (True, True), {"http://two": "no answer during the weight sync"}),
+    (("hangs", "takes"), (False, True), {"http://one": "no answer during the weight sync"}),
 ])  # fmt: skip
 def test_who_is_to_blame_where_a_group_waits_for_one(does, up, blamed, monkeypatch):
     """Those that waited for it in vain fail as well, and must get the weights that are sent once more."""
@@ -743,7 +743,7 @@ SUITS = {"servers": ("http://127.0.0.1:9",)}
     ({"servers": ("http://host:99999",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://host:8000/v1",)}, {}, "give http://HOST:PORT"),
     ({"servers": ("http://one:1", "http://one:1/")}, {}, "--servers http://one:1 is given twice; give each once"),
-    (SUITS | {"sync": "adapter"}, {}, "--sync adapter: there is none without --lora-rank"),
+    (SUITS | {"sync": "adapter"}, {}, "--sync adapter needs an adapter; set --lora-rank above 0"),
     (SUITS | {"sync": "adapter"}, {"lora_rank": 8, "train_vision": "tower"}, "not those of --train-vision tower"),
     (SUITS | {"sync": "nccl"}, {}, "--sync nccl: there is no GPU here; use gloo"),
 ])  # fmt: skip
@@ -834,7 +834,7 @@ def test_a_run_that_trained_on_servers_asks_for_them(evaluate, toys, tmp_path):
     given = [str(tmp_path / "run"), "--data", "x", "--out", "y"]
     assert evaluation.parse_args([*given, "--servers", "http://one:1"]).rollout == "server"
     assert evaluation.parse_args([*given, "--rollout", "hf"]).rollout == "hf"
-    with pytest.raises(UserError, match="--servers http://one:1.*: for servers, but the engine is --rollout hf"):
+    with pytest.raises(UserError, match="--servers http://one:1.*: only for servers, but the engine is --rollout hf"):
         evaluate(toys["qwen2_5_vl"], "--rollout", "hf")
 
 
@@ -859,7 +859,7 @@ def test_an_answer_of_another_form_loses_its_server_alone(connect, capsys):
 
     servers[1].generate = odd
     engine.generate(prompts_of("a", "b", "c", "d"), 2, SamplingParams(ROOM))
-    assert f"{URLS[1]} is left out: its answer cannot be read: TypeError" in capsys.readouterr().out
+    assert f"{URLS[1]} is left out: its reply cannot be parsed: TypeError" in capsys.readouterr().out
 
 
 def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_path):
@@ -881,7 +881,7 @@ def test_servers_take_their_gpus_from_those_that_are_visible(monkeypatch, tmp_pa
     assert serve(2) == [["2"], ["3"]] and serve(1, tensor_parallel_size=2) == [["2,3"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a1,GPU-b2")
     assert serve(2) == [["GPU-a1"], ["GPU-b2"]]
-    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, and there are 4"):
+    with pytest.raises(UserError, match="2 trainer processes and 3 servers of 1 GPUs need 5 GPUs, but there are 4"):
         serve(3)
 
 

@@ -338,7 +338,7 @@ def test_a_name_that_is_unknown_leaves_weights_as_they_were(running, mixed, play
         before = await trainer.server.checksums()
         good = [(name, p.detach()) for name, p in nudged().named_parameters()]
         for name, told in (("model.visual.nonsense.weight", "has no such parameter"),
-                           ("model.language_model.layers.0.mlp.experts.down_proj", "takes no experts")):  # fmt: skip
+                           ("model.language_model.layers.0.mlp.experts.down_proj", "does not accept all")):  # fmt: skip
             await trainer.server.pause("abort")
             await trainer.server.start_weight_update()
             with pytest.raises(UserError, match=f"{told}.*: {name}"):
@@ -506,7 +506,7 @@ def test_a_whole_asynchronous_run(engine, running, data, tmp_path):  # noqa: F81
     ages = [row["async/staleness_max"] for row in steps]
     # 0 later, too, if a sync came before the first token of the batch that was sampled ahead
     assert len(ages) == 4 and ages[0] == 0 and max(ages) == 1
-    assert steps[0]["rollout/max_abs_dlogp"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
+    assert steps[0]["mismatch/max_abs_logprob_diff"] <= 1e-5 and all(row["sync/servers"] == 1 for row in steps)
 
 
 # --- other families, and an end ---------------------------------------------------------------------------------------
@@ -546,9 +546,9 @@ def test_other_families_serve_and_are_lost_when_they_are_killed(family, toys, mi
             errors.append(str(caught.value))
 
         in_the_middle(SimpleNamespace(generate=lambda *_: sample()), prompts, 2, sampling, partial(kill, process))
-        told = rf"--servers: none is left \({url}: /generate: .*\); start them again, then repeat the command .*auto\)"
+        told = rf"--servers: no server is available \({url}: /generate: .*\); restart them, then repeat .*auto\)"
         assert re.fullmatch(told, errors[0])
-        with pytest.raises(UserError, match=f"--servers: none takes new weights .{url}"):
+        with pytest.raises(UserError, match=f"--servers: no server accepted the new weights .{url}"):
             engine.load_weights(named(hf))
 
 

@@ -157,7 +157,7 @@ def test_a_run_goes_on_with_other_parts(toys, shapes, tmp_path):  # noqa: F811
 def test_models_that_do_not_divide_are_named(toys):
     config = M.load_config(str(toys["qwen3_vl"]))
     tensor_parallel.check_tp(config, 2)
-    with pytest.raises(ValueError, match="--tp 4: the model's 2 key-value heads do not divide .* a divisor of 2"):
+    with pytest.raises(ValueError, match="--tp 4: the model's 2 key-value heads cannot be divided .* a divisor of 2"):
         tensor_parallel.check_tp(config, 4)
     config.text_config.num_key_value_heads = 4
     config.text_config.intermediate_size = 190

@@ -68,7 +68,7 @@ def test_bootstrap_over_tasks_resamples_each_by_itself():
 def test_bootstrap_in_pieces_is_the_same(monkeypatch):
     values = np.random.default_rng(4).normal(size=50).tolist()
     whole = S.bootstrap(values)
-    monkeypatch.setattr(S, "AT_A_TIME", 2500)
+    monkeypatch.setattr(S, "CHUNK_SIZE", 2500)
     assert S.bootstrap(values) == S.bootstrap(values, seed=0) == pytest.approx(whole, rel=1e-12)
     assert S.bootstrap(values, seed=1) != pytest.approx(whole, rel=1e-6)
     assert S.bootstrap([3.0] * 5) == (3.0, 3.0)

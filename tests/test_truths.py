@@ -108,9 +108,9 @@ def test_own_layouts_are_unwrapped_too(tmp_path):
 
 
 BAD = {  # task -> truths that no answer can equal, and what is said of them
-    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither as mathematics nor as plain words",
+    "geo3k": {"<answer> 3 <answer>": "", "The answer is <b>3</b>": "neither mathematics nor plain words",
               "\\boxed{3}, \\boxed{4}": "", "see \\ref{fig:a} below": "", "\\frac{3": "braces do not match",
-              "n/a": "says nothing", "x" * 1500: "too long"},
+              "n/a": "holds no answer", "x" * 1500: "too long"},
     "calculator": {"<answer> 3": ""},
     "vqa": {"\\boxed{3}, \\boxed{4}": "", "\\boxed{red": "", "...": "", "word " * 300: "", '["\\\\boxed{}", "."]': ""},
     "look_closer": {"...": ""},

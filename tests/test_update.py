@@ -48,7 +48,7 @@ def make_rollouts(rewards_PG, seed=0, length=None):
 
 
 def make_batch(cfg, ctx, rollouts, image_token=-1):
-    """Packed by train.make_batch, as if these were all that a step sampled."""
+    """Packed by train.pack_batch, as if these were all that a step sampled."""
     rollout = replace(cfg.rollout, prompts_per_step=len(rollouts) // cfg.algo.group_size)
     pool = GroupPool(replace(cfg.algo, truncated="keep"), rollout, 0, ctx)  # penalties are in the rewards
     pool.add(rollouts, [r.rewards for r in rollouts])
@@ -118,7 +118,13 @@ def test_constant_groups_cost_no_forward_and_move_nothing(algo, toys, ctx):
     assert m["update/empty"] == 1 and m["update/skipped"] == m["update/steps"] == 0
     assert algo.startswith("reinforce") or batch.minibatches == [[]]
     assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())
-    measured = {"policy/entropy", "policy/clip_frac", "policy/approx_kl", "mismatch/kl", "rollout/max_abs_dlogp"}
+    measured = {
+        "policy/entropy",
+        "policy/clip_frac",
+        "policy/approx_kl",
+        "mismatch/kl",
+        "mismatch/max_abs_logprob_diff",
+    }
     assert algo.startswith("reinforce") or not measured & m.keys()  # of nothing
     m, batch = one_update(cfg, ctx, models, make_rollouts(UNEVEN))
     assert measured <= m.keys() and m["update/steps"] == 1
@@ -179,8 +185,8 @@ def test_the_critic_learns_to_predict_returns(critic_kind, toys, ctx):
     """Rewards that the prompt determines: all of the return can be explained, and soon most of it is."""
     critic_lr = "3e-3" if critic_kind == "head" else "1e-3"
     cfg = parse(
-        f"--algo ppo --algo-args critic={critic_kind} critic_lr={critic_lr} --lr 1e-4 --algo-args gamma=1 --update-epochs 4 "
-        f"--algo-args critic_warmup_steps=9 value_clip=none"
+        f"--algo ppo --algo-args critic={critic_kind} critic_lr={critic_lr} --lr 1e-4 --update-epochs 4 "
+        f"--algo-args gamma=1 critic_warmup_steps=9 value_clip=none"
     )
     models = make_models(toys["qwen2_5_vl"], cfg)
     explained = []
@@ -339,7 +345,7 @@ def test_an_engine_that_computes_as_the_trainer_does_is_at_distance_zero(toys, c
             r.logprobs = policy(micro).logp_K.tolist()
     m, _ = one_update(cfg, ctx, Models(policy, make_optimizer(policy, 1e-3, 0.0)), rollouts)
     assert m["policy/grad_norm"] > 0
-    assert m["rollout/max_abs_dlogp"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
+    assert m["mismatch/max_abs_logprob_diff"] < 1e-5 and m["rollout/tis_capped"] == m["rollout/tis_masked"] == 0
     assert m["policy/approx_kl"] == 0 and m["policy/clip_frac"] == 0
 
 

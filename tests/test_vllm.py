@@ -437,7 +437,7 @@ def test_the_self_test_passes_and_puts_everything_back(family, toys, mixed):
     engine.load_weights(FullParameters(policy))
     prompts, sampling = make_prompts(mixed, processor), SamplingParams(8, seed=1)
     before = engine.generate(prompts, 2, sampling)
-    moved = self_test(policy, engine, processor, mixed).split("which moved them by ")[1]
+    moved = self_test(policy, engine, processor, mixed).split("moved it by ")[1]
     assert float(moved) > 0.05
     assert_same(engine.generate(prompts, 2, sampling), before, atol=0)
 
@@ -522,7 +522,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     assert given["block_size"] == 64 and given["served_model_name"] == "toy" and given["max_num_seqs"] == 3
     assert "sleep_level" not in given
     refused = {
-        "kv_cache_dtyp=auto": "vLLM has no such setting; nearest: kv_cache_dtype",
+        "kv_cache_dtyp=auto": "vLLM has no such argument; nearest: kv_cache_dtype",
         "block_size": "give KEY=VALUE",
         "logprobs_mode=raw_logits": "relies on its own value",
         "dtype=float16": "use --dtype",
@@ -534,7 +534,7 @@ def test_settings_of_ones_own_reach_vllm_and_others_are_refused(toys, monkeypatc
     for pair, match in refused.items():
         with pytest.raises(ValueError, match=match):
             launch.vllm_settings([pair], "vllm", world=3)
-    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; leave it out"):
+    with pytest.raises(ValueError, match="--vllm block_size=64 .*: the engine is hf; remove --vllm"):
         launch.vllm_settings(pairs, "hf", world=3)
 
 
@@ -588,7 +588,7 @@ def test_a_run_learns_and_the_self_test_leaves_no_trace(toys, data, tmp_path):
     # what is frozen is sent once, before step 1
     trained = sum(p.nbytes for name, p in hf.named_parameters() if "visual" not in name)
     assert all(row["sync/bytes"] == trained and row["sync/calls"] == 1 for row in steps)
-    assert all(0 < row["rollout/max_abs_dlogp"] <= 1e-5 and row["mismatch/kl"] < 1e-9 for row in steps)
+    assert all(0 < row["mismatch/max_abs_logprob_diff"] <= 1e-5 and row["mismatch/kl"] < 1e-9 for row in steps)
     run(command(toys, data, tmp_path / "without", *more, "--no-self-test"))
     assert without_time(tmp_path / "without") == without_time(tmp_path / "with")
 
@@ -630,7 +630,7 @@ def test_two_processes(tp, toys, data, tmp_path):
     done = run(launch)
     assert "self-test: " in done.stdout and (tp == 1 or not stale.exists())
     for row in rows(tmp_path / "r")[1:]:
-        assert 0 < row["rollout/max_abs_dlogp/images=1"] == row["rollout/max_abs_dlogp"] <= 1e-5
+        assert 0 < row["mismatch/max_abs_logprob_diff/images=1"] == row["mismatch/max_abs_logprob_diff"] <= 1e-5
         assert "mismatch/kl/images=0" not in row and row["rollout/tis_masked"] == 0 == row["rollout/tis_capped"]
         assert row["sync/calls"] == 1
 
@@ -674,7 +674,7 @@ LORA = ["--lora-rank", 4, "--lora-alpha", 32]
 def test_exported_runs_generate(family, more, toys, data, mixed, tmp_path):
     """A run, with adapters or without, whose weights reach the engine, and whose export opens in it."""
     run(command(toys, data, tmp_path / "r", "--steps", 2, "--lr", "3e-2", *more, family=family))
-    assert all(row["rollout/max_abs_dlogp"] <= 1e-5 for row in rows(tmp_path / "r"))
+    assert all(row["mismatch/max_abs_logprob_diff"] <= 1e-5 for row in rows(tmp_path / "r"))
     run([sys.executable, "merge_lora.py", tmp_path / "r", "--out", tmp_path / "hf"])
     hf, processor = M.load_hf(str(tmp_path / "hf")).eval(), M.Processor(str(tmp_path / "hf"))
     engine, prompts, greedy = start(tmp_path / "hf"), make_prompts(mixed, processor), SamplingParams(10, 0.0)

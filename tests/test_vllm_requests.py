@@ -66,7 +66,8 @@ def test_of_processes_that_share_a_model_each_hands_over_its_own(rank, loaded, p
     fake = TwoProcesses(rank, theirs, processor)
     fake.image = processor.image_token_id
     engine = object.__new__(VLLMEngine)
-    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0, "has_all_weights": True}
+    more = {"tp": 2, "tp_group": None, "tp_rank": rank, "max_model_len": 10**6, "sleep_level": 0,
+            "has_all_weights": True}
     vars(engine).update(processor=processor, llm=fake, **more)
     monkeypatch.setattr(engine, "wake", lambda: None)
     monkeypatch.setattr(engine, "_add_requests", partial(begin_without_vllm, engine))

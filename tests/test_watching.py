@@ -36,7 +36,6 @@ from packing import FlopCosts
 from parallel.checkpoint import resolve_model
 from parallel.models import build_models
 from prepare_data import Example
-from report.line import format_fixed_width, header_line, peak_flops, step_line, throughput_metrics
 from report.metrics import add_value_metrics, update_flops
 from report.page.plots import (
     Line,
@@ -51,9 +50,10 @@ from report.page.plots import (
 from report.page.trackers import TensorBoard, Trackers, WandB, check_trackers
 from report.progress import Progress, iter_with_progress, sampling
 from report.records import encode_image
+from report.run_warnings import RunWarnings
 from report.samples import format_sample_lines, most_varied_group, shorten
 from report.summary import best_evaluation, run_summary
-from report.warnings import RunWarnings
+from report.terminal import format_fixed_width, header_line, peak_flops, step_line, throughput_metrics
 from rollout import Prompt, Rollout, RolloutCounter
 from tasks.shapes import encode_png, shapes_rows
 from utils import DistContext, Meter
@@ -473,7 +473,7 @@ def said(*parts):
 @pytest.mark.parametrize("change, match", [
     ({"reward/zero_std_frac": 1.0}, "all samples of a prompt got the same reward .mean 0.5.*--temperature"),
     ({"policy/entropy": 0.03}, "policy/entropy collapsed to 0.03, from 0.4 .*accuracy of 0.50.*--clip-high"),
-    ({"response/tokens": 20.0}, "responses shrank to 20 tokens, from 100.*--kl-coef"),
+    ({"response/tokens": 20.0}, "mean response length fell to 20 tokens, from 100.*--kl-coef"),
     ({"response/truncated": 0.5}, "response/truncated rose to .*, from 0.02.*--max-new-tokens"),
     ({"mismatch/kl": 0.02}, "mismatch/kl grew to .*, from 0.001.*--algo-args tis_cap"),
 ])
@@ -509,9 +509,9 @@ def test_warnings_survive_missing_metrics_and_go_on_after_a_resume():
 def run_rows(n, **more):
     made = []
     for step in range(n + 1):
-        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0, "mismatch/kl": 1e-3,
-               "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5, "time/step": 2.0,
-               "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
+        row = {"step": step, "reward/mean": step / n, "reward/accuracy": 0.5, "policy/entropy": 1.0,
+               "mismatch/kl": 1e-3, "response/tokens": 20.0, "response/truncated": 0.1, "policy/grad_norm": 0.5,
+               "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}  # fmt: skip
         made.append({"step": 0} if step == 0 else row | more)
         if step % 10 == 0:
             made[-1] |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
@@ -575,7 +575,7 @@ def test_runs_are_drawn_over_each_other_by_their_settings(tmp_path, capsys):
     assert [len(runs) for _, runs in group_by_settings(apart)] == [1] * 4  # also where names are shortened to the same
     plot_runs([made[0], made[0].parent / "." / ".." / "a0" / "run"], tmp_path / "once")
     assert "(2 runs)" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="--plot-runs .*/none: no run is there"):
+    with pytest.raises(UserError, match="--plot-runs .*/none is not a run"):
         plot_runs([made[0], tmp_path / "none"], tmp_path / "out")
     (made[0] / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
     with pytest.raises(UserError, match="--plot-runs .*/a0/run: the run has not finished a step yet"):

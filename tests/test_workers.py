@@ -274,7 +274,7 @@ def test_a_call_that_is_late_has_failed_and_the_others_are_asked_again(make, how
     assert grader.counts["reward/timeouts"] == 3 and grader.counts["reward/errors"] == 0
     told = capfd.readouterr().err
     assert f"row 'row-3': the reward took longer than --reward-timeout 1 s; for the response '{how}'" in told
-    assert "3 of 40 rewards failed (3 time-out)" in told and "mine.py" in told  # where it was
+    assert "3 of 40 rewards failed (3 timeout)" in told and "mine.py" in told  # where it was
     assert grader.collect(responses(["fine"] * 3)) == [{"reward": 1.0}] * 3
 
 
@@ -297,7 +297,7 @@ def test_a_reward_that_writes_into_foreign_descriptors_fails_alone(make, how, mo
     grader = make("foreign", reward_workers=1, reward_errors="zero", reward_timeout=20.0)
     results = grader.collect(responses([how if i == 4 else "fine" for i in range(9)]))
     assert kinds(grader) == {4: "errors"} and [r["reward"] for r in results] == [1.0] * 4 + [0.0] + [1.0] * 4
-    assert "row 'row-0': the reward ended its process, by breaking its connection" in capfd.readouterr().err
+    assert "row 'row-0': the reward ended its worker process, by breaking its connection" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -333,7 +333,7 @@ def test_a_process_that_cannot_start_fails_its_calls_and_not_the_run(make, tmp_p
     (tmp_path / "mine.py").write_text("raise OSError('no memory')")
     assert grader.collect(responses(["a"] * 5)) == [None] * 5
     told = capfd.readouterr().err
-    assert "no process for rewards could start" in told and "no memory" in told and "ALL of them failed" in told
+    assert "no reward worker could start" in told and "no memory" in told and "ALL of them failed" in told
     (tmp_path / "mine.py").write_text(CODE)
     assert grader.collect(responses(["ab"])) == [{"length": 2.0, "reward": 2.0}]
 
@@ -411,7 +411,8 @@ def test_no_process_outlives_its_trainer(tmp_path, ending):
 
 def test_a_process_whose_trainer_died_before_it_began_ends_at_once():
     ours, theirs = socket.socketpair()
-    code = "import sys; from rewards.call import reward_worker_main; reward_worker_main(int(sys.argv[1]), 1)"  # another parent than its own
+    # 1: another parent than its own
+    code = "import sys; from rewards.call import reward_worker_main; reward_worker_main(int(sys.argv[1]), 1)"
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     assert subprocess.run(command, cwd=ROOT, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
     ours.close(), theirs.close()
