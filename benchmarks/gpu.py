@@ -709,19 +709,19 @@ def child_head(cases: list[str], args: argparse.Namespace) -> Iterator[Row]:
     shape, dtype, repeats = (16384, 3584, 152064), torch.bfloat16, 7
     if args.toy:
         shape, dtype, repeats = (64, 32, 1000), dtype if bench.GPU else torch.float32, 1
-    inputs = bench.problem(shape, dtype)
-    small = bench.problem((min(shape[0], 512), shape[1], min(shape[2], 32768)), dtype)
+    inputs = bench.make_inputs(shape, dtype)
+    small = bench.make_inputs((min(shape[0], 512), shape[1], min(shape[2], 32768)), dtype)
     doubles = tuple(x.cpu() if x.dtype == torch.long else x.double().cpu() for x in small)
     exact = bench.run_once(bench.naive_64, doubles, "full")
     for name in cases:
-        found, missing = bench.contenders([name])
+        found, missing = bench.load_implementations([name])
         if not found:
             yield {"case": name, "not here": " ".join(missing) or "needs a GPU"}
             continue
         row = {"case": name}
         try:
             for mode in ("score", "frozen", "full"):
-                runs = [bench.seconds(found[name], inputs, mode) for _ in range(repeats + 1)]
+                runs = [bench.time_once(found[name], inputs, mode) for _ in range(repeats + 1)]
                 row[f"{mode}, ms"] = 1e3 * min(runs[1:])
             if bench.GPU:
                 torch.cuda.reset_peak_memory_stats()
