@@ -32,46 +32,16 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from errors import (
-    ErrorContext,
-    UserError,
-    as_user_error,
-    check_writable,
-    nearest_existing,
-    need,
-    plug_in,
-    printable,
-    report_write_errors,
-)
+import errors
+from errors import ErrorContext, UserError, as_user_error, need, plug_in, printable
 from reward import TASKS, find_tasks, load_tasks, task_name, unwrap_truth
 from rewards.grade import check_tasks
 from settings import REQUIRED, FlagParser, PixelConfig, add_flags, build_config, flag_field, flag_name
-from sources.content import (
-    IMAGE_PLACEHOLDER,
-    TRUTH,
-    drop_none,
-    is_too_deep,
-    row_content,
-    row_truth,
-    split_column_names,
-    template_columns,
-)
+from sources import content, tables
+from sources.content import IMAGE_PLACEHOLDER, TRUTH, drop_none, split_column_names, template_columns
 from sources.images import FORMATS, IMAGE_ERRORS, check_decodes, decode_image, image_bytes  # noqa: F401, for readers
 from sources.lazy_images import LazyImages, RowLocation, print_once, row_locations
-from sources.tables import (
-    SPLITS,
-    File,
-    Record,
-    build_extra_info_column,
-    expand_data_paths,
-    open_parquet,
-    parquet_columns,
-    parquet_rows,
-    store_errors,
-    to_path,
-    unique_file_names,
-    url_scheme,
-)
+from sources.tables import File, Record, expand_data_paths, open_parquet
 
 ROLES, VIDEO_COLUMNS = ("system", "user", "assistant", "tool"), ("videos", "video")
 PROMPT_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^<>|]+\|>")  # tokenizers such as Qwen's read this as one special token
@@ -177,7 +147,7 @@ class ConvertConfig(DataFormatConfig):
     """Output file"""
 
     out: str = flag_field(REQUIRED, "parquet file to write", metavar="FILE")
-    split: str = flag_field("train", "split to read or generate; stored in extra_info.split", choices=tuple(SPLITS))
+    split: str = flag_field("train", "split to read or generate; stored in extra_info", choices=tuple(tables.SPLITS))
     limit: int | None = flag_field(None, "max valid rows to write: the first ones (default: all)", least=1)
     inspect: bool = flag_field(False, "also print rows and statistics of the written file")
     input: tuple[str, ...] = flag_field((), "files, globs, URLs like s3://; for parquet also folders", metavar="FILE")
@@ -301,15 +271,15 @@ def build_example(raw: RawRow, reading: DataFormatConfig) -> Example:
     if isinstance(record, str):
         raise UserError(record)
     levels = MAX_DEPTH - 1 if reading.split else MAX_DEPTH  # a column may be written one level deeper, into extra_info
-    need(not is_too_deep(record, levels), f"nested more than {levels} levels deep")
+    need(not content.is_too_deep(record, levels), f"nested more than {levels} levels deep")
     videos = [key for key in VIDEO_COLUMNS if key != reading.image_key and record.get(key)]
     need(not videos, f"column {' and '.join(videos)} is not empty, but videos are not supported; remove such rows")
-    prompt, cells = row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
+    prompt, cells = content.row_content(record, reading.prompt_key, reading.image_key, reading.prompt_template)
     messages = build_messages(prompt, reading.system, resolve_instruction(reading.instruction))
     images = load_images(cells, raw, reading)
     raw.placeholders_added = add_image_placeholders(messages, len(images))
     reward_model = record.get("reward_model") if isinstance(record.get("reward_model"), dict) else {}
-    truth = row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
+    truth = content.row_truth(record | {TRUTH: reward_model.get("ground_truth")}, reading.answer_key)
     extra = build_extra_info(record, reading, reward_model)
     source = reading.data_source or record.get("data_source") or ""
     remedy = "--data-source NAME sets it for every row"
@@ -419,9 +389,9 @@ def parquet_records(file: File, reading: DataFormatConfig) -> Iterator[tuple[str
                 print(f"{file}: left out the binary columns {', '.join(binary)}")
             columns = [c for c in schema.names if (c in extra or c in reading.known_columns()) and c not in binary]
             need(parquet.metadata.num_rows, f"{file} has no rows")
-            for row, record in enumerate(parquet_rows(parquet, columns)):
+            for row, record in enumerate(tables.parquet_rows(parquet, columns)):
                 yield f"row {row}", record
-    except (pa.ArrowException, OSError, *store_errors()) as e:
+    except (pa.ArrowException, OSError, *tables.store_errors()) as e:
         raise UserError(f"{file} is not a parquet file, or is damaged near row {row}: {e}; copy it again") from e
 
 
@@ -445,9 +415,9 @@ def text_records(file: File, reading: DataFormatConfig, file_type: str) -> Itera
 def table_rows(files: list[File], reading: DataFormatConfig, records: Reader = parquet_records) -> Iterator[RawRow]:
     """Yield the rows of table files, numbered consecutively over all files."""
     numbers = itertools.count()
-    for file, name in zip(files, unique_file_names(files), strict=True):
+    for file, name in zip(files, tables.unique_file_names(files), strict=True):
         for location, record in records(file, reading):
-            root = to_path(reading.image_root) if reading.image_root else file.parent
+            root = tables.to_path(reading.image_root) if reading.image_root else file.parent
             yield RawRow(f"{file} {location}", next(numbers), record, root, name)
 
 
@@ -461,7 +431,7 @@ def read_examples(
     none. Raise UserError that names file, row, reason and fix. `check` is described in `valid_examples`.
     """
     for name in (*(path if isinstance(path, list) else [path]), reading.image_root or ""):
-        need(not url_scheme(str(name)),
+        need(not tables.url_scheme(str(name)),
              f"{name}: training does not read from the network; download it with prepare_data.py parquet --input URL")
     files = expand_data_paths(path)
     for file in files:
@@ -480,7 +450,7 @@ def unconverted_config(files: list[Path], reading: DataFormatConfig) -> Unconver
     as hub datasets with question, image and answer. Return None if the files have a prompt column (`prompt` or
     --prompt-key), or lack the prompt column that the task reads by default."""
     task = find_tasks().get(reading.data_source or "vqa")
-    defaults, columns = getattr(task, "DEFAULTS", {}), parquet_columns(files[0])
+    defaults, columns = getattr(task, "DEFAULTS", {}), tables.parquet_columns(files[0])
     if {"prompt", reading.prompt_key} & {*columns} or defaults.get("prompt_key") not in columns:
         return None
     changed = {f.name: getattr(reading, f.name)
@@ -560,7 +530,7 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> int:
                 writer.write_batch(pa.RecordBatch.from_pylist(list(map(example_to_record, group)), schema=SCHEMA))
                 extras += [drop_none(json.loads(json.dumps(e.extra | {"uid": e.uid}, default=str))) for e in group]
         need(extras, f"no rows to write to {path}: the source has no usable row; check --input and its flags")
-        column = build_extra_info_column(extras)
+        column = tables.build_extra_info_column(extras)
         schema = SCHEMA.append(pa.field("extra_info", column.type))
         n_written = 0
         with open_parquet(draft) as source, pq.ParquetWriter(final, schema, **pages) as writer:
@@ -625,11 +595,11 @@ def parse_args(argv: list[str] | None = None) -> tuple[str, ConvertConfig | Insp
 def check_output_file(source: str, cfg: ConvertConfig) -> None:
     """Raise UserError, before any work, if the file --out cannot be written."""
     out = Path(cfg.out)
-    need((out.is_file() or not out.exists()) and nearest_existing(out.parent).is_dir(),
+    need((out.is_file() or not out.exists()) and errors.nearest_existing(out.parent).is_dir(),
          f"--out is {out}, expected the parquet file to write, e.g. --out {source}.parquet")
     inputs = [Path(name).resolve() for name in cfg.input]
     need(out.resolve() not in inputs, f"--out {out} is also the --input; write to another file")
-    check_writable(out.parent, f"--out {out}")
+    errors.check_writable(out.parent, f"--out {out}")
 
 
 def make_file(source: str, cfg: ConvertConfig) -> None:
@@ -640,7 +610,7 @@ def make_file(source: str, cfg: ConvertConfig) -> None:
     raws = tqdm(source_rows(source, cfg), desc=source, unit=" rows", disable=None)
     # rows whose task is not built in are graded by the user's own reward
     check = partial(check_tasks, graded_elsewhere=lambda example: task_name(example.data_source) not in TASKS)
-    with report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
+    with errors.report_write_errors(Path(cfg.out), f"--out {cfg.out}"):
         count = write_examples(valid_examples(raws, cfg, bad, cfg.limit, check), cfg.out)
     size = Path(cfg.out).stat().st_size / 2**20
     print(f"wrote {count} row{'s' * (count != 1)} ({size:.1f} MiB) to {cfg.out}; left out {len(bad)}")
