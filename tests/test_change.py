@@ -75,6 +75,7 @@ def train(copy, model, data, *more, kernel="torch", fails=False):
     return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_new_advantage_and_a_new_loss_are_one_registration_each(kernel, copy, toys, data):
     insert(
@@ -119,6 +120,7 @@ def test_an_edit_of_a_loss_is_what_trains(kernel, copy, toys, data):
     assert train(copy, toy, data, kernel=kernel)["policy/grad_norm"] == pytest.approx(10 * before, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_readmes_advantage_and_loss(kernel, copy, toys, data):
     with open(copy / "grpo.py", "a") as file:

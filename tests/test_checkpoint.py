@@ -144,6 +144,7 @@ def save_run(model, out, lora_rank):
     return out
 
 
+@pytest.mark.slow
 def test_eval_holds_one_tensor_of_a_run_at_a_time(toys, tmp_path):
     """Two processes, in bfloat16. The engine gets a merge in fp32 rounded to bfloat16, bit for bit."""
     demo.make_model(tmp_path / "model", "qwen2_5_vl", hidden=512, layers=8, vocab=4096)
@@ -572,6 +573,7 @@ def test_two_processes_decide_alike(toys, tmp_path):
     assert held(tmp_path / "run") == ["damaged_step_000004", "step_000002"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_runs_newest_intact_checkpoint(toys, shapes, tmp_path, capsys):  # noqa: F811
     command = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], shapes[0], tmp_path / "a", "--save-every", 1)]
     run([*command, "--steps", 2])

@@ -240,6 +240,7 @@ def score(response, example, step, stage):
 BY_SOLVE_RATE = pytest.param({"least": 0.05, "most": 0.95}, id="by solve rate", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solved", [pytest.param({}, id="by step"), BY_SOLVE_RATE])
 def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, toys, tmp_path):
     data = write_parquet(tmp_path / "train.parquet", geospot.toy(24, "train", 0))
@@ -273,6 +274,7 @@ def test_killed_in_a_stage_and_resumed_a_run_is_the_uninterrupted_one(solved, to
 BY_STEP = "def score(response, example, step):\n    return float(step)\n"
 
 
+@pytest.mark.slow
 def test_the_same_weights_evaluate_to_the_same_figure_whatever_step_they_were_saved_at(toys, tmp_path):
     """Also under a reward that depends on the step, and with the task's own stages switched off."""
     train, test = (write_parquet(tmp_path / name, geospot.toy(8, name, 0)) for name in ("train", "test"))

@@ -87,6 +87,7 @@ def test_a_copy_without_it_trains_and_evaluates(what, toys, tmp_path):
         assert "--tp 2: parallel/tensor_parallel.py is not in this copy; leave the flag out" in run("-c", code).stderr
 
 
+@pytest.mark.slow
 def test_a_copy_without_all_of_it_trains_and_evaluates(toys, tmp_path):
     refused = REFUSED["envs"] | REFUSED["vllm"]  # one of the loop, and one of the engine
     check_no_pages(*check(EVERYTHING, refused, toys, tmp_path), tmp_path)

@@ -50,6 +50,7 @@ def test_tensor_parallel_equals_one_process_in_double_precision(family, worlds, 
     assert all((a - b).norm() > 1e-3 * a.norm() for i, a in enumerate(gradients[1:]) for b in gradients[1:][:i])
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_replicas_equal_one_process(toys, tmp_path):
     demo.make_model(tmp_path / "tied", "qwen2_5_vl", hidden=64, layers=2, vocab=448, tied=True)
     cases = [f"--micro-tokens 130 --tp 2 --replicate {r} --train-vision all --kl-coef 0.1" for r in (1, 2)]

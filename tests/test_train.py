@@ -141,7 +141,7 @@ def assert_moved(one, several, what):
         pytest.param("qwen3_vl", "--train-vision all --loss-agg seq", marks=pytest.mark.slow),
         pytest.param("qwen2_vl", "--loss-agg const --gradient-checkpointing", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "--train-vision merger", marks=pytest.mark.slow),
-        ("qwen3_5_moe", "--train-vision tower"),
+        pytest.param("qwen3_5_moe", "--train-vision tower", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(family, more, toys, tmp_path):
@@ -431,6 +431,7 @@ def test_a_separate_critic_is_resumed_and_other_flags_are_refused(toys, shapes, 
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
     run(
         [
@@ -443,6 +444,7 @@ def test_bfloat16_trains_and_stays_near_its_engine(toys, shapes, tmp_path):
     assert all(row["policy/grad_norm"] > 0 and 1e-5 < row["mismatch/max_abs_logprob_diff"] < 0.2 for row in logged)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
     flat = tmp_path / "flat.py"
     flat.write_text("def score(response, example):\n    return -3.5\n")  # no spread, no gradient; and no proportion
@@ -458,6 +460,7 @@ def test_a_run_without_a_single_update_can_be_resumed(toys, shapes, tmp_path):
     assert all(torch.equal(start[k], end[k]) for k in start)
 
 
+@pytest.mark.slow
 def test_resume_auto_before_the_first_checkpoint_starts_afresh(toys, shapes, tmp_path):
     common = flags(
         toys["qwen2_5_vl"], shapes[0], tmp_path / "r", "--eval-data", shapes[1], "--steps", 9, "--save-every", 9
@@ -825,6 +828,7 @@ def test_all_that_is_missing_is_named_at_once():
         train.parse_args([])
 
 
+@pytest.mark.slow
 def test_bad_rows_can_be_skipped_and_are_counted(toys, shapes, tmp_path):
     path = write_parquet(tmp_path / "broken.parquet", bad_rows(shapes)["broken"])
     arguments = [sys.executable, "train.py", *flags(toys["qwen2_5_vl"], path, tmp_path / "out", "--steps", 1)]
