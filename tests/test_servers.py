@@ -373,7 +373,7 @@ def test_the_adapter_alone(two, command, tmp_path):
         more = ["--lora-rank", 8, "--steps", 4, "--sync", "adapter", "--rollout", "server", "--servers", *servers.urls]
         with pytest.raises(UserError, match="was started for --sync adapter; start it without"):
             servers.engine()
-        with pytest.raises(UserError, match="takes no adapters; start it with --sync adapter and this run's"):
+        with pytest.raises(UserError, match="does not accept adapters; start it with --sync adapter and this run's"):
             two.engine(sync="adapter")
         run([sys.executable, *command("alone", *more)])
         run([sys.executable, *command("merged", "--lora-rank", 8, "--steps", 4, *through(two))])
