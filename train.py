@@ -25,7 +25,7 @@ from engines.launch import RolloutServerConfig, check_engine, resolve_engine, st
 from eval import Evaluation
 from kernels import TangentLoss, loss_and_gradients
 from model import ModelConfig, Processor, load_config
-from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_rates, make_token_batch
+from packing import Packer, TokenBatch, TrainBatch, balance_across_ranks, flop_costs, make_token_batch
 from parallel import node_checks, resume, sharding, watchdog
 from parallel.checkpoint import load_checkpoint
 from parallel.models import Models, OptimConfig, build_models, checkpoint_parts, peak_memory, probe_memory
@@ -157,7 +157,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
     """Phase 3: balance whole groups across ranks by FLOPs and pack them. Responses without a gradient are left out."""
     algo = cfg.algo
     groups, chosen = pool.groups, pool.select_groups()
-    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.rates, ctx, meter)
+    by_minibatch = balance_across_ranks(groups, chosen, algo.minibatches, packer.flop_costs, ctx, meter)
     rollouts = list(chain.from_iterable(by_minibatch))
     rewards_PG = reshape_to_groups([r.reward for r in rollouts], algo)
     has_gradient = grpo.has_gradient(rewards_PG, [r.finish_reason for r in rollouts], algo)
@@ -169,7 +169,7 @@ def pack_batch(pool: GroupPool, cfg: Config, packer: Packer, ctx: DistContext, m
         weights += grpo.token_weights(n_tokens, counted, algo.loss_agg, cfg.rollout.max_new_tokens, ctx.sum)
         minibatches.append(packer.pack(rollouts, [i for i in members if has_gradient[i]], ctx.max))
     trained = [r for r, is_trained in zip(rollouts, has_gradient, strict=True) if is_trained]
-    flops = metrics.update_flops(trained, packer.rates, frozen=cfg.model.lora_rank > 0)
+    flops = metrics.update_flops(trained, packer.flop_costs, frozen=cfg.model.lora_rank > 0)
     meter.sum("update/flops", algo.update_epochs * flops)
     return TrainBatch(rollouts, make_token_batch(rollouts, weights), minibatches)
 
@@ -357,8 +357,8 @@ def set_up(cfg: Config) -> Run:
     # 7. models, and the state of the run
     models = build_models(cfg, processor, ctx)
     state = TrainState.from_checkpoint(load_checkpoint(start, models.checkpointed) if start else {}, cfg.algo)
-    rates = flop_rates(models.policy.hf.config, models.vision_flop_factor)
-    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, rates, share=cfg.model.attn != "flash")
+    costs = flop_costs(models.policy.hf.config, models.vision_flop_factor)
+    packer = Packer(cfg.optim.micro_tokens, processor.image_token_id, costs, share=cfg.model.attn != "flash")
     if ctx.device.type == "cuda":
         probe_memory(models.policy, train_set, packer, processor, cfg, reset_fn)
 
