@@ -223,8 +223,9 @@ def set_advantages(batch: TrainBatch, algo: grpo.Algorithm, kl_coef: float, ctx:
 
 def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainState, ctx: DistContext, meter: Meter,
                   skipped: SkippedUpdates) -> None:
-    """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy and of a separate critic, if there is
-    one; a value head is part of the policy. During the first critic_warmup_steps steps only the values are trained."""
+    """Phase 6: take --update-epochs x --minibatches optimizer steps of the policy, and as many of a separate critic if
+    there is one; a value head is part of the policy. During the first critic_warmup_steps training steps only the
+    values are trained."""
     algo = cfg.algo
     loss = grpo.PolicyLoss(algo, state.kl_coef if models.reference else 0.0)
     if models.reference:
@@ -279,8 +280,8 @@ def update_policy(models: Models, batch: TrainBatch, cfg: Config, state: TrainSt
 
 @torch.no_grad()
 def compute_tangents(models: Models, batch: TrainBatch, minibatch: int, loss: grpo.PolicyLoss, cfg: Config) -> None:
-    """Set `batch.tokens.tangents` for kernels.TangentLoss. A loss that couples the tokens of a rollout needs a forward
-    over all micro-batches before the first backward if a rollout is split over several micro-batches."""
+    """Set `batch.tokens.tangents` for kernels.TangentLoss. If a rollout is split over several micro-batches, a loss
+    that couples its tokens needs a forward pass over all micro-batches before the first backward pass."""
     tokens = batch.tokens
     for micro in batch.minibatches[minibatch]:
         out = models.policy(micro, cfg.rollout.temperature)
@@ -306,8 +307,8 @@ def weighted_value_loss(value_K: torch.Tensor | None, tokens: TokenBatch, algo: 
 
 def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:
     """Clip the gradients and step the optimizer. Return the global norm before clipping, the same on all ranks, and
-    whether the optimizer stepped. It does not if the norm is not finite, or if it is 0: then no weight has a gradient,
-    and a step would apply only momentum and weight decay."""
+    whether the optimizer stepped. It does not step if the norm is not finite or 0. If the norm is 0, no weight has a
+    gradient, and a step would apply only momentum and weight decay."""
     norm = sharding.clip_gradients(model, max_norm)
     can_step = 0 < norm < float("inf")
     if can_step:
